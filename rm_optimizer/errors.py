@@ -1,0 +1,63 @@
+"""Failures a user can cause, and the words they are told in. Imports no torch.
+
+RMOptimizerError
+├── ConfigError           an option: unknown, out of range, or in conflict with another
+├── DataError             a file, a row or a data set that cannot be used
+│   └── DataStalled       a data-loader batch that did not come in time
+├── CheckpointError       a model or checkpoint that is missing, torn or not what it claims to be
+├── MissingExtra          an optional dependency that is not installed
+└── TrainingDiverged      a loss that is not finite
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RMOptimizerError(Exception):
+    """A failure with a remedy: its text is one sentence for the user, and the command exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class ConfigError(RMOptimizerError):
+    """An option is unknown, out of its range, or conflicts with another."""
+
+
+class DataError(RMOptimizerError):
+    """A file, row or data set cannot be used; the text names file and row."""
+
+
+class DataStalled(DataError):
+    """A data-loader batch took longer than `data.fetch_timeout`."""
+
+
+class CheckpointError(RMOptimizerError):
+    """A model folder or checkpoint is missing, torn, or does not match what it recorded of itself."""
+
+
+class MissingExtra(RMOptimizerError):
+    """An optional dependency is not installed; the text holds the pip line that installs it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; pip install 'rm-optimizer[{extra}]'")
+
+
+class TrainingDiverged(RMOptimizerError):
+    """The loss became NaN or infinite; the text names step, pairs and the last good checkpoint."""
+
+    exit_code = 3
+
+
+def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
+    """Sentence for an unknown name, with the nearest known one where there is one.
+
+    Example:
+        >>> did_you_mean("optimizer", "moun", ["adamw", "lion", "muon"])
+        "unknown optimizer 'moun'; did you mean 'muon'? Known: adamw, lion, muon"
+    """
+    names = sorted(set(known))
+    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names)}"

@@ -1,0 +1,29 @@
+"""Typed options and where their presets live. Imports no torch."""
+
+from __future__ import annotations
+
+from rm_optimizer.schema.compose import compose, config_root, typed
+from rm_optimizer.schema.config import (
+    BatchingConfig,
+    DataConfig,
+    HardwareConfig,
+    LoggerConfig,
+    LossConfig,
+    ModelConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "BatchingConfig",
+    "DataConfig",
+    "HardwareConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "ModelConfig",
+    "TrainConfig",
+    "TrainingConfig",
+    "compose",
+    "config_root",
+    "typed",
+]

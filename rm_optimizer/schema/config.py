@@ -1,0 +1,311 @@
+"""The options of a training run. A default right for everyone stands here; a tuned number stands in a preset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+
+
+class OnBadRow(StrEnum):
+    """What a row that is no preference pair does to the run."""
+
+    error = "error"
+    drop = "drop"
+
+
+class KwiseRule(StrEnum):
+    """Which pairs a row of many scored responses gives."""
+
+    all = "all"
+    best_worst = "best_worst"
+    adjacent = "adjacent"
+
+
+class Attention(StrEnum):
+    """Attention kernels; `auto` takes the first that works of flash_attention_2, sdpa, eager."""
+
+    auto = "auto"
+    flash_attention_2 = "flash_attention_2"
+    sdpa = "sdpa"
+    eager = "eager"
+
+
+class Mode(StrEnum):
+    """Whether a smaller or a larger value of a metric is better."""
+
+    min = "min"
+    max = "max"
+
+
+class WandbMode(StrEnum):
+    """How Weights & Biases runs."""
+
+    offline = "offline"
+    online = "online"
+
+
+def require(condition: bool, option: str, expected: str, got: object) -> None:
+    """Raise the one sentence for a value out of its range.
+
+    Raises:
+        ConfigError: if `condition` is false.
+    """
+    if not condition:
+        raise ConfigError(f"{option} must {expected}, got {got}")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The base model: a checkpoint that loads with one label, or a small decoder built from `architecture`."""
+
+    name: str = MISSING
+    """The preset's name, shown in results."""
+    path: str | None = None
+    """Hub id, folder, run folder of ours or Lightning .ckpt; null builds `architecture` with a tokenizer trained on the data."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """`model_type` and configuration fields of the decoder to build when `path` is null."""
+    vocab_size: int = 2048
+    """Vocabulary of the tokenizer trained when `path` is null."""
+    max_length: int = MISSING
+    """Tokens kept of prompt and response together."""
+    adamw_lr: float = MISSING
+    """Learning rate that suits AdamW on this model; the optimizer presets scale it."""
+    attn_implementation: Attention = Attention.auto
+    """Attention kernel."""
+    dropout: bool = False
+    """Keep the backbone's dropout, functional attention dropout included, as its configuration says."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    trust_remote_code: bool = False
+    """Run modelling code that the checkpoint brings."""
+
+    def __post_init__(self) -> None:
+        require(self.path is not None or bool(self.architecture), "model.path", "be set when model.architecture is empty", "null")
+        require(isinstance(self.max_length, str) or self.max_length >= 8, "model.max_length", "be at least 8", self.max_length)
+        require(self.vocab_size >= 300, "model.vocab_size", "be at least 300", self.vocab_size)
+
+
+@dataclass(kw_only=True)
+class SyntheticConfig:
+    """The embedded preference world, used when `data.train` is null."""
+
+    num_train: int = 6000
+    """Training pairs."""
+    num_val: int = 1000
+    """Validation pairs, on prompts that training never sees."""
+    noise: float = 1.0
+    """Temperature of the simulated labeller: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
+    seed: int = 0
+    """Seed of the world's texts and labels, apart from the run's own seed."""
+
+    def __post_init__(self) -> None:
+        require(self.num_train >= 2, "data.synthetic.num_train", "be at least 2", self.num_train)
+        require(self.num_val >= 2, "data.synthetic.num_val", "be at least 2", self.num_val)
+        require(self.noise >= 0, "data.synthetic.noise", "not be negative", self.noise)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where pairs come from and how rows are read."""
+
+    train: Any = None
+    """A path, a `datasets` name, or a list of them; an item may be {path, weight, format, columns}. Null is the synthetic world."""
+    val: Any = None
+    """Validation pairs, in the same forms; null splits `val_fraction` of the training prompts off."""
+    val_fraction: float = 0.1
+    """Share of training prompts held out when `val` is null."""
+    split_seed: int = 0
+    """Seed of that split and of `max_pairs`."""
+    format: str = "auto"
+    """Row format: auto, explicit, hh, messages or kwise."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Column mapping, our name to the file's: {prompt: question, chosen: better}."""
+    kwise_rule: KwiseRule = KwiseRule.all
+    """Which pairs a k-wise row gives; equal scores never make a pair."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    """Stop at the first bad row, or drop bad rows, count them and list them."""
+    allow_prompt_overlap: bool = False
+    """Permit prompts that stand in both training and validation."""
+    max_pairs: int | None = None
+    """Train on a random subset of this many pairs."""
+    num_workers: int = 0
+    """Data-loader processes."""
+    fetch_timeout: float = 60.0
+    """Seconds a data-loader process may take for one batch before the run stops and names it."""
+    cache_dir: str | None = None
+    """Folder of tokenised data; null is the user's cache folder."""
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    """The embedded world's size and noise."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.val_fraction < 1, "data.val_fraction", "lie in (0, 1)", self.val_fraction)
+        require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
+        require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
+        require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)
+
+
+@dataclass(kw_only=True)
+class BatchingConfig:
+    """How pairs become optimizer steps and forward passes."""
+
+    batch_size: int = MISSING
+    """Pairs of one optimizer step, over all devices."""
+    micro_token_budget: int = MISSING
+    """Tokens, padding included, of one forward and backward pass; bounds memory and never changes the gradient."""
+    eval_token_budget: int = MISSING
+    """Tokens, padding included, of one evaluation or scoring pass."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "micro_token_budget", "eval_token_budget"):
+            value = getattr(self, name)
+            require(isinstance(value, str) or value >= 1, f"batching.{name}", "be at least 1", value)
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """The Bradley-Terry loss and what is added to it; everything beyond the plain loss is off."""
+
+    beta: float = 1.0
+    """Inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected - margin))."""
+    label_smoothing: float = 0.0
+    """Probability that a label is flipped, in [0, 0.5)."""
+    margin_scale: float = 0.0
+    """Factor on each pair's `margin` before it is subtracted inside the sigmoid; 0 ignores margins."""
+    center_rewards: float = 0.0
+    """Coefficient of mean (chosen + rejected)^2."""
+    reward_l2: float = 0.0
+    """Coefficient of mean (chosen^2 + rejected^2) / 2."""
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0, "loss.beta", "be positive", self.beta)
+        require(0 <= self.label_smoothing < 0.5, "loss.label_smoothing", "lie in [0, 0.5)", self.label_smoothing)
+        for name in ("margin_scale", "center_rewards", "reward_l2"):
+            require(getattr(self, name) >= 0, f"loss.{name}", "not be negative", getattr(self, name))
+
+
+@dataclass(kw_only=True)
+class EarlyStoppingConfig:
+    """Stop when the monitored validation metric no longer improves."""
+
+    enabled: bool = False
+    """Off unless asked for."""
+    patience: int = 5
+    """Evaluations without improvement before stopping."""
+    min_delta: float = 0.0
+    """Improvement that counts, in the metric's unit."""
+
+    def __post_init__(self) -> None:
+        require(self.patience >= 1, "training.early_stopping.patience", "be at least 1", self.patience)
+        require(self.min_delta >= 0, "training.early_stopping.min_delta", "not be negative", self.min_delta)
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """The loop: how long, how often to evaluate and save."""
+
+    epochs: float = 1.0
+    """Passes over the training pairs; a fraction is allowed."""
+    max_steps: int | None = None
+    """Optimizer steps; overrides `epochs`."""
+    gradient_clip_norm: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    evals_per_epoch: int = 10
+    """Evaluations of the whole validation set in each epoch; one more follows the last step."""
+    eval_at_start: bool = True
+    """Evaluate before the first step."""
+    checkpoint_every: int | None = None
+    """Optimizer steps between periodic checkpoints; null saves with every evaluation."""
+    keep_checkpoints: int = 2
+    """Periodic checkpoints kept beside the best."""
+    monitor: str = "val/nll"
+    """Validation metric that selects the best checkpoint and stops early."""
+    mode: Mode = Mode.min
+    """Whether a smaller or larger `monitor` is better."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    """When to stop before the end."""
+    num_bootstrap: int = 1000
+    """Bootstrap resamples over prompts for the intervals of the final evaluation."""
+    progress: bool = True
+    """Show progress bars."""
+
+    def __post_init__(self) -> None:
+        require(self.epochs > 0, "training.epochs", "be positive", self.epochs)
+        require(self.max_steps is None or self.max_steps >= 1, "training.max_steps", "be at least 1", self.max_steps)
+        require(self.gradient_clip_norm >= 0, "training.gradient_clip_norm", "not be negative", self.gradient_clip_norm)
+        require(self.evals_per_epoch >= 1, "training.evals_per_epoch", "be at least 1", self.evals_per_epoch)
+        require(
+            self.checkpoint_every is None or self.checkpoint_every >= 1,
+            "training.checkpoint_every",
+            "be at least 1",
+            self.checkpoint_every,
+        )
+        require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "be at least 1", self.keep_checkpoints)
+        require(self.num_bootstrap >= 100, "training.num_bootstrap", "be at least 100", self.num_bootstrap)
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """Where it runs."""
+
+    accelerator: str = "auto"
+    """Lightning's accelerator: auto, cpu, gpu."""
+    devices: int = 1
+    """Devices on each machine."""
+    strategy: str = "auto"
+    """Lightning's strategy."""
+    precision: str = "32-true"
+    """Lightning's precision: 32-true or bf16-mixed; the reward head and the loss are float32 in any case."""
+    num_threads: int | None = None
+    """CPU threads of each process; null leaves torch's own choice."""
+
+    def __post_init__(self) -> None:
+        require(self.devices >= 1, "hardware.devices", "be at least 1", self.devices)
+        known = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
+        require(self.precision in known, "hardware.precision", f"be one of {', '.join(known)}", self.precision)
+        require(
+            self.num_threads is None or self.num_threads >= 1, "hardware.num_threads", "be at least 1", self.num_threads
+        )
+
+
+@dataclass(kw_only=True)
+class LoggerConfig:
+    """Who is told the metrics, beside `metrics.csv`, which is always written."""
+
+    tensorboard: bool = True
+    """TensorBoard event files in the run folder."""
+    wandb: bool = False
+    """Weights & Biases."""
+    wandb_mode: WandbMode = WandbMode.offline
+    """Offline writes files that `wandb sync` uploads later."""
+    project: str = "rm-optimizer"
+    """W&B project."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Everything `rm-opt train` composes."""
+
+    seed: int = 0
+    """Seed of head, data order and dropout."""
+    output_dir: str = MISSING
+    """The run folder."""
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    batching: BatchingConfig = MISSING
+    loss: LossConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    training: TrainingConfig = MISSING
+    hardware: HardwareConfig = MISSING
+    logger: LoggerConfig = MISSING
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.seed, str) or self.seed >= 0, "seed", "not be negative", self.seed)

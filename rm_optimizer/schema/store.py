@@ -1,0 +1,44 @@
+"""Register the dataclasses with Hydra, so that presets are checked against them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from rm_optimizer.schema.config import (
+    BatchingConfig,
+    DataConfig,
+    HardwareConfig,
+    LoggerConfig,
+    LossConfig,
+    ModelConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from rm_optimizer.schema.optimizers import AdamWConfig, ScheduleConfig
+
+GROUPS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "batching": BatchingConfig,
+    "loss": LossConfig,
+    "schedule": ScheduleConfig,
+    "training": TrainingConfig,
+    "hardware": HardwareConfig,
+    "logger": LoggerConfig,
+}
+OPTIMIZERS = {"adamw": AdamWConfig}
+
+
+@cache
+def register() -> None:
+    """Store every schema under `schema/…` and the `times` resolver; calling twice changes nothing."""
+    OmegaConf.register_new_resolver("times", lambda a, b: float(a) * float(b), replace=True)
+    store = ConfigStore.instance()
+    store.store(group="schema", name="train", node=TrainConfig)
+    for group, node in GROUPS.items():
+        store.store(group=f"schema/{group}", name="base", node=node)
+    for name, node in OPTIMIZERS.items():
+        store.store(group="schema/optimizer", name=name, node=node)
