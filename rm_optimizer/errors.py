@@ -6,7 +6,8 @@ RMOptimizerError
 │   └── DataStalled       a data-loader batch that did not come in time
 ├── CheckpointError       a model or checkpoint that is missing, torn or not what it claims to be
 ├── MissingExtra          an optional dependency that is not installed
-└── TrainingDiverged      a loss that is not finite
+├── TrainingDiverged      a loss that is not finite
+└── Interrupted           a run the user stopped
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class TrainingDiverged(RMOptimizerError):
     """The loss became NaN or infinite; the text names step, pairs and the last good checkpoint."""
 
     exit_code = 3
+
+
+class Interrupted(RMOptimizerError):
+    """The user stopped a run; the text names the checkpoint it left."""
+
+    exit_code = 130
 
 
 def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:

@@ -10,6 +10,16 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from jaxtyping import install_import_hook
 
-install_import_hook(
-    ["rm_optimizer.core.losses", "rm_optimizer.core.metrics", "rm_optimizer.core.calibration"], "beartype.beartype"
+CHECKED_ROOMS = (
+    "losses",
+    "metrics",
+    "calibration",
+    "pooling",
+    "head",
+    "reward_model",
+    "certificate",
+    "export",
+    "prefix",
 )
+
+install_import_hook([f"rm_optimizer.core.{room}" for room in CHECKED_ROOMS], "beartype.beartype")

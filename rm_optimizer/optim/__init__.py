@@ -1,0 +1,22 @@
+"""Optimizers and schedules: one registry, one partition of the parameters, one object to step."""
+
+from __future__ import annotations
+
+from rm_optimizer.optim.build import build_optimizer
+from rm_optimizer.optim.compatibility import check_compatible
+from rm_optimizer.optim.param_groups import GroupRow, describe_groups
+from rm_optimizer.optim.registry import OPTIMIZERS, OptimizerInfo, optimizer_info
+from rm_optimizer.optim.schedule_free import set_train_mode
+from rm_optimizer.optim.schedules import build_schedule
+
+__all__ = [
+    "OPTIMIZERS",
+    "GroupRow",
+    "OptimizerInfo",
+    "build_optimizer",
+    "build_schedule",
+    "check_compatible",
+    "describe_groups",
+    "optimizer_info",
+    "set_train_mode",
+]

@@ -1,0 +1,1 @@
+"""Pictures and tables of results; draws what others computed."""

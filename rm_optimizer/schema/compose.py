@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -38,4 +38,4 @@ def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
     """
     built = OmegaConf.to_object(config)
     assert isinstance(built, kind), f"composed {type(built).__name__}, not {kind.__name__}"
-    return cast(ConfigT, built)
+    return built

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.checks import require as require
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 
 
@@ -50,16 +50,6 @@ class WandbMode(StrEnum):
     online = "online"
 
 
-def require(condition: bool, option: str, expected: str, got: object) -> None:
-    """Raise the one sentence for a value out of its range.
-
-    Raises:
-        ConfigError: if `condition` is false.
-    """
-    if not condition:
-        raise ConfigError(f"{option} must {expected}, got {got}")
-
-
 @dataclass(kw_only=True)
 class ModelConfig:
     """The base model: a checkpoint that loads with one label, or a small decoder built from `architecture`."""
@@ -67,7 +57,7 @@ class ModelConfig:
     name: str = MISSING
     """The preset's name, shown in results."""
     path: str | None = None
-    """Hub id, folder, run folder of ours or Lightning .ckpt; null builds `architecture` with a tokenizer trained on the data."""
+    """Hub id, folder, run folder of ours or Lightning .ckpt; null builds `architecture` and trains a tokenizer."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     architecture: dict[str, Any] = field(default_factory=dict)
@@ -88,8 +78,18 @@ class ModelConfig:
     """Run modelling code that the checkpoint brings."""
 
     def __post_init__(self) -> None:
-        require(self.path is not None or bool(self.architecture), "model.path", "be set when model.architecture is empty", "null")
-        require(isinstance(self.max_length, str) or self.max_length >= 8, "model.max_length", "be at least 8", self.max_length)
+        require(
+            self.path is not None or bool(self.architecture),
+            "model.path",
+            "be set when model.architecture is empty",
+            "null",
+        )
+        require(
+            isinstance(self.max_length, str) or self.max_length >= 8,
+            "model.max_length",
+            "be at least 8",
+            self.max_length,
+        )
         require(self.vocab_size >= 300, "model.vocab_size", "be at least 300", self.vocab_size)
 
 
@@ -102,7 +102,7 @@ class SyntheticConfig:
     num_val: int = 1000
     """Validation pairs, on prompts that training never sees."""
     noise: float = 1.0
-    """Temperature of the simulated labeller: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
+    """Temperature of the labeller: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
     seed: int = 0
     """Seed of the world's texts and labels, apart from the run's own seed."""
 
@@ -117,7 +117,7 @@ class DataConfig:
     """Where pairs come from and how rows are read."""
 
     train: Any = None
-    """A path, a `datasets` name, or a list of them; an item may be {path, weight, format, columns}. Null is the synthetic world."""
+    """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, label}. Null: synthetic."""
     val: Any = None
     """Validation pairs, in the same forms; null splits `val_fraction` of the training prompts off."""
     val_fraction: float = 0.1
@@ -268,7 +268,7 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         require(self.devices >= 1, "hardware.devices", "be at least 1", self.devices)
-        known = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
+        known = ("32-true", "bf16-mixed", "bf16-true")
         require(self.precision in known, "hardware.precision", f"be one of {', '.join(known)}", self.precision)
         require(
             self.num_threads is None or self.num_threads >= 1, "hardware.num_threads", "be at least 1", self.num_threads

@@ -17,7 +17,24 @@ from rm_optimizer.schema.config import (
     TrainConfig,
     TrainingConfig,
 )
-from rm_optimizer.schema.optimizers import AdamWConfig, ScheduleConfig
+from rm_optimizer.schema.optimizers import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    AdEMAMixConfig,
+    LionConfig,
+    MARSConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ProdigyConfig,
+    SAMConfig,
+    ScheduleConfig,
+    ScheduleFreeConfig,
+    ScionConfig,
+    SGDConfig,
+    ShampooConfig,
+    SOAPConfig,
+)
 
 GROUPS = {
     "model": ModelConfig,
@@ -29,7 +46,22 @@ GROUPS = {
     "hardware": HardwareConfig,
     "logger": LoggerConfig,
 }
-OPTIMIZERS = {"adamw": AdamWConfig}
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "adam": AdamConfig,
+    "adamw": AdamWConfig,
+    "sgd": SGDConfig,
+    "muon": MuonConfig,
+    "lion": LionConfig,
+    "adafactor": AdafactorConfig,
+    "sam": SAMConfig,
+    "schedulefree": ScheduleFreeConfig,
+    "soap": SOAPConfig,
+    "ademamix": AdEMAMixConfig,
+    "prodigy": ProdigyConfig,
+    "mars": MARSConfig,
+    "scion": ScionConfig,
+    "shampoo": ShampooConfig,
+}
 
 
 @cache

@@ -1,0 +1,270 @@
+"""Data sets of preference pairs: loading, subsets, splits by prompt, and what a training run reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from rm_optimizer.core.base import PreferencePair, Prompt, prompt_id
+from rm_optimizer.core.data_sources import SkippedRow, load_source, mixed, parse_sources
+from rm_optimizer.core.synthetic import synthetic_world
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema.config import DataConfig, KwiseRule, OnBadRow
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.batching import create_dataloader
+
+__all__ = [
+    "PreferenceDataset",
+    "SkippedRow",
+    "TrainVal",
+    "create_dataloader",
+    "load_pairs",
+    "load_training_data",
+    "prompt_ids",
+    "require_disjoint_prompts",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`create_dataloader` loads on first use, since it brings transformers along."""
+    if name != "create_dataloader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rm_optimizer.core.batching import create_dataloader
+
+    return create_dataloader
+
+
+def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
+    """Each pair's `prompt_id`, computed once for each different prompt."""
+    known: dict[Prompt, str] = {}
+    for pair in pairs:
+        if pair.prompt not in known:
+            known[pair.prompt] = prompt_id(pair.prompt)
+    return tuple(known[pair.prompt] for pair in pairs)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreferenceDataset(Sequence[PreferencePair]):
+    """An immutable sequence of preference pairs.
+
+    Args:
+        pairs: the pairs, in order.
+        skipped: rows of the sources that gave no pair, and why.
+
+    Example:
+        >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]
+        >>> data = PreferenceDataset.from_pairs(pairs)
+        >>> train, val = data.split_by_prompt(0.5, seed=0)
+        >>> len(train), len(val)
+        (1, 1)
+    """
+
+    pairs: tuple[PreferencePair, ...]
+    skipped: tuple[SkippedRow, ...] = ()
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[PreferencePair]) -> PreferenceDataset:
+        """The data set of these pairs."""
+        return cls(tuple(pairs))
+
+    @classmethod
+    def load(
+        cls,
+        source: object,
+        *,
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        kwise_rule: str = KwiseRule.all,
+        on_bad_row: str = OnBadRow.error,
+        seed: int = 0,
+    ) -> PreferenceDataset:
+        """Read pairs from files or data sets, mixed by weight.
+
+        Args:
+            source: a path, a folder written by `datasets`, a hub name (`owner/name` or `owner/name:config:split`), a
+                mapping `{path, weight, format, columns, label}`, or a list of these.
+            format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
+            columns: column mapping, our name to the file's, of sources that do not bring their own.
+            kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
+            on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
+            seed: of the random part that a fractional weight takes.
+
+        Raises:
+            DataError: if a source cannot be read or a row is bad; the text names file and row.
+            ConfigError: if an option of a source is wrong.
+        """
+        rule, policy = KwiseRule(kwise_rule), OnBadRow(on_bad_row)
+        sources = parse_sources(source, format=format, columns=columns)
+        loaded = [(item, load_source(item, kwise_rule=rule, on_bad_row=policy)) for item in sources]
+        skipped = tuple(row for _, result in loaded for row in result.skipped)
+        pairs = mixed(loaded, seed)
+        if not pairs:
+            raise DataError(
+                f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
+            )
+        return cls(pairs, skipped)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> PreferencePair: ...
+    @overload
+    def __getitem__(self, index: slice) -> PreferenceDataset: ...
+    def __getitem__(self, index: int | slice) -> PreferencePair | PreferenceDataset:
+        return PreferenceDataset(self.pairs[index]) if isinstance(index, slice) else self.pairs[index]
+
+    def __repr__(self) -> str:
+        return f"PreferenceDataset({len(self.pairs)} pairs, {len(self.skipped)} skipped rows)"
+
+    @cached_property
+    def prompt_ids(self) -> tuple[str, ...]:
+        """Each pair's `prompt_id`."""
+        return prompt_ids(self.pairs)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that depend on all that training reads: texts, margins, labels, weights and order."""
+        content = hashlib.sha256()
+        for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
+            row = [identity, pair.chosen, pair.rejected, pair.margin, pair.label, pair.weight]
+            content.update(json.dumps(row).encode())
+        return content.hexdigest()[:16]
+
+    def subset(self, num_pairs: int, seed: int) -> PreferenceDataset:
+        """A random subset of `num_pairs` pairs in their order, or the data set itself if it has no more.
+
+        With one seed, a smaller subset lies within every larger one.
+
+        Raises:
+            ValueError: if `num_pairs` is not positive.
+        """
+        if num_pairs < 1:
+            raise ValueError(f"num_pairs must be at least 1, got {num_pairs}")
+        if num_pairs >= len(self.pairs):
+            return self
+        kept = np.sort(np.random.default_rng(seed).permutation(len(self.pairs))[:num_pairs])
+        return PreferenceDataset(tuple(self.pairs[index] for index in kept), self.skipped)
+
+    def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
+        """Two data sets without a common prompt; the second has `fraction` of the prompts, at least one.
+
+        Which prompts it has depends on the seed and on the set of prompts, not on the order of the rows.
+
+        Args:
+            fraction: share of prompts to hold out, in (0, 1).
+            seed: of the choice.
+
+        Raises:
+            ValueError: if the fraction lies outside (0, 1).
+            DataError: if there are fewer than two prompts.
+        """
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
+        prompts = sorted(set(self.prompt_ids), key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+        if len(prompts) < 2:
+            raise DataError(
+                f"splitting validation off by prompt needs at least 2 different prompts, got {len(prompts)}; give more "
+                "training data, or validation data as data.val"
+            )
+        held_out = set(prompts[: min(max(1, round(fraction * len(prompts))), len(prompts) - 1)])
+        sides: tuple[list[PreferencePair], list[PreferencePair]] = ([], [])
+        for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
+            sides[identity in held_out].append(pair)
+        return PreferenceDataset(tuple(sides[0]), self.skipped), PreferenceDataset(tuple(sides[1]))
+
+
+def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -> None:
+    """Refuse validation on prompts that training has seen.
+
+    Raises:
+        DataError: if any prompt stands in both; the text tells how many, gives one and names the option that permits
+            it.
+    """
+    seen = set(train.prompt_ids)
+    shared = {identity: pair for identity, pair in zip(val.prompt_ids, val.pairs, strict=True) if identity in seen}
+    if not shared:
+        return
+    prompt = next(iter(shared.values())).prompt
+    text = prompt if isinstance(prompt, str) else prompt[-1].content
+    raise DataError(
+        f"{len(shared)} of {len(set(val.prompt_ids))} validation prompts also stand in the training data, such as "
+        f"{text[:80]!r}; remove them from one, or set data.allow_prompt_overlap=true"
+    )
+
+
+@dataclass(frozen=True)
+class TrainVal:
+    """What a training run reads.
+
+    Args:
+        train: training pairs.
+        val: validation pairs.
+        val_origin: where validation came from, in words.
+        ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
+    """
+
+    train: PreferenceDataset
+    val: PreferenceDataset
+    val_origin: str
+    ceiling: float | None = None
+
+
+def load_training_data(config: DataConfig) -> TrainVal:
+    """Training and validation pairs as the options say; validation never comes from prompts that are trained on.
+
+    Without `train` it is the synthetic world; without `val` a share of the training prompts is held out. `max_pairs`
+    then limits training alone.
+
+    Raises:
+        DataError: if a source or row is bad, or prompts overlap and that is not allowed.
+    """
+    data = _train_val(config)
+    if not config.allow_prompt_overlap:
+        require_disjoint_prompts(data.train, data.val)
+    if config.max_pairs is None:
+        return data
+    return TrainVal(data.train.subset(config.max_pairs, config.split_seed), data.val, data.val_origin, data.ceiling)
+
+
+def _train_val(config: DataConfig) -> TrainVal:
+    if config.train is None:
+        world = synthetic_world(config.synthetic)
+        train = PreferenceDataset.from_pairs(world.train)
+        if config.val is None:
+            val = PreferenceDataset.from_pairs(world.val)
+            return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
+        return TrainVal(train, load_pairs(config.val, config), _named(config.val))
+    whole = load_pairs(config.train, config)
+    if config.val is not None:
+        return TrainVal(whole, load_pairs(config.val, config), _named(config.val))
+    train, val = whole.split_by_prompt(config.val_fraction, config.split_seed)
+    origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
+    return TrainVal(train, val, origin)
+
+
+def _named(source: object) -> str:
+    return ", ".join(item.path for item in parse_sources(source, format="auto", columns=None))
+
+
+def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
+    """Pairs of a source, read as the options of `config` say; its `train` and `val` play no part.
+
+    Raises:
+        DataError: if the source cannot be read or a row is bad.
+    """
+    return PreferenceDataset.load(
+        source,
+        format=config.format,
+        columns=config.columns,
+        kwise_rule=config.kwise_rule,
+        on_bad_row=config.on_bad_row,
+        seed=config.split_seed,
+    )

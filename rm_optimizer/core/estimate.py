@@ -1,0 +1,188 @@
+"""A number with its uncertainty, and the bootstrap over clusters that gives it one.
+
+Pairs of one prompt are not independent, so what is resampled are prompts. Every statistic here is a function of totals
+over clusters, so a whole bootstrap is one matrix product: `counts (resamples, clusters) @ sums (clusters, terms)`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import ndtr, ndtri
+
+CONFIDENCE = 0.95
+"""Probability with which an interval is meant to hold the truth."""
+
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""From totals `(…, terms)` to statistics `(…, statistics)`, along the last axis; NaN where undefined."""
+
+IntervalKind = Literal["bca", "basic"]
+
+_RESAMPLED_CLUSTERS_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured number and how far to trust it.
+
+    Args:
+        value: the estimate; NaN where nothing could be measured.
+        standard_error: standard deviation of the estimate over repetitions, or None where unknown.
+        num_samples: independent samples behind it (prompts, where pairs share prompts).
+        low: lower end of the 95 % interval, or None where there is none.
+        high: upper end of the 95 % interval.
+
+    Example:
+        >>> str(Estimate(0.7312, 0.0094, 2100, low=0.7121, high=0.7493))
+        '0.731 [0.712, 0.749]'
+        >>> f"{Estimate(0.7312, 0.0094, 2100):.2f}"
+        '0.73 ± 0.01'
+    """
+
+    value: float
+    standard_error: float | None
+    num_samples: int
+    low: float | None = None
+    high: float | None = None
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".3f"
+        if math.isnan(self.value):
+            return "n/a"
+        if self.low is not None and self.high is not None:
+            return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+        if self.standard_error is not None:
+            return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
+        return f"{self.value:{spec}}"
+
+    def __str__(self) -> str:
+        return format(self, "")
+
+    def to_json(self) -> str:
+        """The fields as JSON text; a NaN value is null."""
+        value = None if math.isnan(self.value) else self.value
+        return json.dumps({**asdict(self), "value": value})
+
+    @classmethod
+    def from_json(cls, text: str) -> Estimate:
+        """The estimate that `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "value": math.nan if values["value"] is None else values["value"]})
+
+
+def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]:
+    """95 % interval of a probability seen as `frequency` in independent trials (Wilson, 1927).
+
+    `(f + z^2 / 2n ± z sqrt(f (1 - f) / n + z^2 / 4n^2)) / (1 + z^2 / n)`; unlike the normal interval it stays inside
+    [0, 1] and has width at frequencies of 0 and 1.
+
+    Args:
+        frequency: observed share of successes, in [0, 1].
+        num_samples: trials, positive; an effective number may be fractional.
+
+    Example:
+        >>> low, high = wilson_interval(0.5, 100)
+        >>> round(low, 4), round(high, 4)
+        (0.4038, 0.5962)
+    """
+    z = float(ndtri(0.5 + CONFIDENCE / 2))
+    centre = frequency + z * z / (2 * num_samples)
+    half = z * math.sqrt(frequency * (1 - frequency) / num_samples + z * z / (4 * num_samples**2))
+    scale = 1 + z * z / num_samples
+    low, high = (centre - half) / scale, (centre + half) / scale
+    return min(max(low, 0.0), frequency), max(min(high, 1.0), frequency)
+
+
+def cluster_bootstrap(
+    sums: Float[np.ndarray, "clusters terms"],
+    statistic: Statistic,
+    *,
+    num_bootstrap: int,
+    seed: int,
+    kind: IntervalKind = "bca",
+) -> tuple[Estimate, ...]:
+    """Estimates of statistics of clustered data, with 95 % intervals from resampling whole clusters.
+
+    "bca" is bias-corrected and accelerated (Efron, 1987, doi:10.1080/01621459.1987.10478410), its acceleration from
+    the leave-one-cluster-out jackknife. "basic" is `[2 t - q_high, 2 t - q_low]` (Davison & Hinkley, 1997, Eq. 5.6),
+    for statistics such as a calibration error, whose resamples are biased away from `t`; it is clipped at 0 and widened
+    to hold the estimate. With `num_bootstrap=0` the standard error is the jackknife's and there is no interval. Fewer
+    than two clusters say nothing about uncertainty and get neither.
+
+    Args:
+        sums: what each cluster adds to each total.
+        statistic: from totals to statistics; called with a leading axis of resamples.
+        num_bootstrap: resamples; 0 skips the bootstrap.
+        seed: of the resampling; the same seed and number of clusters resample alike.
+        kind: kind of the interval.
+
+    Returns:
+        One estimate for each statistic.
+    """
+    values = statistic(sums.sum(axis=0))
+    num_clusters = sums.shape[0]
+    if num_clusters < 2:
+        return tuple(Estimate(float(value), None, num_clusters) for value in values)
+    jackknife = statistic(sums.sum(axis=0) - sums)
+    if num_bootstrap == 0:
+        return tuple(_jackknife_estimate(*columns) for columns in zip(values, jackknife.T, strict=True))
+    replicates = statistic(_resampled_totals(sums, num_bootstrap, seed))
+    columns = zip(values, jackknife.T, replicates.T, strict=True)
+    return tuple(_bootstrap_estimate(value, left_out, column, kind) for value, left_out, column in columns)
+
+
+def _resampled_totals(sums: np.ndarray, num_bootstrap: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    num_clusters = sums.shape[0]
+    rows_at_once = max(1, _RESAMPLED_CLUSTERS_AT_ONCE // num_clusters)
+    parts = []
+    for start in range(0, num_bootstrap, rows_at_once):
+        rows = min(rows_at_once, num_bootstrap - start)
+        drawn = rng.integers(num_clusters, size=(rows, num_clusters))
+        drawn += np.arange(rows)[:, None] * num_clusters
+        counts = np.bincount(drawn.ravel(), minlength=rows * num_clusters).reshape(rows, num_clusters)
+        parts.append(counts.astype(np.float64) @ sums)
+    return np.concatenate(parts)
+
+
+def _jackknife_estimate(value: float, left_out: np.ndarray) -> Estimate:
+    n = len(left_out)
+    if not np.isfinite(left_out).all():
+        return Estimate(float(value), None, n)
+    return Estimate(float(value), float(np.sqrt((n - 1) * left_out.var())), n)
+
+
+def _bootstrap_estimate(value: float, left_out: np.ndarray, replicates: np.ndarray, kind: IntervalKind) -> Estimate:
+    """A resample in which the statistic is undefined (no pair of the kind it counts) is left out."""
+    replicates = replicates[np.isfinite(replicates)]
+    if math.isnan(value) or replicates.size < 2:
+        return Estimate(float(value), None, len(left_out))
+    tails = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    if kind == "basic":
+        high, low = 2 * value - np.quantile(replicates, tails)
+        low, high = min(max(low, 0.0), value), max(high, value)
+    else:
+        low, high = np.quantile(replicates, _bca_tails(value, left_out, replicates, tails))
+    return Estimate(float(value), float(replicates.std(ddof=1)), len(left_out), float(low), float(high))
+
+
+def _bca_tails(value: float, left_out: np.ndarray, replicates: np.ndarray, tails: np.ndarray) -> np.ndarray:
+    """Tail probabilities after correction for bias and skew; the plain ones where the correction is undefined."""
+    tolerance = 1e-12 * max(1.0, abs(value))
+    below = float((replicates < value - tolerance).mean())
+    equal = float((np.abs(replicates - value) <= tolerance).mean())
+    bias = float(ndtri(below + equal / 2))
+    deviations = left_out.mean() - left_out
+    spread = float((deviations**2).sum() ** 1.5)
+    if not math.isfinite(bias) or not math.isfinite(spread) or spread == 0:
+        return tails
+    acceleration = float((deviations**3).sum()) / (6 * spread)
+    shifted = bias + ndtri(tails)
+    scale = 1 - acceleration * shifted
+    return np.asarray(ndtr(bias + shifted / scale)) if (scale > 0).all() else tails

@@ -1,0 +1,368 @@
+"""What a row means: the registry of row formats, from columns to comparisons of two responses.
+
+A format turns one row into comparisons, or raises `ValueError` with the reason why it is no comparison. Prompts come
+out alike whatever form they had: an HH-style transcript becomes the messages it holds, so that no source shows by its
+frame.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from rm_optimizer.core.base import Message, Prompt, digest
+from rm_optimizer.core.readers import Report, Row
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.config import KwiseRule
+
+_TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
+_LAST_TURN = "\n\nAssistant:"
+_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two responses to one prompt, the better one first.
+
+    Args:
+        prompt: text, or the messages before the response.
+        chosen: the preferred response.
+        rejected: the other one.
+        margin: how much better, where the format itself says so.
+        extra: further metadata that the format gives the pair.
+    """
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    margin: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One way to write comparisons in rows.
+
+    Args:
+        name: the value of `data.format`.
+        expects: the columns it reads, in words.
+        required: sets of columns of which one must be there.
+        columns: all columns it reads; the others become metadata.
+        fits: whether a row looks like this format.
+        compare: comparisons of a row; raises `ValueError` with the reason where there are none.
+    """
+
+    name: str
+    expects: str
+    required: tuple[frozenset[str], ...]
+    columns: frozenset[str]
+    fits: Callable[[Row], bool]
+    compare: Callable[[Row, KwiseRule], list[Comparison]]
+
+
+def row_format(name: str) -> RowFormat:
+    """The format of that name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if name not in FORMATS:
+        raise ConfigError(did_you_mean("data.format", name, ["auto", *FORMATS]))
+    return FORMATS[name]
+
+
+def detect_format(rows: Sequence[Row]) -> RowFormat | None:
+    """The format that most of the first rows look like, or None if none of them looks like any.
+
+    Example:
+        >>> detect_format([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}]).name
+        'explicit'
+    """
+    votes = {name: sum(form.fits(row) for row in rows) for name, form in FORMATS.items()}
+    best = max(votes, key=lambda name: votes[name])
+    return FORMATS[best] if votes[best] else None
+
+
+def parse_transcript(text: str) -> tuple[Message, ...]:
+    r"""The turns of an HH-style transcript (Bai et al., 2022, https://arxiv.org/abs/2204.05862) as messages.
+
+    Turns of one speaker in a row are joined by a blank line, as chat templates want speakers to alternate.
+
+    Raises:
+        ValueError: if the text does not begin with a turn.
+
+    Example:
+        >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
+        ['user', 'assistant', 'user']
+    """
+    turns = list(_TURN.finditer(text))
+    if not turns or turns[0].start() != 0:
+        raise ValueError("a transcript must begin with 'Human:'")
+    ends = [turn.start() for turn in turns[1:]] + [len(text)]
+    messages: list[Message] = []
+    for turn, end in zip(turns, ends, strict=True):
+        message = Message(_ROLES[turn[1]], text[turn.end() : end].strip())
+        if messages and messages[-1].role == message.role:
+            message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
+        messages.append(message)
+    return tuple(messages)
+
+
+def read_prompt(value: object) -> Prompt:
+    """A prompt from a cell: text, a transcript that ends in `Assistant:`, or a list of messages.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if isinstance(value, str):
+        return _transcript_prompt(value) or value
+    if isinstance(value, list):
+        return read_messages("prompt", value)
+    raise ValueError(f"prompt must be text or a list of messages, got {_kind(value)}")
+
+
+def _transcript_prompt(text: str) -> tuple[Message, ...] | None:
+    body = text.rstrip()
+    if not body.endswith(_LAST_TURN):
+        return None
+    start = _TURN.match(text)
+    if start is None or start[1] == "Assistant":
+        return None
+    messages = parse_transcript(body.removesuffix(_LAST_TURN))
+    return messages if any(message.role == "user" for message in messages) else None
+
+
+def read_messages(name: str, value: object) -> tuple[Message, ...]:
+    """Messages from a cell that lists `{role, content}` objects.
+
+    Raises:
+        ValueError: if it is no such list; the text names the column.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a list of messages, got {_kind(value)}")
+    for item in value:
+        if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
+            raise ValueError(f"{name} must hold messages with role and content, got {str(item)[:60]}")
+    try:
+        return tuple(Message(item["role"], item["content"]) for item in value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None or value == "" or value == [] else type(value).__name__
+
+
+def _text(row: Row, name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {_kind(value)}")
+    return value
+
+
+def read_number(name: str, value: object) -> float:
+    """A finite number from a cell, which may be text as in CSV.
+
+    Raises:
+        ValueError: if it is none; the text names the column.
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def _compare_explicit(row: Row, rule: KwiseRule) -> list[Comparison]:
+    return [Comparison(read_prompt(row.get("prompt")), _text(row, "chosen"), _text(row, "rejected"))]
+
+
+def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
+    prompt, chosen = _split_transcript(row, "chosen")
+    other_prompt, rejected = _split_transcript(row, "rejected")
+    _require_same_prompt(prompt, other_prompt)
+    return [Comparison(prompt, chosen, rejected)]
+
+
+def _split_transcript(row: Row, name: str) -> tuple[tuple[Message, ...], str]:
+    """The messages before the last assistant turn, and that turn."""
+    before, last, response = _text(row, name).rpartition(_LAST_TURN)
+    if not last:
+        raise ValueError(f"{name} must be a transcript with an 'Assistant:' turn")
+    if "\n\nHuman:" in response:
+        raise ValueError(f"{name} must end with an 'Assistant:' turn, not a 'Human:' one")
+    try:
+        return parse_transcript(before), response.strip()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _require_same_prompt(first: Sequence[Message], second: Sequence[Message]) -> None:
+    if first != second:
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+        raise ValueError(f"the prompts of chosen and rejected differ, from turn {same + 1} on")
+
+
+def _compare_messages(row: Row, rule: KwiseRule) -> list[Comparison]:
+    chosen, rejected = _conversation(row, "chosen"), _conversation(row, "rejected")
+    _require_same_prompt(chosen[:-1], rejected[:-1])
+    return [Comparison(chosen[:-1], chosen[-1].content, rejected[-1].content)]
+
+
+def _conversation(row: Row, name: str) -> tuple[Message, ...]:
+    """Prompt and response: a list that begins with the assistant is a completion, any other the whole conversation."""
+    turns, prompt = read_messages(name, row.get(name)), row.get("prompt")
+    if prompt and turns[0].role == "assistant":
+        before = read_prompt(prompt)
+        turns = ((Message("user", before),) if isinstance(before, str) else before) + turns
+    elif isinstance(prompt, list) and prompt and turns[: len(prompt)] != read_prompt(prompt):
+        raise ValueError(f"{name} must be a completion or begin with the prompt's messages")
+    if turns[-1].role != "assistant":
+        raise ValueError(f"{name} must end with a message of role assistant, got {turns[-1].role}")
+    if len(turns) == 1:
+        raise ValueError(f"{name} has no prompt before its response")
+    return turns
+
+
+def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int]]:
+    """Indices (better, worse) of the pairs that a rule makes of scored responses; equal scores never make a pair.
+
+    `all` takes every two, `best_worst` the highest and the lowest score, `adjacent` each response and the next in order
+    of score.
+
+    Example:
+        >>> kwise_pairs([0.0, 2.0, 1.0], KwiseRule.adjacent)
+        [(1, 2), (2, 0)]
+    """
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    candidates: dict[KwiseRule, Iterable[tuple[int, int]]] = {
+        KwiseRule.all: itertools.combinations(order, 2),
+        KwiseRule.best_worst: [(order[0], order[-1])] if order else [],
+        KwiseRule.adjacent: itertools.pairwise(order),
+    }
+    return [(better, worse) for better, worse in candidates[rule] if scores[better] > scores[worse]]
+
+
+def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
+    """Margins are score gaps; equal texts make no pair, whatever their scores."""
+    prompt, responses, scores = read_prompt(row.get("prompt")), row.get("responses"), row.get("scores")
+    if not isinstance(responses, list) or not isinstance(scores, list) or len(responses) != len(scores):
+        raise ValueError("responses and scores must be lists of the same length")
+    for response in responses:
+        _text({"each of responses": response}, "each of responses")
+    values = [read_number("each of scores", score) for score in scores]
+    per_response: Mapping[str, Sequence[Any]] = row.get("per_response") or {}
+    pairs = [pair for pair in kwise_pairs(values, rule) if responses[pair[0]] != responses[pair[1]]]
+    return [
+        Comparison(prompt, responses[i], responses[j], values[i] - values[j], _both_sides(per_response, i, j))
+        for i, j in pairs
+    ]
+
+
+def _both_sides(per_response: Mapping[str, Sequence[Any]], better: int, worse: int) -> dict[str, Any]:
+    sides = (("chosen", better), ("rejected", worse))
+    return {f"{side}_{name}": values[index] for name, values in per_response.items() for side, index in sides}
+
+
+def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterator[tuple[int, Row]]:
+    """K-wise rows of a table with one response and score a row: rows of one prompt become one, at the first's number.
+
+    Columns that differ within a prompt go to `per_response`, so that each pair can tell both values.
+
+    Args:
+        rows: numbered rows with `prompt`, `response` and `score`.
+        report: told of rows without a usable response or score; the others of their prompt still count.
+    """
+    groups: dict[str, list[tuple[int, Row]]] = {}
+    for number, row in rows:
+        try:
+            prompt = row["prompt"] if isinstance(row.get("prompt"), str) else digest(row.get("prompt"))
+            entry = {**row, "response": _text(row, "response"), "score": read_number("score", row.get("score"))}
+        except ValueError as error:
+            report(number, str(error))
+            continue
+        groups.setdefault(prompt, []).append((number, entry))
+    for members in groups.values():
+        yield members[0][0], _gathered([row for _, row in members])
+
+
+def _gathered(rows: Sequence[Row]) -> Row:
+    names = [name for name in rows[0] if name not in ("prompt", "response", "score")]
+    differing = [name for name in names if any(row.get(name) != rows[0][name] for row in rows)]
+    return {name: rows[0][name] for name in names if name not in differing} | {
+        "prompt": rows[0].get("prompt"),
+        "responses": [row["response"] for row in rows],
+        "scores": [row["score"] for row in rows],
+        "per_response": {name: [row.get(name) for row in rows] for name in differing},
+    }
+
+
+def _has_texts(row: Row, *names: str) -> bool:
+    return all(isinstance(row.get(name), str) for name in names)
+
+
+def _fits_explicit(row: Row) -> bool:
+    return isinstance(row.get("prompt"), str | list) and _has_texts(row, "chosen", "rejected")
+
+
+def _fits_transcripts(row: Row) -> bool:
+    texts = (row.get("chosen"), row.get("rejected"))
+    return "prompt" not in row and all(isinstance(text, str) and _TURN.match(text) is not None for text in texts)
+
+
+def _fits_messages(row: Row) -> bool:
+    return isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list)
+
+
+def _fits_kwise(row: Row) -> bool:
+    lists = isinstance(row.get("responses"), list) and isinstance(row.get("scores"), list)
+    return "prompt" in row and (lists or {"response", "score"} <= row.keys())
+
+
+FORMATS: Mapping[str, RowFormat] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            RowFormat(
+                "explicit",
+                "prompt, chosen and rejected texts",
+                (frozenset({"prompt", "chosen", "rejected"}),),
+                frozenset({"prompt", "chosen", "rejected"}),
+                _fits_explicit,
+                _compare_explicit,
+            ),
+            RowFormat(
+                "hh",
+                "chosen and rejected transcripts that begin with 'Human:'",
+                (frozenset({"chosen", "rejected"}),),
+                frozenset({"chosen", "rejected"}),
+                _fits_transcripts,
+                _compare_transcripts,
+            ),
+            RowFormat(
+                "messages",
+                "chosen and rejected lists of messages, with or without a prompt",
+                (frozenset({"chosen", "rejected"}),),
+                frozenset({"prompt", "chosen", "rejected"}),
+                _fits_messages,
+                _compare_messages,
+            ),
+            RowFormat(
+                "kwise",
+                "prompt, responses and scores lists, or prompt, response and score with one response a row",
+                (frozenset({"prompt", "responses", "scores"}), frozenset({"prompt", "response", "score"})),
+                frozenset({"prompt", "responses", "scores", "per_response"}),
+                _fits_kwise,
+                _compare_kwise,
+            ),
+        )
+    }
+)
+"""The row formats by name, in the order in which they are tried."""

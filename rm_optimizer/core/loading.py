@@ -1,0 +1,261 @@
+"""A classifier with one label and its tokenizer, from wherever they are stored, built for training rewards."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from rm_optimizer.core.attention import choose_attention
+from rm_optimizer.core.checkpoint import read_checkpoint, write_description
+from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
+from rm_optimizer.core.head import head_name
+from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind, resolve_source
+from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+
+_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a classifier is built.
+
+    Args:
+        attn_implementation: `auto`, or an attention kernel by name.
+        dropout: keep the dropout that the configuration has.
+        seed: seed of layers that the checkpoint lacks.
+        revision: hub revision.
+        trust_remote_code: run modelling code that the checkpoint brings.
+        dtype: type of the backbone's weights; the head is float32 or better.
+    """
+
+    attn_implementation: str = "auto"
+    dropout: bool = False
+    seed: int = 0
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a source held.
+
+    Args:
+        model: a classifier with one label, in evaluation mode.
+        tokenizer: its tokenizer.
+        is_head_fresh: whether the source had no head, so that the model's is at its random start.
+        identity: what was recorded of rendering, padding and head when we saved it; empty for other people's models.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    is_head_fresh: bool
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    """A floating type from its name; None is float32.
+
+    Raises:
+        ConfigError: if the name is not that of a floating type.
+    """
+    names = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is None:
+        return torch.float32
+    if isinstance(dtype, str) and dtype not in names:
+        raise ConfigError(did_you_mean("dtype", dtype, names))
+    return names[dtype] if isinstance(dtype, str) else dtype
+
+
+def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
+    """Read a classifier and its tokenizer from a hub id, a folder, a run folder or a `.ckpt` file.
+
+    Raises:
+        CheckpointError: if there is nothing, it is torn, or it cannot give one reward.
+        ConfigError: if an option is unknown.
+    """
+    found = resolve_source(source)
+    try:
+        if found.kind is SourceKind.CHECKPOINT:
+            return _from_checkpoint(Path(found.location), options)
+        return _from_folder_or_hub(found, options)
+    except torch.OutOfMemoryError:
+        raise
+    except _LOAD_ERRORS as error:
+        raise CheckpointError(f"{source} cannot be loaded as a reward model: {_reason(error)}") from error
+
+
+def build_model(
+    architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: LoadOptions
+) -> LoadedModel:
+    """A classifier at its random start, as wide in its vocabulary as the tokenizer.
+
+    Args:
+        architecture: `model_type` and fields of that type's configuration.
+        tokenizer: gives the vocabulary's size and the special tokens' ids.
+        options: how to build it.
+
+    Raises:
+        ConfigError: if the type or a field is unknown, or the fields do not fit each other.
+    """
+    try:
+        config = _config_from_fields(architecture, tokenizer)
+        return LoadedModel(_build(_prepared(config, options), options), tokenizer, is_head_fresh=True)
+    except (ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model.architecture does not describe a model: {_reason(error)}") from error
+
+
+def _config_from_fields(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    fields = dict(architecture)
+    kind = str(fields.pop("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(did_you_mean("model.architecture.model_type", kind, CONFIG_MAPPING.keys()))
+    default = CONFIG_MAPPING[kind]()
+    for name in fields:
+        if not hasattr(default, name):
+            raise ConfigError(did_you_mean(f"{kind} field in model.architecture", name, default.to_dict()))
+    names = (f"{role}_token_id" for role in ("pad", "bos", "eos", "cls", "sep"))
+    known = {name: getattr(tokenizer, name) for name in names if hasattr(default, name)}
+    known = {name: value for name, value in known.items() if value is not None or getattr(default, name) is None}
+    return AutoConfig.for_model(kind, **({"vocab_size": len(tokenizer)} | known | fields))
+
+
+def _reason(error: Exception) -> str:
+    """The line of an exception's text that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if isinstance(error, StrictDataclassError) else lines[0]
+
+
+def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
+    origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = _prepared(AutoConfig.from_pretrained(source.location, **origin), options)
+    tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
+    with _seeded(options.seed):
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            source.location,
+            config=config,
+            dtype=options.dtype,
+            attn_implementation=_attention(config, options),
+            output_loading_info=True,
+            **origin,
+        )
+    missing = set(report["missing_keys"])
+    _require_backbone(model, missing)
+    is_fresh = f"{head_name(model)}.weight" in missing
+    return LoadedModel(_finished(model, options), tokenizer, is_fresh, _stored_identity(source))
+
+
+def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
+    payload, weights = read_checkpoint(path)
+    with tempfile.TemporaryDirectory() as folder:
+        write_description(payload, Path(folder))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    config.name_or_path = tokenizer.name_or_path = str(path)
+    model = _build(_prepared(config, options), options)
+    _load_weights(model, weights, path)
+    return LoadedModel(model, tokenizer, is_head_fresh=False, identity=payload["export"])
+
+
+def _load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
+    wrong = model.load_state_dict(weights, strict=False)
+    if wrong.missing_keys or wrong.unexpected_keys:
+        names = ", ".join([*wrong.missing_keys, *wrong.unexpected_keys][:3])
+        raise CheckpointError(
+            f"{path} is torn: {len(wrong.missing_keys)} weights are missing and {len(wrong.unexpected_keys)} unknown, "
+            f"among them {names}"
+        )
+
+
+def _prepared(config: PretrainedConfig, options: LoadOptions) -> PretrainedConfig:
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{config.model_type} is an encoder-decoder, which has no single place to read a reward from; "
+            "use an encoder or a decoder"
+        )
+    brings_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not brings_code:
+        raise CheckpointError(
+            f"transformers has no sequence classifier for {config.model_type}; use another base model"
+        )
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    if is_classifier and config.num_labels != 1:
+        raise CheckpointError(
+            f"expected a checkpoint with one label, got a classifier with {config.num_labels} labels; "
+            "use its base model or a reward model"
+        )
+    config.num_labels = 1
+    if not options.dropout:
+        disable_dropout(config)
+    return config
+
+
+def _build(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    with _seeded(options.seed):
+        model = AutoModelForSequenceClassification.from_config(
+            config,
+            dtype=options.dtype,
+            attn_implementation=_attention(config, options),
+            trust_remote_code=options.trust_remote_code,
+        )
+    return _finished(model, options)
+
+
+def _finished(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
+    if not options.dropout:
+        disable_dropout_modules(model)
+    return model.eval()
+
+
+def _attention(config: PretrainedConfig, options: LoadOptions) -> str:
+    return choose_attention(
+        config, options.attn_implementation, options.dtype, trust_remote_code=options.trust_remote_code
+    )
+
+
+def _require_backbone(model: PreTrainedModel, missing: set[str]) -> None:
+    backbone = f"{model.base_model_prefix}."
+    lost = sorted(name for name in missing if name.startswith(backbone) and "pooler" not in name)
+    if lost:
+        raise CheckpointError(
+            f"{model.name_or_path} lacks {len(lost)} weights of the {type(model).__name__} backbone, "
+            f"among them {lost[0]}"
+        )
+
+
+def _stored_identity(source: Source) -> Mapping[str, Any]:
+    path = Path(source.location) / EXPORT_FILE
+    if source.kind is not SourceKind.FOLDER or not path.is_file():
+        return {}
+    try:
+        identity: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["identity"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is torn or was not written by RM-Optimizer; export the model again") from error
+    return identity
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

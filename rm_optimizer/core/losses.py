@@ -1,0 +1,175 @@
+"""The Bradley-Terry loss and what may be added to it: pure functions of rewards.
+
+Every function takes rewards of shape `(pairs,)`, computes in float32 or better whatever it is given, and is finite with
+the right gradient for margins of any finite size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+PairLayout = Literal["interleaved", "halves"]
+"""How the two sides of a pair lie in one stacked batch: `c0 r0 c1 r1 …`, or all chosen and then all rejected."""
+
+
+def split_rewards(
+    rewards: Float[Tensor, " sequences"], layout: PairLayout = "interleaved"
+) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
+    """Rewards of one stacked batch as (chosen, rejected).
+
+    Args:
+        rewards: one reward for each sequence, two sequences for each pair.
+        layout: "interleaved" has pair i in rows 2i (chosen) and 2i + 1; "halves" has every chosen response first.
+
+    Raises:
+        ValueError: if the shape is not `(2 * pairs,)` or the layout is unknown.
+
+    Example:
+        >>> chosen, rejected = split_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        >>> chosen.tolist(), rejected.tolist()
+        ([1.0, 3.0], [2.0, 4.0])
+    """
+    if rewards.ndim != 1 or rewards.shape[0] % 2:
+        raise ValueError(f"rewards must have shape (2 * pairs,), got {tuple(rewards.shape)}")
+    if layout == "interleaved":
+        return rewards[0::2], rewards[1::2]
+    if layout == "halves":
+        half = rewards.shape[0] // 2
+        return rewards[:half], rewards[half:]
+    raise ValueError(f"layout must be 'interleaved' or 'halves', got {layout!r}")
+
+
+def bradley_terry_pair_losses(
+    chosen: Float[Tensor, " pairs"],
+    rejected: Float[Tensor, " pairs"],
+    *,
+    beta: float = 1.0,
+    label_smoothing: float = 0.0,
+    margin: Float[Tensor, " pairs"] | None = None,
+    label: Float[Tensor, " pairs"] | None = None,
+    center_rewards: float = 0.0,
+    reward_l2: float = 0.0,
+) -> Float[Tensor, " pairs"]:
+    """Loss of each pair under Bradley-Terry, its regularisers included.
+
+    `-p log sigmoid(z) - (1 - p) log sigmoid(-z) + center_rewards (c + r)^2 + reward_l2 (c^2 + r^2) / 2` with
+    `z = beta (c - r - margin)` and `p = (1 - eps) label + eps (1 - label)`, where `eps` is the label smoothing
+    (Bradley & Terry, 1952; margin inside the sigmoid as in Touvron et al., 2023, arXiv:2307.09288, Eq. 2; centring as
+    in Eisenstein et al., 2023, arXiv:2312.09244; smoothing as in Mitchell, 2023, "A note on DPO with noisy
+    preferences", Eq. 3). Natural log: equal rewards cost log 2. Because everything is a sum over pairs, any split of a
+    batch adds up exactly. The regularisers act on rewards before `beta`.
+
+    Args:
+        chosen: rewards of the preferred responses.
+        rejected: rewards of the other responses, in the same order.
+        beta: inverse temperature, positive.
+        label_smoothing: probability that a label is flipped, in [0, 0.5).
+        margin: by how much `chosen` ought to lead, in units of reward; none is 0.
+        label: probability that `chosen` is the better one, in [0, 1]; none is 1.
+        center_rewards: coefficient of `(c + r)^2`, which pulls the mean reward of a pair to 0; not negative.
+        reward_l2: coefficient of `(c^2 + r^2) / 2`; not negative.
+
+    Raises:
+        ValueError: if a shape is not `(pairs,)`, the same for all, or a number is out of range.
+
+    Example:
+        >>> zeros = torch.zeros(2)
+        >>> [round(loss, 4) for loss in bradley_terry_pair_losses(zeros, zeros).tolist()]
+        [0.6931, 0.6931]
+    """
+    _check_numbers(beta, label_smoothing, center_rewards, reward_l2)
+    _check_shapes(chosen, rejected=rejected, margin=margin, label=label)
+    c, r = _at_least_float32(chosen), _at_least_float32(rejected)
+    z = beta * (c - r if margin is None else c - r - _at_least_float32(margin))
+    p = torch.ones_like(z) if label is None else _at_least_float32(label)
+    p = (1.0 - label_smoothing) * p + label_smoothing * (1.0 - p)
+    losses = -p * logsigmoid(z) - (1.0 - p) * logsigmoid(-z)
+    if center_rewards:
+        losses = losses + center_rewards * (c + r).square()
+    if reward_l2:
+        losses = losses + reward_l2 * (c.square() + r.square()) / 2
+    return losses
+
+
+def bradley_terry_loss(
+    chosen: Float[Tensor, " pairs"],
+    rejected: Float[Tensor, " pairs"],
+    *,
+    beta: float = 1.0,
+    label_smoothing: float = 0.0,
+    margin: Float[Tensor, " pairs"] | None = None,
+    label: Float[Tensor, " pairs"] | None = None,
+    weight: Float[Tensor, " pairs"] | None = None,
+    center_rewards: float = 0.0,
+    reward_l2: float = 0.0,
+) -> Float[Tensor, ""]:
+    """Weighted mean of `bradley_terry_pair_losses`: `sum(w l) / sum(w)`.
+
+    A pair of weight 2 is the same as the pair given twice, and the scale of all weights does not matter.
+
+    Args:
+        chosen: rewards of the preferred responses.
+        rejected: rewards of the other responses, in the same order.
+        beta: inverse temperature, positive.
+        label_smoothing: probability that a label is flipped, in [0, 0.5).
+        margin: by how much `chosen` ought to lead, in units of reward.
+        label: probability that `chosen` is the better one, in [0, 1].
+        weight: how many pairs each counts for, positive; none is 1.
+        center_rewards: coefficient of the mean of `(c + r)^2`; not negative.
+        reward_l2: coefficient of the mean of `(c^2 + r^2) / 2`; not negative.
+
+    Raises:
+        ValueError: if there are no pairs, a shape is not `(pairs,)`, or a number is out of range.
+
+    Example:
+        >>> round(float(bradley_terry_loss(torch.tensor([1.0]), torch.tensor([0.0]))), 6)
+        0.313262
+    """
+    losses = bradley_terry_pair_losses(
+        chosen,
+        rejected,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        margin=margin,
+        label=label,
+        center_rewards=center_rewards,
+        reward_l2=reward_l2,
+    )
+    _check_shapes(chosen, weight=weight)
+    if losses.shape[0] == 0:
+        raise ValueError("the mean loss needs at least one pair, got none")
+    if weight is None:
+        return losses.mean()
+    w = _at_least_float32(weight)
+    return (w * losses).sum() / w.sum()
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32, or in float64 where they were float64."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _check_shapes(chosen: Tensor, **others: Tensor | None) -> None:
+    if chosen.ndim != 1:
+        raise ValueError(f"chosen must have shape (pairs,), got {tuple(chosen.shape)}")
+    for name, other in others.items():
+        if other is not None and other.shape != chosen.shape:
+            raise ValueError(
+                f"{name} must have the shape of chosen, {tuple(chosen.shape)}, got {tuple(other.shape)}; "
+                "rewards are one number per response, so drop a trailing axis of 1"
+            )
+
+
+def _check_numbers(beta: float, label_smoothing: float, center_rewards: float, reward_l2: float) -> None:
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+    for name, value in (("center_rewards", center_rewards), ("reward_l2", reward_l2)):
+        if not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")

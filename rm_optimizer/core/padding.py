@@ -1,0 +1,123 @@
+"""The pad token: an id that never ends a sequence, found without resizing the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rm_optimizer.errors import CheckpointError
+
+RESERVED = (
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_0|>",
+    "<|fim_pad|>",
+    "<|endoftext|>",
+    "<pad>",
+    "<|pad|>",
+    "[PAD]",
+)
+"""Tokens that vocabularies keep for such a purpose, most specific first."""
+_SPACED = ("Ġ", "▁", "##")
+
+
+@dataclass(frozen=True)
+class PadChoice:
+    """The pad token in use and why.
+
+    Args:
+        token: its text in the vocabulary.
+        token_id: its id.
+        reason: where it comes from, in words.
+    """
+
+    token: str
+    token_id: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PadChoice:
+        """The choice that `to_json` wrote."""
+        return cls(**value)
+
+
+def choose_pad_token(
+    tokenizer: PreTrainedTokenizerBase, num_embeddings: int, last_ids: Collection[int] = ()
+) -> PadChoice:
+    """Give the tokenizer a pad token that never is a sequence's last token, and say which and why.
+
+    `transformers` reads a decoder's reward at the rightmost token that is not the pad id, so with pad == EOS it reads
+    one token early. Any id that never ends a sequence is right. In this order: the tokenizer's own pad token where it
+    is such an id; a token its vocabulary reserves; its unknown token; a new token in an unused row of the embedding;
+    the highest ordinary token.
+
+    Args:
+        tokenizer: changed in place; pads on the right afterwards.
+        num_embeddings: rows of the model's embedding, never resized.
+        last_ids: ids that end rendered sequences, beside EOS and SEP.
+
+    Raises:
+        CheckpointError: if the tokenizer has more tokens than the embedding has rows, or no id is free to use.
+    """
+    if tokenizer.vocab_size > num_embeddings:
+        raise CheckpointError(
+            f"expected at most as many tokens as the embedding's {num_embeddings} rows, got a tokenizer with "
+            f"{tokenizer.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    tokenizer.padding_side = "right"
+    endings = {tokenizer.eos_token_id, tokenizer.sep_token_id, *last_ids} - {None}
+    current = tokenizer.pad_token_id
+    if current is not None and current not in endings and current < num_embeddings:
+        return PadChoice(str(tokenizer.pad_token), int(current), "the tokenizer's own pad token")
+    why = (
+        "the tokenizer has no pad token" if current is None else f"its pad token {tokenizer.pad_token!r} ends sequences"
+    )
+    token, origin = _free_token(tokenizer, num_embeddings, endings)
+    tokenizer.add_special_tokens({"pad_token": token})
+    return PadChoice(token, int(tokenizer.convert_tokens_to_ids(token)), f"{why}; took {origin}")
+
+
+def set_pad_token_id(model: PreTrainedModel, pad_token_id: int) -> None:
+    """Write the pad id into the model's configuration and those nested in it.
+
+    The embedding's `padding_idx` is lifted: it stops the gradient of that row, which is EOS's own where a model was
+    built with pad == EOS; masked positions have no gradient anyway.
+    """
+    for config in _configs(model.config):
+        config.pad_token_id = pad_token_id
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None
+
+
+def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            yield from _configs(value)
+
+
+def _free_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, endings: set[int]) -> tuple[str, str]:
+    vocabulary = tokenizer.get_vocab()
+    usable = {token: index for token, index in vocabulary.items() if index < num_embeddings and index not in endings}
+    for token in RESERVED:
+        if token in usable:
+            return token, "a token the vocabulary reserves"
+    unknown = tokenizer.unk_token
+    if unknown in usable and unknown != tokenizer.bos_token:
+        return unknown, "the unknown token"
+    if max(vocabulary.values()) + 1 < num_embeddings and "<|pad|>" not in vocabulary:
+        return "<|pad|>", "a new token in an unused row of the embedding"
+    ordinary = usable.keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
+    if not ordinary:
+        raise CheckpointError("expected a token that can serve as padding, but the tokenizer's vocabulary has none")
+    # A pad token is matched in raw text before the vocabulary's own rules; one with a boundary sign is not found there.
+    best = max(ordinary, key=lambda token: (token.startswith(_SPACED) and len(token) > 2, usable[token]))
+    return best, "the highest ordinary token"

@@ -1,0 +1,298 @@
+"""The Bradley-Terry reward model: a `transformers` classifier with one label, pooled and scored with care."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rm_optimizer.core.base import BaseRewardModel, Prompt
+from rm_optimizer.core.batching import length_batches, pad_sequences
+from rm_optimizer.core.certificate import ParityCertificate
+from rm_optimizer.core.chat import ConversationRenderer, RenderFn
+from rm_optimizer.core.checkpoint import describe_model
+from rm_optimizer.core.export import save_export
+from rm_optimizer.core.head import RewardHead, head_name, initialise_head, install_reward_head
+from rm_optimizer.core.loading import LoadedModel, LoadOptions, build_model, load_model, parse_dtype
+from rm_optimizer.core.losses import bradley_terry_loss, split_rewards
+from rm_optimizer.core.padding import PadChoice, choose_pad_token, set_pad_token_id
+from rm_optimizer.core.pooling import last_token_logits, own_logits, pools_last_token
+from rm_optimizer.core.window import check_window, default_max_length
+
+
+class BradleyTerryRM(BaseRewardModel):
+    """A reward for a prompt and a response, with `P(a > b) = sigmoid(reward(a) - reward(b))` (Bradley & Terry, 1952).
+
+    Wraps a plain `AutoModelForSequenceClassification` with one label. Decoders are read at the last attended token,
+    encoders through their own forward pass; the final layer computes in float32 outside autocast.
+
+    Args:
+        model: the classifier; its final layer becomes a `RewardHead` and its configuration says "one raw reward".
+        tokenizer: its tokenizer; given a pad token that never ends a sequence, and right padding.
+        max_length: most tokens of a sequence, at most the model's positions.
+        render_fn: a rendering of conversations that replaces the tokenizer's chat template.
+        fresh_head_seed: draw the head anew from this seed; None keeps its weights.
+
+    Raises:
+        CheckpointError: if the model has no single scalar head, or the tokenizer does not belong to it.
+        ConfigError: if `max_length` exceeds the model's positions.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        render_fn: RenderFn | None = None,
+        fresh_head_seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_window(model.config, max_length)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
+        last_ids = self.renderer.encode("a", "b").ids[-1:]
+        self.pad_choice = choose_pad_token(tokenizer, model.get_input_embeddings().weight.shape[0], last_ids)
+        set_pad_token_id(model, self.pad_choice.token_id)
+        model.config.num_labels = 1
+        model.config.problem_type = "regression"
+        model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
+        self._reads_last_token = pools_last_token(model)
+        head = install_reward_head(model)
+        self.head_init = "from the checkpoint" if fresh_head_seed is None else initialise_head(head, fresh_head_seed)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        max_length: int | None = None,
+        attn_implementation: str = "auto",
+        dropout: bool = False,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str | torch.dtype | None = None,
+        render_fn: RenderFn | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> BradleyTerryRM:
+        """Load a reward model, or make one of a base model.
+
+        Args:
+            source: hub id, model folder, run folder (its `best/`) or Lightning `.ckpt`.
+            max_length: most tokens of a sequence; None takes the stored one, else at most 1024 that fit the model.
+            attn_implementation: `auto` or a kernel's name; what is unavailable falls back, and says so once.
+            dropout: keep the backbone's dropout in training mode.
+            seed: seed of the layers that the checkpoint lacks.
+            revision: hub revision.
+            trust_remote_code: run modelling code that the checkpoint brings.
+            dtype: type of the backbone's weights; None is float32.
+            render_fn: needed again for a model that was trained with one.
+            gradient_checkpointing: recompute activations in the backward pass.
+
+        Raises:
+            CheckpointError: if the source is missing, torn, not a reward model's, or recorded another rendering.
+            ConfigError: if an option is unknown or out of range.
+        """
+        options = LoadOptions(attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype))
+        loaded = load_model(source, options)
+        if max_length is None:
+            default = default_max_length(loaded.model.config, loaded.tokenizer)
+            max_length = loaded.identity.get("template", {}).get("max_length", default)
+        reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
+        return reward_model._recalling(loaded.identity) if loaded.identity else reward_model
+
+    @classmethod
+    def from_config(
+        cls,
+        architecture: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        seed: int,
+        attn_implementation: str = "auto",
+        dropout: bool = False,
+        render_fn: RenderFn | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> BradleyTerryRM:
+        """A reward model at its random start.
+
+        Args:
+            architecture: `model_type` and fields of its configuration; the vocabulary is the tokenizer's.
+            tokenizer: the tokenizer it will read.
+            max_length: most tokens of a sequence.
+            seed: seed of all weights.
+            attn_implementation: `auto` or a kernel's name.
+            dropout: keep the configuration's dropout in training mode.
+            render_fn: a rendering that replaces the tokenizer's chat template.
+            gradient_checkpointing: recompute activations in the backward pass.
+
+        Raises:
+            ConfigError: if the architecture or an option is unknown or does not fit.
+        """
+        loaded = build_model(architecture, tokenizer, LoadOptions(attn_implementation, dropout, seed))
+        return cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
+
+    @classmethod
+    def _wrapped(
+        cls, loaded: LoadedModel, max_length: int, seed: int, render_fn: RenderFn | None, gradient_checkpointing: bool
+    ) -> BradleyTerryRM:
+        if gradient_checkpointing:
+            loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        head_seed = seed if loaded.is_head_fresh else None
+        model, tokenizer = loaded.model, loaded.tokenizer
+        return cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self.renderer.max_length
+
+    @property
+    def reward_head(self) -> RewardHead:
+        """The final linear layer."""
+        head: RewardHead = self.model.get_submodule(head_name(self.model))
+        return head
+
+    def head_parameter_names(self) -> list[str]:
+        """Names of the final layer's parameters, as `named_parameters` of this module gives them."""
+        name = head_name(self.model)
+        return [f"model.{name}.{key}" for key, _ in self.reward_head.named_parameters()]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.reward_head.weight.device
+
+    def forward(
+        self, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards in float32 (float64 where the weights are).
+
+        Args:
+            input_ids: token ids; decoders take padding on either side, encoders on the right.
+            attention_mask: 1 for tokens, 0 for padding.
+
+        Raises:
+            ValueError: if a sequence attends to nothing, or an encoder's to no first token.
+        """
+        logits = last_token_logits if self._reads_last_token else own_logits
+        return logits(self.model, input_ids, attention_mask).squeeze(-1)
+
+    def compute_loss(
+        self,
+        chosen_ids: Int[Tensor, "pairs chosen_tokens"],
+        chosen_mask: Int[Tensor, "pairs chosen_tokens"],
+        rejected_ids: Int[Tensor, "pairs rejected_tokens"],
+        rejected_mask: Int[Tensor, "pairs rejected_tokens"],
+        **loss_options: Any,
+    ) -> Float[Tensor, ""]:
+        """Mean Bradley-Terry loss of the pairs, both sides in one forward pass.
+
+        Args:
+            chosen_ids: token ids of the preferred responses.
+            chosen_mask: their attention mask.
+            rejected_ids: token ids of the other responses, in the same order.
+            rejected_mask: their attention mask.
+            loss_options: keywords of `losses.bradley_terry_loss`: beta, label_smoothing, margin, label, weight, ….
+        """
+        tokens = max(chosen_ids.shape[1], rejected_ids.shape[1])
+        input_ids = _stack(chosen_ids, rejected_ids, tokens, self.pad_choice.token_id)
+        attention_mask = _stack(chosen_mask, rejected_mask, tokens, 0)
+        chosen, rejected = split_rewards(self(input_ids, attention_mask), "halves")
+        return bradley_terry_loss(chosen, rejected, **loss_options)
+
+    def tokenize(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> dict[str, Int[Tensor, "sequences tokens"]]:
+        """`input_ids` and `attention_mask` of the conversations, padded on the right.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+        """
+        input_ids, attention_mask = pad_sequences(self._encoded(prompts, responses), self.pad_choice.token_id)
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards of the responses on the CPU, in the order given; which others are scored beside it changes none.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+            token_budget: tokens, padding included, of one forward pass.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+        """
+        ids = self._encoded(prompts, responses)
+        rewards = torch.zeros(len(ids), dtype=self.reward_head.weight.dtype)
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.inference_mode():
+                for batch in length_batches([len(row) for row in ids], token_budget):
+                    input_ids, mask = pad_sequences([ids[i] for i in batch], self.pad_choice.token_id)
+                    rewards[batch] = self(input_ids.to(self.device), mask.to(self.device)).cpu()
+        finally:
+            self.train(was_training)
+        return rewards
+
+    def identity(self) -> dict[str, Any]:
+        """What a stored model records of its rendering, padding and head; JSON values."""
+        template, pad_token = self.renderer.identity(), self.pad_choice.to_json()
+        return {"template": template, "pad_token": pad_token, "head_init": self.head_init}
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        probe: Sequence[tuple[Prompt, str]] | None = None,
+        statistics: Mapping[str, Any] | None = None,
+    ) -> ParityCertificate:
+        """Write a folder that plain `transformers` scores alike, with `export.json` to prove it.
+
+        Args:
+            folder: where to; an earlier export there is replaced, anything else is not.
+            probe: prompts and responses to compare on; None takes a fixed set.
+            statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+
+        Raises:
+            CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
+        """
+        return save_export(self, Path(folder), probe=probe, statistics=statistics)
+
+    def _encoded(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[int, ...]]:
+        if len(prompts) != len(responses):
+            raise ValueError(
+                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
+            )
+        return [encoding.ids for encoding in self.renderer.encode_batch(prompts, responses)]
+
+    def _recalling(self, identity: Mapping[str, Any]) -> BradleyTerryRM:
+        """Check the rendering against the recorded one, and take over what was recorded of head and pad token."""
+        self.renderer.check_identity(identity["template"])
+        self.head_init = identity["head_init"]
+        recorded = PadChoice.from_json(identity["pad_token"])
+        if recorded.token_id == self.pad_choice.token_id:
+            self.pad_choice = recorded
+        return self
+
+
+def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
+    """What a `.ckpt` stores under `checkpoint.PAYLOAD_KEY`, so that `from_pretrained` can read the file."""
+    return describe_model(model.model, model.tokenizer, model.identity())
+
+
+def _stack(
+    upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
+) -> Int[Tensor, "sequences tokens"]:
+    widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
+    return torch.cat(widened)

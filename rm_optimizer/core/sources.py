@@ -1,0 +1,78 @@
+"""What a model's source is: a hub id, a folder, a run of ours, or a Lightning checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from rm_optimizer.errors import CheckpointError
+
+EXPORT_FILE = "export.json"
+"""Written by `save_pretrained` beside the weights: what the model is and how well it reloads."""
+BEST_FOLDER = "best"
+"""The exported best model inside a run folder."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class SourceKind(Enum):
+    """How a model is stored."""
+
+    HUB = "hub id"
+    FOLDER = "folder"
+    CHECKPOINT = "Lightning checkpoint"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is read from.
+
+    Args:
+        kind: how it is stored.
+        location: hub id or path, as `transformers` and torch take it.
+    """
+
+    kind: SourceKind
+    location: str
+
+
+def resolve_source(source: str | Path) -> Source:
+    """Find out what the user's word for a model means; a path that is missing never goes to the hub.
+
+    Args:
+        source: hub id (`Qwen/Qwen2.5-0.5B`), model folder, run folder (its `best/` is taken) or `.ckpt` file.
+
+    Raises:
+        CheckpointError: if a path does not exist or holds no model.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return Source(SourceKind.FOLDER, str(_model_folder(path)))
+    if path.is_file():
+        if path.suffix != ".ckpt":
+            raise CheckpointError(f"expected a model folder, a .ckpt file or a hub id, got the file {path}")
+        return Source(SourceKind.CHECKPOINT, str(path))
+    if _means_a_path(source):
+        raise CheckpointError(
+            f"no model at {source}: the path does not exist; check it, or give a hub id such as org/name"
+        )
+    return Source(SourceKind.HUB, str(source))
+
+
+def _model_folder(path: Path) -> Path:
+    for folder in (path, path / BEST_FOLDER):
+        if (folder / "config.json").is_file():
+            return folder
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(f"{path} holds a PEFT adapter alone; merge it into its base model and give that folder")
+    raise CheckpointError(
+        f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder"
+    )
+
+
+def _means_a_path(source: str | Path) -> bool:
+    if isinstance(source, Path) or not _HUB_ID.fullmatch(source) or source.endswith(".ckpt"):
+        return True
+    owner, _, name = source.partition("/")
+    return source.startswith(".") or (bool(name) and Path(owner).is_dir())

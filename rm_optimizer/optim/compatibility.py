@@ -1,0 +1,63 @@
+"""Combinations that would silently train something else than they say are refused before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.optim.muon import refuse_nesterov_bug
+from rm_optimizer.optim.registry import Situation, optimizer_info
+from rm_optimizer.schema.config import HardwareConfig
+from rm_optimizer.schema.optimizers import MuonConfig, OptimizerConfig, ScheduleConfig, ScheduleName
+
+OPTIONS: dict[Situation, str] = {
+    "fsdp1": "hardware.strategy",
+    "deepspeed": "hardware.strategy",
+    "decay": "schedule.name",
+}
+HINTS: dict[Situation, str] = {
+    "fsdp1": "; use hardware.strategy=ddp",
+    "deepspeed": "; use hardware.strategy=ddp",
+    "decay": "; add schedule=constant",
+}
+
+
+def check_compatible(
+    config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig, *, comparison: bool = False
+) -> None:
+    """Refuse an optimizer where it would be another algorithm under the same name.
+
+    Args:
+        config: the optimizer.
+        hardware: strategy and precision of the run.
+        schedule: the learning-rate schedule.
+        comparison: whether the run is an arm of a comparison between optimizers.
+
+    Raises:
+        ConfigError: naming the combination and the reason.
+    """
+    refuses = optimizer_info(config.name).refuses
+    for situation, value in _situations(hardware, schedule):
+        if situation in refuses:
+            option = f"{OPTIONS[situation]}={value}"
+            raise ConfigError(
+                f"optimizer={config.name} does not go with {option}: {refuses[situation]}{HINTS[situation]}"
+            )
+    bf16 = hardware.precision == "bf16-true"
+    if isinstance(config, MuonConfig):
+        refuse_nesterov_bug(config, bf16=bf16)
+    if comparison and bf16:
+        raise ConfigError(
+            "hardware.precision must be bf16-mixed or 32-true in a comparison, got bf16-true: "
+            "bfloat16 weights round small updates away, a different share for each optimizer"
+        )
+
+
+def _situations(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[Situation, str]]:
+    """What of the run an optimizer may refuse, each with the option's value."""
+    if hardware.strategy.startswith("fsdp"):
+        yield "fsdp1", hardware.strategy
+    if hardware.strategy.startswith("deepspeed"):
+        yield "deepspeed", hardware.strategy
+    if schedule.name is not ScheduleName.constant:
+        yield "decay", schedule.name.value

@@ -1,0 +1,154 @@
+"""Builders of the optimizers that the `optimizers` extra brings (pytorch_optimizer, Apache-2.0)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from rm_optimizer.errors import ConfigError, MissingExtra
+from rm_optimizer.optim.param_groups import ParamPartition
+from rm_optimizer.optim.roles import Role
+from rm_optimizer.schema.optimizers import (
+    AdEMAMixConfig,
+    MARSConfig,
+    ProdigyConfig,
+    ScionConfig,
+    ShampooConfig,
+    SOAPConfig,
+)
+
+SPECTRAL_ROLES = (Role.hidden, Role.lora, Role.new)
+
+
+def build_soap(params: ParamPartition, config: SOAPConfig, num_steps: int | None) -> Optimizer:
+    """`pytorch_optimizer.SOAP`; its first step only starts the preconditioner, as in the authors' code."""
+    optimizer = _load("SOAP")(
+        params.groups(config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        precondition_frequency=config.precondition_frequency,
+        max_precondition_dim=config.max_precondition_dim,
+    )
+    return cast(Optimizer, optimizer)
+
+
+def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: int | None) -> Optimizer:
+    """`pytorch_optimizer.AdEMAMix`.
+
+    Raises:
+        ValueError: if a warm-up of the slow momentum is asked for and the run's length is not given.
+    """
+    if config.slow_warmup_ratio and num_steps is None:
+        raise ValueError("ademamix with slow_warmup_ratio > 0 needs build_optimizer(…, num_steps=…)")
+    optimizer = _load("AdEMAMix")(
+        params.groups(config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2, config.beta3),
+        eps=config.eps,
+        alpha=config.alpha,
+        weight_decouple=True,
+        t_alpha_beta3=config.slow_warmup_ratio * (num_steps or 0) or None,
+    )
+    return cast(Optimizer, optimizer)
+
+
+def build_prodigy(params: ParamPartition, config: ProdigyConfig, num_steps: int | None) -> Optimizer:
+    """`pytorch_optimizer.Prodigy` with bias correction, and its estimate safe from a warm-up."""
+    optimizer = _load("Prodigy")(
+        params.groups(config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        d_coef=config.d_coef,
+        bias_correction=True,
+        safeguard_warmup=True,
+    )
+    return cast(Optimizer, optimizer)
+
+
+def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None) -> Optimizer:
+    """`pytorch_optimizer.MARS` of type adamw; vectors take AdamW at the same learning rate and are not decayed.
+
+    The library adds 1e-15 to the mean square before its root, which matters for gradients below about 1e-7.
+    """
+    betas = (config.beta1, config.beta2)
+    optimizer = _load("MARS")(
+        params.groups(config),
+        lr=config.lr,
+        betas=betas,
+        gamma=config.gamma,
+        eps=config.eps,
+        lr_1d=config.lr,
+        betas_1d=betas,
+        weight_decay_1d=0.0,
+    )
+    return cast(Optimizer, optimizer)
+
+
+def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | None) -> Optimizer:
+    """`pytorch_optimizer.SCION` with a norm for each role: spectral for matrices, sign for tables, RMS for vectors.
+
+    Raises:
+        ConfigError: for stacked experts and convolutions, for which it would take one matrix for another.
+    """
+    stacked = [item.name for item in params.parameters if item.role is Role.other and item.parameter.ndim != 2]
+    if stacked:
+        raise ConfigError(f"optimizer=scion has no norm for stacked experts or convolutions, got {', '.join(stacked)}")
+    scion = _load("SCION")
+    norms = import_module("pytorch_optimizer.optimizer.scion").LMONorm
+    scales = {norms.SPECTRAL: config.hidden_scale, norms.BIAS: config.vector_scale, norms.SIGN: config.sign_scale}
+    groups = []
+    for group in params.groups(config):
+        members = defaultdict(list)
+        for name, parameter in group["params"]:
+            matrix = norms.SPECTRAL if Role(group["role"]) in SPECTRAL_ROLES else norms.SIGN
+            members[norms.BIAS if parameter.ndim < 2 else matrix].append((name, parameter))
+        groups += [group | {"params": some, "norm_type": int(n), "scale": scales[n]} for n, some in members.items()]
+    return cast(Optimizer, scion(groups, lr=config.lr, momentum=1 - config.momentum))
+
+
+def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int | None) -> Optimizer:
+    """`pytorch_optimizer.ScalableShampoo` with decoupled weight decay and averaged momentum.
+
+    Its state holds objects of the library; they are declared safe, so that `torch.load(weights_only=True)` reads them.
+    """
+    shampoo = _load("ScalableShampoo")
+    graft = import_module("pytorch_optimizer.optimizer.utils.graft")
+    preconditioner = import_module("pytorch_optimizer.optimizer.utils.preconditioner")
+    torch.serialization.add_safe_globals(
+        [
+            preconditioner.PreConditioner,
+            preconditioner.BlockPartitioner,
+            preconditioner.PreConditionerType,
+            graft.SGDGraft,
+            graft.AdaGradGraft,
+            graft.RMSPropGraft,
+        ]
+    )
+    optimizer = shampoo(
+        params.groups(config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        moving_average_for_momentum=True,
+        decoupled_weight_decay=True,
+        start_preconditioning_step=config.start_step,
+        preconditioning_compute_steps=config.precondition_frequency,
+        block_size=config.block_size,
+        graft_type=getattr(graft.LayerWiseGrafting, config.graft.name.upper()),
+    )
+    return cast(Optimizer, optimizer)
+
+
+def _load(name: str) -> Any:
+    """A class of pytorch_optimizer, imported when first needed because the import takes seconds."""
+    try:
+        return getattr(import_module("pytorch_optimizer"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "pytorch_optimizer":
+            raise
+        raise MissingExtra("pytorch-optimizer", "optimizers") from error

@@ -1,0 +1,68 @@
+"""Muon where it is meant to be, AdamW everywhere else, as one optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.optim.composite import CompositeOptimizer
+from rm_optimizer.optim.param_groups import ParamPartition
+from rm_optimizer.optim.roles import Role
+from rm_optimizer.schema.optimizers import MuonConfig, MuonScaling
+
+MUON_ROLES = (Role.hidden, Role.lora)
+ADAMW_ROLES = tuple(role for role in Role if role not in MUON_ROLES)
+
+
+def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None) -> Optimizer:
+    """Muon (Jordan et al., 2024) on hidden matrices and LoRA factors, AdamW on everything else.
+
+    The rules are `torch.optim.Muon` and `torch.optim.AdamW`. With scaling `match_rms_adamw` a matrix moves by
+    ``0.2 sqrt(max(rows, columns)) lr O``, with ``O`` the orthogonalised momentum (Liu et al., 2025, arXiv 2502.16982).
+
+    Raises:
+        ConfigError: if no matrix is left for Muon, or an option would train something else than it says.
+    """
+    matrices = [item.parameter for item in params.parameters if item.role in MUON_ROLES]
+    if not matrices:
+        raise ConfigError(
+            "optimizer=muon found no trainable hidden matrix, so it would be AdamW; choose optimizer=adamw"
+        )
+    refuse_nesterov_bug(config, bf16=any(p.dtype is torch.bfloat16 for p in matrices))
+    if config.scaling is MuonScaling.original and any(item.role is Role.lora for item in params.parameters):
+        raise ConfigError(
+            "optimizer.scaling must be match_rms_adamw with LoRA, got original, "
+            "which moves factor B sqrt(rows / rank) times as far as factor A"
+        )
+    muon = torch.optim.Muon(
+        params.groups(config, roles=MUON_ROLES),
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn=config.scaling.value,
+    )
+    rest = params.groups(config, lr=config.adamw_lr, roles=ADAMW_ROLES)
+    if not rest:
+        return CompositeOptimizer(muon)
+    for group in rest:
+        group["algorithm"] = "adamw"
+    betas = (config.beta1, config.beta2)
+    return CompositeOptimizer(muon, torch.optim.AdamW(rest, lr=config.adamw_lr, betas=betas, eps=config.eps))
+
+
+def refuse_nesterov_bug(config: MuonConfig, *, bf16: bool) -> None:
+    """Refuse the one setting in which `torch.optim.Muon` destroys its momentum.
+
+    Without Nesterov, torch 2.13 normalises a bfloat16 momentum buffer in place (fixed by pytorch PR 194664; this
+    check can go when the oldest supported torch has the fix).
+
+    Raises:
+        ConfigError: for bfloat16 matrices without Nesterov.
+    """
+    if bf16 and not config.nesterov:
+        raise ConfigError(
+            "optimizer.nesterov must be true with bfloat16 parameters, got false: "
+            "torch.optim.Muon overwrites its momentum in that combination"
+        )

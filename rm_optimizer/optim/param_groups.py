@@ -1,0 +1,179 @@
+"""Every trainable parameter in exactly one optimizer group, by role and depth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.optim.roles import Role, backbone_prefix, role_of, role_of_new, under
+from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.optimizers import OptimizerConfig
+
+DECAYED = frozenset({Role.hidden, Role.lora, Role.new, Role.other})
+"""Weight decay acts on these, not on norms, biases, the reward head, or embeddings (decay would shrink the rows of
+tokens that no batch holds)."""
+HEAD_SIDE = frozenset({Role.head, Role.new})
+"""`head_lr_factor` acts on these."""
+
+
+@dataclass(frozen=True)
+class RoledParameter:
+    """A trainable parameter with its role."""
+
+    name: str
+    role: Role
+    layer: int | None
+    """0 for embeddings and what precedes the blocks, 1 … num_layers for the blocks, null for what follows them."""
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class ParamPartition:
+    """Every trainable parameter of a model exactly once, in the model's order."""
+
+    parameters: tuple[RoledParameter, ...]
+    num_layers: int
+
+    def groups(
+        self, config: OptimizerConfig, *, lr: float | None = None, roles: Collection[Role] = tuple(Role)
+    ) -> list[dict[str, Any]]:
+        """Optimizer groups of the parameters with these roles: one for each role and learning rate.
+
+        The learning rate is ``lr head_lr_factor`` on the head's side, ``lr layer_lr_decay^(L + 1 - layer)`` in layers
+        1 … L and below them (layer 0), and ``lr`` in what follows the last layer (Clark et al., 2020).
+
+        Args:
+            config: weight decay and learning-rate factors.
+            lr: peak learning rate; null takes the configuration's.
+            roles: roles to include.
+
+        Raises:
+            ConfigError: if the learning rate shall decay over layers and the model has none.
+        """
+        decay = config.layer_lr_decay
+        require(decay == 1 or self.num_layers > 0, "optimizer.layer_lr_decay", "be 1 for a model without layers", decay)
+        peak = config.lr if lr is None else lr
+        members = defaultdict(list)
+        for item in self.parameters:
+            if item.role in roles:
+                members[item.role, peak * self._lr_factor(item, config)].append((item.name, item.parameter))
+        return [
+            {
+                "params": params,
+                "lr": rate,
+                "weight_decay": config.weight_decay if role in DECAYED else 0.0,
+                "role": role.value,
+            }
+            for (role, rate), params in members.items()
+        ]
+
+    def _lr_factor(self, item: RoledParameter, config: OptimizerConfig) -> float:
+        if item.role in HEAD_SIDE:
+            return config.head_lr_factor
+        return 1.0 if item.layer is None else config.layer_lr_decay ** (self.num_layers + 1 - item.layer)
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One optimizer group in words, for a table."""
+
+    role: str
+    algorithm: str
+    lr: float
+    weight_decay: float
+    num_tensors: int
+    num_parameters: int
+    names: tuple[str, ...]
+
+
+def describe_groups(optimizer: Optimizer) -> tuple[GroupRow, ...]:
+    """What a built optimizer trains and how, one row for each of its groups."""
+    return tuple(
+        GroupRow(
+            role=group["role"],
+            algorithm=group["algorithm"],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            num_tensors=len(group["params"]),
+            num_parameters=sum(p.numel() for p in group["params"]),
+            names=tuple(group["param_names"]),
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def partition(
+    model: nn.Module, *, head_names: Collection[str], new_module_names: Collection[str] = ()
+) -> ParamPartition:
+    """Sort a model's trainable parameters by role; tied parameters count once, under their first name.
+
+    Args:
+        model: the model before any distributed wrapper.
+        head_names: full names of the reward head's parameters.
+        new_module_names: full names of further modules whose matrices count as new.
+
+    Raises:
+        ConfigError: if nothing is trainable, a head name is no parameter, a role cannot be told, or a layer with one
+            output is not among the head names.
+    """
+    _require_parameters(model, head_names)
+    backbone, block_lists, num_layers = backbone_prefix(model), _block_lists(model), 0
+    found: dict[int, RoledParameter] = {}
+    unknown = []
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(module_name, recurse=False):
+            block = _block(name, block_lists)
+            num_layers = max(num_layers, block or 0)
+            if not parameter.requires_grad:
+                continue
+            role: Role | None
+            if name in head_names:
+                role = Role.head
+            elif under(name, new_module_names):
+                role = role_of_new(parameter)
+            else:
+                role = role_of(name, parameter, module, backbone=backbone)
+            if role is None:
+                unknown.append(f"{name} {tuple(parameter.shape)} of {type(module).__name__}")
+                continue
+            below_blocks = role is Role.embedding or num_layers == 0
+            layer = 0 if below_blocks else block
+            found.setdefault(id(parameter), RoledParameter(name, role, layer, parameter))
+    _refuse_unknown(unknown)
+    return ParamPartition(tuple(found.values()), num_layers)
+
+
+def _refuse_unknown(unknown: Collection[str]) -> None:
+    if unknown:
+        raise ConfigError(
+            f"every trainable parameter must have a role, and these have none: {', '.join(unknown)}; "
+            "freeze them or name their modules as new"
+        )
+
+
+def _block_lists(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+
+
+def _block(name: str, block_lists: Collection[str]) -> int | None:
+    """The number, from 1, of the block that holds a parameter; the outermost list of modules counts."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if part.isdigit() and ".".join(parts[:depth]) in block_lists:
+            return int(part) + 1
+    return None
+
+
+def _require_parameters(model: nn.Module, head_names: Collection[str]) -> None:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    absent = sorted(set(head_names) - names)
+    if absent:
+        raise ConfigError(f"head names must be parameters of the model, got {', '.join(absent)}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("nothing is trainable: every parameter of the model is frozen")

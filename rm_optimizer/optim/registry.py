@@ -1,0 +1,132 @@
+"""The optimizers by name: where each comes from, what it costs, and where it would silently be another algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from torch.optim import Optimizer
+
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.optim import extra, standard
+from rm_optimizer.optim.muon import build_muon
+
+Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
+Situation = Literal["fsdp1", "deepspeed", "decay"]
+
+
+class RelativeRate(NamedTuple):
+    """Centre of the learning-rate grid as a multiple of AdamW's."""
+
+    full: float
+    """When every weight trains."""
+    lora: float
+    """When LoRA factors train."""
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """One entry of the registry."""
+
+    name: str
+    provider: str
+    """Package whose update rule runs."""
+    licence: str
+    extra: str | None
+    """Extra of rm-optimizer that installs it; null for built-in ones."""
+    family: Family
+    passes_per_step: int
+    """Forward and backward passes over a macro-batch in one step."""
+    state_bytes_per_param: float
+    """Optimizer state of a square float32 hidden matrix, in bytes for each of its entries, once all of it exists."""
+    lr_vs_adamw: RelativeRate | None
+    """Null where learning rates do not compare."""
+    refuses: Mapping[Situation, str]
+    """Situations in which it would train something else than its name says, each with the reason."""
+    build: Callable[..., Optimizer]
+    """From a partition, the entry's configuration and the number of steps of the run, if known, to the optimizer."""
+
+
+FLAT: Mapping[Situation, str] = {
+    "fsdp1": "FSDP1 flattens every matrix to one dimension",
+    "deepspeed": "DeepSpeed flattens every matrix to one dimension",
+}
+GLOBAL: Mapping[Situation, str] = {
+    "fsdp1": "under FSDP1 each process would see the norm of its own shard only",
+    "deepspeed": "under DeepSpeed each process would see the norm of its own shard only",
+}
+AVERAGES: Mapping[Situation, str] = {
+    "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
+}
+TORCH, OWN, POPT = (
+    ("torch", "BSD-3-Clause", None),
+    ("rm-optimizer", "Apache-2.0", None),
+    ("pytorch-optimizer", "Apache-2.0", "optimizers"),
+)
+
+
+def _entry(
+    name: str,
+    source: tuple[str, str, str | None],
+    family: Family,
+    state_bytes: float,
+    rate: RelativeRate | None,
+    build: Callable[..., Optimizer],
+    *,
+    refuses: Mapping[Situation, str] = MappingProxyType({}),
+    passes: int = 1,
+) -> OptimizerInfo:
+    return OptimizerInfo(name, *source, family, passes, state_bytes, rate, MappingProxyType(dict(refuses)), build)
+
+
+OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
+    {
+        entry.name: entry
+        for entry in (
+            _entry("adam", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adam),
+            _entry("adamw", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw),
+            _entry("sgd", TORCH, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd),
+            _entry("muon", TORCH, "matrix", 4, RelativeRate(3, 1), build_muon, refuses=FLAT),
+            _entry("lion", OWN, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion),
+            _entry("adafactor", TORCH, "factored", 0, None, standard.build_adafactor, refuses=FLAT),
+            _entry(
+                "sam",
+                OWN,
+                "two_pass",
+                8,
+                RelativeRate(1, 1),
+                standard.build_sam,
+                refuses=GLOBAL,
+                passes=2,
+            ),
+            _entry(
+                "schedulefree",
+                OWN,
+                "schedule_free",
+                8,
+                RelativeRate(3, 3),
+                standard.build_schedule_free,
+                refuses=AVERAGES,
+            ),
+            _entry("soap", POPT, "matrix", 24, RelativeRate(1, 1), extra.build_soap, refuses=FLAT),
+            _entry("ademamix", POPT, "elementwise", 12, RelativeRate(1, 1), extra.build_ademamix),
+            _entry("prodigy", POPT, "lr_free", 16, None, extra.build_prodigy, refuses=GLOBAL),
+            _entry("mars", POPT, "elementwise", 12, RelativeRate(1.5, 1.5), extra.build_mars, refuses=FLAT),
+            _entry("scion", POPT, "matrix", 4, None, extra.build_scion, refuses=FLAT),
+            _entry("shampoo", POPT, "matrix", 28, RelativeRate(1, 1), extra.build_shampoo, refuses=FLAT),
+        )
+    }
+)
+
+
+def optimizer_info(name: str) -> OptimizerInfo:
+    """The registry's entry.
+
+    Raises:
+        ConfigError: for an unknown name, with the nearest known one.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(did_you_mean("optimizer", name, OPTIMIZERS))
+    return OPTIMIZERS[name]

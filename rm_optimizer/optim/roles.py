@@ -1,0 +1,96 @@
+"""What each parameter is to its model, told by module type and name, never by the number of dimensions.
+
+An embedding and a reward head are matrices too, and FSDP1 flattens everything to one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from rm_optimizer.errors import ConfigError
+
+
+class Role(StrEnum):
+    """What a parameter is to its model."""
+
+    hidden = "hidden"
+    """Weight of a linear layer inside the backbone."""
+    lora = "lora"
+    """LoRA factor A or B."""
+    new = "new"
+    """Matrix beside the reward head (pooler, classifier.dense, head.dense), usually freshly initialised."""
+    other = "other"
+    """Weight that is no plain matrix: stacked experts, routers, convolutions."""
+    embedding = "embedding"
+    """Table of vectors by token, position or distance."""
+    norm = "norm"
+    """Scale or shift of a normalisation."""
+    bias = "bias"
+    """Bias or other vector."""
+    head = "head"
+    """The reward head, weight and bias."""
+
+
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+
+
+def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: str) -> Role | None:
+    """The role of a parameter that is not the reward head; null when it cannot be told.
+
+    Args:
+        name: the parameter's full name.
+        parameter: the parameter itself.
+        module: the module that holds it.
+        backbone: what names inside the backbone start with.
+
+    Raises:
+        ConfigError: for a linear layer with one output, which is a reward head nobody named.
+    """
+    path, kind = name.split("."), type(module).__name__
+    if "lora_A" in path or "lora_B" in path:
+        return Role.lora
+    if isinstance(module, nn.Embedding) or "lora_embedding_A" in path or "lora_embedding_B" in path:
+        return Role.embedding
+    if isinstance(module, NORMS) or kind.endswith("Norm"):
+        return Role.norm
+    if path[-1].endswith("bias") or "lora_magnitude_vector" in path:
+        return Role.bias
+    if isinstance(module, _ConvNd) or kind.endswith(("Experts", "Router")):
+        return Role.other
+    if path[-1] == "weight" and (isinstance(module, nn.Linear) or kind == "Conv1D"):
+        _refuse_unnamed_head(name, parameter)
+        inside = name.startswith(backbone) and not any("pooler" in part for part in path)
+        return Role.hidden if inside else Role.new
+    return None
+
+
+def role_of_new(parameter: nn.Parameter) -> Role:
+    """The role of a parameter in a module that the caller calls new."""
+    return Role.new if parameter.ndim > 1 else Role.bias
+
+
+def under(name: str, modules: Collection[str]) -> bool:
+    """Whether a parameter's full name lies inside one of the named modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def backbone_prefix(model: nn.Module) -> str:
+    """What the names of the backbone's parameters start with.
+
+    Transformers models say which of their children the pretrained backbone is; anything else counts as backbone whole.
+    """
+    for name, module in model.named_modules():
+        child = getattr(type(module), "base_model_prefix", "")
+        if child and child in dict(module.named_children()):
+            return f"{name}.{child}." if name else f"{child}."
+    return ""
+
+
+def _refuse_unnamed_head(name: str, parameter: nn.Parameter) -> None:
+    if parameter.shape[0] == 1:
+        raise ConfigError(f"{name} has one output, so it is a reward head and must be among the head names")

@@ -1,0 +1,80 @@
+"""Sharpness-aware minimisation: the gradient at a nearby point of higher loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rm_optimizer.optim.composite import CompositeOptimizer
+
+
+class SAM(CompositeOptimizer):
+    """SAM (Foret et al., 2021, arXiv 2010.01412, Eq. 2-4) and ASAM (Kwon et al., 2021, arXiv 2102.11600).
+
+    ``step(closure)`` calls the closure twice. The first call gives ``g`` at ``w``; weights move to ``w + e`` with
+    ``e = rho g / ||g||`` (ASAM: ``e = rho w^2 g / || |w| g ||``); the second call gives the gradient there; weights
+    return to ``w`` bit for bit and the base optimizer steps with the second gradient.
+
+    The closure must zero the gradients, compute those of the *whole* macro-batch and return the loss. Accumulating
+    and clipping inside it is right: both passes see the same pairs, and ``e`` does not depend on the length of ``g``.
+    Random numbers are rewound before the second call, so both passes see the same dropout and the stream ends where
+    one pass would have left it. Under FSDP1 each process would see the norm of its own shard only, so
+    `check_compatible` refuses it.
+
+    Args:
+        base: the optimizer that takes the step.
+        rho: radius of the ascent step.
+        adaptive: ASAM's scale-free radius.
+    """
+
+    def __init__(self, base: Optimizer, *, rho: float, adaptive: bool = False) -> None:
+        super().__init__(base)
+        self.rho = rho
+        self.adaptive = adaptive
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Two passes and one step; returns the loss of the first pass, at the weights themselves.
+
+        Raises:
+            ValueError: without a closure.
+        """
+        if closure is None:
+            raise ValueError("SAM needs step(closure): it computes the gradients twice in each step")
+        random_state = _random_state()
+        with torch.enable_grad():
+            loss = closure()
+        weights = self._ascend()
+        _set_random_state(random_state)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, w in weights:
+                p.copy_(w)
+        super().step()
+        return loss
+
+    @torch.no_grad()
+    def _ascend(self) -> list[tuple[Tensor, Tensor]]:
+        """Move the weights to ``w + e``; gives each parameter with a copy of its ``w``."""
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        weights = [(p, p.detach().clone()) for p in moved]
+        scaled = [p.grad * p.abs() if self.adaptive else p.grad for p in moved]
+        scale = self.rho / (torch.nn.utils.get_total_norm(scaled) + 1e-12)
+        for p, g in zip(moved, scaled, strict=True):
+            p.add_((g * p.abs() if self.adaptive else g) * scale.to(p.device))
+        return weights
+
+
+def _random_state() -> tuple[Tensor, list[Tensor]]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.get_rng_state(), devices
+
+
+def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    cpu, devices = state
+    torch.set_rng_state(cpu)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)

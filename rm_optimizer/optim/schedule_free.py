@@ -1,0 +1,144 @@
+"""Schedule-Free AdamW, whose average weights stand in for a decaying learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class ScheduleFreeAdamW(Optimizer):
+    """Schedule-Free AdamW (Defazio et al., 2024, "The road less scheduled", arXiv 2405.15682, Algorithm 1).
+
+    Three points: ``z`` steps, ``x`` averages the ``z``, and gradients are taken at ``y = (1 - beta1) z + beta1 x``.
+    ``v <- beta2 v + (1 - beta2) g^2;  d = g / (sqrt(v / (1 - beta2^t)) + eps) + wd y;  z <- z - lr d;
+    x <- (1 - c) x + c z`` with ``c = w_t / sum(w)`` and ``w_t = max(lr)^weight_lr_power``.
+
+    Parameters hold ``y`` while training and ``x`` after `eval`; evaluate, export and measure ``x``. Updates equal those
+    of `schedulefree.AdamWScheduleFree` 1.4. Two deviations: gradients are left as they are, and going to ``x`` and back
+    restores ``y`` bit for bit (from a copy kept meanwhile), so that evaluating more often never changes a run. The copy
+    is not in `state_dict`: save resumable checkpoints in training mode.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, reached by a warm-up and then constant.
+        beta1: interpolation between ``z`` and ``x``, in (0, 1).
+        beta2: decay of the mean square, in [0, 1).
+        eps: added to the root of the mean square.
+        weight_decay: decoupled decay, taken at ``y``.
+        weight_lr_power: power of the largest learning rate so far in a step's weight.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float = 0.0,
+        weight_lr_power: float = 2.0,
+    ) -> None:
+        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        counters = {"step": 0, "weight_sum": 0.0, "lr_max": 0.0, "train_mode": False}
+        self._trained: dict[Tensor, Tensor] = {}
+        super().__init__(params, options | counters | {"weight_lr_power": weight_lr_power})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the averages ``x`` into the parameters."""
+        for group in self._groups_in(train_mode=True):
+            for p in self._started(group):
+                self._trained[p] = p.detach().clone()
+                p.lerp_(self.state[p]["z"], 1 - 1 / group["beta1"])
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the points ``y``, where gradients are taken, into the parameters."""
+        for group in self._groups_in(train_mode=False):
+            for p in self._started(group):
+                if p in self._trained:
+                    p.copy_(self._trained[p])
+                else:
+                    p.lerp_(self.state[p]["z"], 1 - group["beta1"])
+            group["train_mode"] = True
+        self._trained.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore averages, counters and the mode in which they were saved."""
+        super().load_state_dict(state_dict)
+        self._trained.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Raises:
+            RuntimeError: in evaluation mode, where the parameters are not the point gradients belong to.
+        """
+        if any(self._groups_in(train_mode=False)):
+            raise RuntimeError("ScheduleFreeAdamW.step in evaluation mode; call set_train_mode(optimizer, True) before")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            average_weight = _advance(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group, average_weight)
+        return loss
+
+    def _groups_in(self, *, train_mode: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["train_mode"] is train_mode]
+
+    def _started(self, group: dict[str, Any]) -> list[Tensor]:
+        return [p for p in group["params"] if "z" in self.state[p]]
+
+    def _update(self, y: Tensor, g: Tensor, group: dict[str, Any], average_weight: float) -> None:
+        state, lr, beta1, beta2 = self.state[y], group["lr"], group["beta1"], group["beta2"]
+        if not state:
+            state["z"] = y.detach().clone()
+            state["exp_avg_sq"] = torch.zeros_like(y)
+        z, v = state["z"], state["exp_avg_sq"]
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        d = g / v.div(1 - beta2 ** group["step"]).sqrt_().add_(group["eps"])
+        if group["weight_decay"]:
+            d.add_(y, alpha=group["weight_decay"])
+        y.lerp_(z, average_weight)
+        y.add_(d, alpha=lr * (beta1 * (1 - average_weight) - 1))
+        z.sub_(d, alpha=lr)
+
+
+def _advance(group: dict[str, Any]) -> float:
+    """Count one step of the group and give the weight ``c`` of the new ``z`` in the average."""
+    group["step"] += 1
+    group["lr_max"] = max(group["lr"], group["lr_max"])
+    weight = group["lr_max"] ** group["weight_lr_power"]
+    group["weight_sum"] += weight
+    return float(weight / group["weight_sum"]) if group["weight_sum"] else 0.0
+
+
+@runtime_checkable
+class SwitchesWeights(Protocol):
+    """An optimizer whose training weights are not the weights to evaluate."""
+
+    def train(self) -> None:
+        """Put the training weights into the parameters."""
+
+    def eval(self) -> None:
+        """Put the weights to evaluate into the parameters."""
+
+
+def set_train_mode(optimizer: Optimizer, training: bool) -> None:
+    """Put training or evaluation weights into the parameters; does nothing for optimizers that have only one kind.
+
+    Call it with true before the first step and before a resumable checkpoint, with false before evaluation and export.
+    """
+    if isinstance(optimizer, SwitchesWeights):
+        optimizer.train() if training else optimizer.eval()

@@ -1,0 +1,94 @@
+"""The pictures and the summary of a run or an evaluation, from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from rm_optimizer.core.metrics import PairwiseMetrics
+from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
+from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, summary_table
+from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE
+from rm_optimizer.training.recorder import read_rows
+from rm_optimizer.training.result import RunResult
+
+PICTURES = "plots"
+
+
+def draw_run(result: RunResult) -> Path:
+    """Draw loss, accuracy, reliability and margins of a finished run into its `plots/`.
+
+    Args:
+        result: the run's result.
+
+    Returns:
+        The folder of the pictures.
+    """
+    run_dir = Path(result.run_dir)
+    history = read_rows(run_dir / "metrics.csv")
+    plot_loss(history, run_dir / PICTURES / "loss.png")
+    plot_accuracy(history, run_dir / PICTURES / "accuracy.png", ceiling=result.data.ceiling)
+    return draw_evaluation(run_dir, result.metrics)
+
+
+def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
+    """Draw reliability and margins of an evaluation into the folder's `plots/`.
+
+    Args:
+        folder: where the evaluation's per-pair rewards stand.
+        metrics: of the evaluation.
+
+    Returns:
+        The folder of the pictures.
+    """
+    plot_reliability(metrics, folder / PICTURES / "reliability.png")
+    plot_margins(read_margins(folder / PAIR_REWARDS_FILE), folder / PICTURES / "margins.png")
+    return folder / PICTURES
+
+
+def read_margins(path: Path) -> np.ndarray:
+    """Reward of the better response less that of the other, for every pair that has a better one; all if none has."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    margins = np.array([row["chosen"] - row["rejected"] for row in rows])
+    side = np.sign(np.array([row["label"] for row in rows]) - 0.5)
+    return (margins * side)[side != 0] if (side != 0).any() else margins
+
+
+def print_run(result: RunResult, console: Console | None = None) -> None:
+    """Print the run's one summary table and where to look next.
+
+    Args:
+        result: the run's result.
+        console: where to; standard output unless given.
+    """
+    console = console or Console()
+    data = result.data
+    rows: dict[str, Cell] = {"validation": data.val_origin, **metrics_rows(result.metrics)}
+    baseline: dict[str, Cell] = {"longer response wins": data.length_baseline}
+    if data.ceiling is not None:
+        baseline["ceiling (gold reward)"] = data.ceiling
+    rows |= baseline
+    rows["training pairs"] = data.train_pairs
+    rows["steps (best)"] = f"{result.steps:,} ({result.best_step:,})"
+    rows["pairs a second"] = result.pairs_per_second
+    console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.status}", rows))
+    for column in result.metrics.groups:
+        console.print(group_table(result.metrics, column))
+    _print_next(result, console)
+
+
+def _print_next(result: RunResult, console: Console) -> None:
+    run_dir, export = (os.path.relpath(path) for path in (result.run_dir, result.export))
+    lines = {
+        "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it)",
+        "pictures": f"{run_dir}/{PICTURES}",
+        "numbers": f"{run_dir}/run.json, {run_dir}/metrics.csv",
+        "score": f'rm-opt score {export} --prompt "…" --response "…"',
+        "evaluate": f"rm-opt evaluate {export} --data PAIRS.jsonl",
+    }
+    for name, line in lines.items():
+        console.print(f"{name:>9}: {line}", markup=False, highlight=False, soft_wrap=True)

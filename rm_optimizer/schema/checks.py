@@ -1,0 +1,49 @@
+"""Range checks of options, in one wording. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+
+from rm_optimizer.errors import ConfigError
+
+INTERVAL = re.compile(r"([\[(])([^,]+), ([^,]+)([\])])")
+
+
+def require(condition: bool, option: str, expected: str, got: object) -> None:
+    """Raise the one sentence for a value out of its range.
+
+    Raises:
+        ConfigError: if `condition` is false.
+    """
+    if not condition:
+        raise ConfigError(f"{option} must {expected}, got {got}")
+
+
+def require_in(option: str, value: object, interval: str) -> None:
+    """Raise unless a number lies in an interval; NaN lies in none.
+
+    Text passes: it is an interpolation or a missing value that has not been resolved yet.
+
+    Args:
+        option: the option's name as the user types it.
+        value: the number.
+        interval: such as `[0, 1)` or `(0, inf)`; the bracket says whether the end belongs.
+
+    Raises:
+        ConfigError: if the value lies outside.
+
+    Example:
+        >>> require_in("optimizer.momentum", 0.9, "[0, 1)")
+        >>> require_in("optimizer.momentum", 1.5, "[0, 1)")
+        Traceback (most recent call last):
+        rm_optimizer.errors.ConfigError: optimizer.momentum must lie in [0, 1), got 1.5
+    """
+    if isinstance(value, str):
+        return
+    parts = INTERVAL.fullmatch(interval)
+    assert parts is not None, f"not an interval: {interval}"
+    assert isinstance(value, int | float), f"{option} is {type(value).__name__}, not a number"
+    left, low, high, right = parts.groups()
+    above = value >= float(low) if left == "[" else value > float(low)
+    below = value <= float(high) if right == "]" else value < float(high)
+    require(above and below, option, f"lie in {interval}", value)

@@ -1,0 +1,137 @@
+"""Check a command line before it runs: every group, option and value, and the run folder. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.compose import ConfigT, config_root, typed
+from rm_optimizer.schema.diagnose import all_names, explain, option_names, unknown_option
+from rm_optimizer.schema.store import register
+
+
+def checked(
+    overrides: Sequence[str],
+    kind: type[ConfigT],
+    *,
+    name: str = "config",
+    config_dir: str | None = None,
+    writable: bool = True,
+) -> ConfigT:
+    """The options that these overrides compose, every name and value checked.
+
+    Args:
+        overrides: what the user typed, in Hydra's grammar, without sweeps.
+        kind: the dataclass of the whole configuration.
+        name: main file.
+        config_dir: the user's own folder of presets, searched before ours.
+        writable: also require that the run folder can be made.
+
+    Raises:
+        ConfigError: in one sentence, whatever is wrong.
+    """
+    register()
+    search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
+    try:
+        with initialize_config_dir(config_root(), version_base="1.3"):
+            _check_group_values(overrides, GlobalHydra.instance().config_loader())
+            config = hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
+            return _finished(config, kind, writable)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(explain(error, overrides)) from error
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+def cells(overrides: Sequence[str]) -> list[list[str]]:
+    """Override lists that together hold every value of every sweep, one sweep varied at a time.
+
+    Raises:
+        ConfigError: if an override cannot be read.
+
+    Example:
+        >>> cells(["seed=1,2", "optimizer=adamw"])
+        [['seed=1', 'optimizer=adamw'], ['seed=2', 'optimizer=adamw']]
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(explain(error, overrides)) from error
+    choices = [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
+    first = [options[0] for options in choices]
+    others = [[*first[:i], other, *first[i + 1 :]] for i, options in enumerate(choices) for other in options[1:]]
+    return [first, *others]
+
+
+def _values(item: Override, line: str) -> list[str]:
+    if not item.is_discrete_sweep():
+        return [line]
+    return [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
+
+
+def _existing(folder: str) -> str:
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--config-dir must name an existing folder, got '{folder}'")
+    return "'" + str(Path(folder).resolve()).replace("'", "\\'") + "'"
+
+
+def _finished(config: DictConfig, kind: type[ConfigT], writable: bool) -> ConfigT:
+    """Fill in what Hydra itself fills in when a run starts, and build the dataclasses."""
+    folder = config.hydra.run.dir
+    with open_dict(config):
+        config.hydra.runtime.output_dir = str(Path(folder).absolute())
+    HydraConfig.instance().set_config(config)
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    _check_known(config)
+    built = typed(config, kind)
+    if writable:
+        _check_writable("hydra.run.dir", Path(folder))
+        _check_writable("output_dir", Path(config.output_dir))
+    return built
+
+
+def _check_group_values(overrides: Sequence[str], loader: ConfigLoader) -> None:
+    """Refuse `training=1`, which Hydra meets with a bare ValueError."""
+    for item in OverridesParser.create().parse_overrides(list(overrides)):
+        options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
+        if options and isinstance(item.value(), int | float):
+            raise ConfigError(did_you_mean(item.key_or_group, str(item.value()), options))
+
+
+def _check_known(config: DictConfig) -> None:
+    """Refuse options added with `+` that no dataclass declares: nothing would ever read them."""
+    declared = set(option_names(config))
+    for option in all_names(config):
+        if option not in declared:
+            raise ConfigError(unknown_option(option, config))
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """Refuse a run folder that cannot be made, before anything is loaded; permission bits alone do not tell."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with TemporaryDirectory(prefix=".writable-", dir=parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option} must be a folder that can be written, got '{folder}' ({parent}: {error.strerror}); "
+            f"set {option}=FOLDER"
+        ) from error

@@ -1,0 +1,163 @@
+"""Say what is wrong with a command line in one sentence. Imports no torch.
+
+Hydra and OmegaConf report mistakes in several paragraphs that speak of nodes and struct flags; here each becomes one
+sentence that names the option as it was typed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+from yaml import MarkedYAMLError  # type: ignore[import-untyped]
+
+from rm_optimizer.errors import did_you_mean
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping {name: value}",
+    list: "a list [a, b]",
+}
+
+
+def explain(error: BaseException, overrides: Sequence[str]) -> str:
+    """One sentence for a failure of composition, naming the option as it was typed.
+
+    Args:
+        error: what Hydra, OmegaConf or the YAML reader raised.
+        overrides: what the user typed.
+    """
+    if isinstance(error, OverrideParseException):
+        return _syntax_sentence(error, overrides)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return did_you_mean(group or "main file", option, error.options or ())
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        return _value_sentence(cause, overrides)
+    if "Ambiguous value" in str(error):
+        line = str(error).split("'")[1]
+        return f"{line} names several values; add --multirun to run each of them, or write a list as name=[a,b]"
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: not valid YAML ({error.problem})"
+    return " ".join(str(error).split())
+
+
+def all_names(node: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of everything in structured nodes; free mappings and lists are values, not options."""
+    if not (isinstance(node, DictConfig) and not node._is_none() and is_dataclass(OmegaConf.get_type(node))):
+        return
+    for key in node:
+        name = f"{prefix}{key!s}"
+        yield name
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, str(key)):
+            yield from all_names(node._get_node(key), f"{name}.")
+
+
+def option_names(config: DictConfig) -> Iterator[str]:
+    """Dotted names of the options that the dataclasses declare."""
+    for name in all_names(config):
+        parent, _, leaf = name.rpartition(".")
+        declared = OmegaConf.get_type(OmegaConf.select(config, parent) if parent else config)
+        if declared is not None and leaf in {field.name for field in fields(declared)}:
+            yield name
+
+
+def _syntax_sentence(error: OverrideParseException, overrides: Sequence[str]) -> str:
+    line = next((line for line in overrides if line == error.override), error.override)
+    if "=" not in line:
+        return f"expected option=value, got '{line}'; write for example optimizer=adamw or data.train=pairs.jsonl"
+    name, _, value = line.partition("=")
+    quoted = f"\"{name}='{value}'\""
+    return f"cannot read '{line}': close its brackets, or put the value in quotes inside quotes, {quoted}"
+
+
+def _value_sentence(error: OmegaConfBaseException, overrides: Sequence[str]) -> str:
+    option = str(error.full_key or error.key)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{option} must be given; set it with {option}=VALUE"
+    if isinstance(error, InterpolationKeyError | InterpolationResolutionError):
+        return f"{option} refers to another option that cannot be found or read: {_first_line(error)}"
+    if isinstance(error, ValidationError):
+        return _type_sentence(error, option, overrides)
+    parent = error.parent_node
+    if isinstance(parent, DictConfig) and not is_dataclass(OmegaConf.get_type(parent)):
+        typed_line = next((line for line in overrides if option.startswith(line.partition("=")[0])), option)
+        return f"{option} is a new name in a free mapping; add it with a plus: '+{typed_line}'"
+    root = parent._get_root() if parent is not None else None
+    return unknown_option(option, root) if isinstance(root, DictConfig) else _first_line(error)
+
+
+def unknown_option(option: str, root: DictConfig) -> str:
+    """Did-you-mean among the options beside it, or else among those of the same name elsewhere."""
+    parent, _, leaf = option.rpartition(".")
+    names = [name for name in option_names(root) if not name.startswith("hydra.") or option.startswith("hydra.")]
+    beside = [name for name in names if name.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in beside], n=1, cutoff=0.6)
+    elsewhere = [name for name in names if name.rpartition(".")[2] == leaf]
+    if not near and elsewhere:
+        return f"unknown option '{option}'; did you mean '{elsewhere[0]}'?"
+    return did_you_mean("option", option, beside or names)
+
+
+def _type_sentence(error: ValidationError, option: str, overrides: Sequence[str]) -> str:
+    """Expected kind of value and the value as typed."""
+    got = next(
+        (line.partition("=")[2] for line in reversed(overrides) if line.partition("=")[0].lstrip("+") == option), None
+    )
+    got = got if got is not None else _quoted_value(error)
+    hint = _hint(error.object_type, option.rpartition(".")[2])
+    chosen = next((kind for kind in _alternatives(hint) if isinstance(kind, type) and issubclass(kind, Enum)), None)
+    if chosen is not None:
+        return did_you_mean(option, got, [member.name for member in chosen])
+    if hint is None:
+        return f"{option} does not take the value '{got}': {_first_line(error)}"
+    return f"{option} must be {_in_words(hint)}, got '{got}'"
+
+
+def _quoted_value(error: ValidationError) -> str:
+    found = re.search(r"[Vv]alue '([^']*)'", str(error))
+    return found.group(1) if found else _first_line(error)
+
+
+def _hint(owner: Any, field: str) -> Any:
+    return get_type_hints(owner).get(field) if isinstance(owner, type) and is_dataclass(owner) else None
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _in_words(hint: Any) -> str:
+    """`int | None` in words: "an integer or null"."""
+    known = [_one_in_words(kind) for kind in _alternatives(hint)]
+    return " or ".join(known)
+
+
+def _one_in_words(kind: Any) -> str:
+    if kind is types.NoneType:
+        return "null"
+    if isinstance(kind, type) and is_dataclass(kind):
+        return "a group of options, set one by one"
+    return WORDS.get(get_origin(kind) or kind, "of another type")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

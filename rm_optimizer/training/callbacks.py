@@ -1,0 +1,169 @@
+"""What happens between optimizer steps: logging, evaluation, checkpoints, early and requested stops."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.optim import set_train_mode
+from rm_optimizer.schema import TrainingConfig
+from rm_optimizer.schema.config import Mode
+from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
+from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.evaluate import metrics_of, score_pairs, write_evaluation
+from rm_optimizer.training.interrupt import StopSignal
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+
+@dataclass
+class BestSoFar:
+    """The best value of the monitored metric and how long ago it was reached.
+
+    Args:
+        mode: whether smaller or larger is better.
+        min_delta: improvement that counts against patience.
+    """
+
+    mode: Mode
+    min_delta: float
+    value: float | None = None
+    step: int = 0
+    stale: int = 0
+
+    def update(self, value: float, step: int) -> bool:
+        """Take a new value in; True when it is the best so far."""
+        if self.value is None:
+            self.value, self.step = value, step
+            return True
+        gain = self.value - value if self.mode == Mode.min else value - self.value
+        self.stale = 0 if gain > self.min_delta else self.stale + 1
+        if gain > 0:
+            self.value, self.step = value, step
+        return gain > 0
+
+
+class Evaluation(pl.Callback):
+    """Evaluates the whole validation set every `every` steps and after the last, and keeps the best weights.
+
+    Args:
+        datamodule: the run's pairs.
+        run_dir: the run folder.
+        config: the loop's options.
+        every: optimizer steps between evaluations.
+        beta: inverse temperature of the preference probability.
+        token_budget: tokens of one evaluation pass.
+    """
+
+    def __init__(
+        self,
+        datamodule: PreferenceDataModule,
+        run_dir: Path,
+        config: TrainingConfig,
+        *,
+        every: int,
+        beta: float,
+        token_budget: int,
+    ) -> None:
+        self.datamodule = datamodule
+        self.run_dir = run_dir
+        self.config = config
+        self.every = every
+        self.beta = beta
+        self.token_budget = token_budget
+        self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
+        self.stopped_early = False
+        self.seconds = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Evaluate the untrained model, once."""
+        if trainer.global_step == 0 and self.config.eval_at_start:
+            self._evaluate(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the step; evaluate when it is due."""
+        assert isinstance(pl_module, RewardModelLightning)
+        step = trainer.global_step
+        epoch = {"epoch": step / self.datamodule.steps_per_epoch}
+        for logger in trainer.loggers:
+            logger.log_metrics({**epoch, **pl_module.step_metrics}, step=step)
+        if step % self.every == 0 or step == pl_module.num_steps:
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RewardModelLightning)
+        started, step = time.perf_counter(), trainer.global_step
+        set_train_mode(trainer.optimizers[0], False)
+        rewards = score_pairs(
+            pl_module.model, self.datamodule.val_tokens, self.datamodule.data.val, token_budget=self.token_budget
+        )
+        metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
+        values = {f"val/{name}": value for name, value in metrics.flat().items()}
+        values["val/loss"] = values["val/nll"]
+        for logger in trainer.loggers:
+            logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
+        pl_module.log("val_acc", values["val/accuracy"], prog_bar=True, logger=False, batch_size=1)
+        if trainer.is_global_zero:
+            write_evaluation(self.run_dir / "evaluations" / f"step-{step:08d}", rewards, metrics, step)
+        self._judge(trainer, values)
+        set_train_mode(trainer.optimizers[0], True)
+        self.seconds += time.perf_counter() - started
+
+    def _judge(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
+        if self.config.monitor not in values:
+            raise ConfigError(did_you_mean("training.monitor", self.config.monitor, values))
+        if self.best.update(values[self.config.monitor], trainer.global_step):
+            save_checkpoint(trainer, self.run_dir / FOLDER / BEST, weights_only=True)
+        stopping = self.config.early_stopping
+        if stopping.enabled and self.best.stale >= stopping.patience:
+            self.stopped_early = True
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far, for a resumed run."""
+        return {"value": self.best.value, "step": self.best.step, "stale": self.best.stale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best value so far."""
+        for name, value in state_dict.items():
+            setattr(self.best, name, value)
+
+
+class Checkpoints(pl.Callback):
+    """Saves a checkpoint every `every` steps, and once more when a stop is requested.
+
+    Args:
+        run_dir: the run folder.
+        every: optimizer steps between checkpoints.
+        keep: newest checkpoints kept.
+        stop: whether the user asked to stop.
+    """
+
+    def __init__(self, run_dir: Path, *, every: int, keep: int, stop: StopSignal) -> None:
+        self.run_dir = run_dir
+        self.every = every
+        self.keep = keep
+        self.stop = stop
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take signals back from Lightning, which would end the run on SIGTERM without a word."""
+        self.stop.arm()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save when due; end the run when asked to."""
+        assert isinstance(pl_module, RewardModelLightning)
+        step = trainer.global_step
+        if self.stop.requested:
+            trainer.should_stop = True
+        if self.stop.requested or step % self.every == 0:
+            pl_module.last_checkpoint = save_checkpoint(trainer, checkpoint_path(self.run_dir, step))
+            if trainer.is_global_zero:
+                prune(self.run_dir, self.keep)

@@ -1,0 +1,40 @@
+"""Checkpoints of a run: written under a temporary name, renamed when whole, the oldest removed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytorch_lightning as pl
+
+FOLDER = "checkpoints"
+BEST = "best.ckpt"
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps stands."""
+    return run_dir / FOLDER / f"step-{step:08d}.ckpt"
+
+
+def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = False) -> Path:
+    """Save a Lightning checkpoint atomically; every logger's rows up to this step reach the disk first."""
+    for logger in trainer.loggers:
+        logger.save()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    trainer.save_checkpoint(temporary, weights_only=weights_only)
+    if trainer.is_global_zero:
+        os.replace(temporary, path)
+    trainer.strategy.barrier("checkpoint")
+    return path
+
+
+def periodic_checkpoints(run_dir: Path) -> list[Path]:
+    """The periodic checkpoints of a run, oldest first."""
+    return sorted((run_dir / FOLDER).glob("step-*.ckpt"))
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` periodic checkpoints."""
+    for path in periodic_checkpoints(run_dir)[:-keep]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,140 @@
+"""Pairs of one run, tokenised, in batches that depend on nothing but the seed and the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+
+from rm_optimizer.core.batching import MacroBatch, MacroBatches, MacroBatchLoader, PairCollator
+from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema import BatchingConfig, DataConfig
+
+
+class StepLoader:
+    """Training steps from `start_step` on, with the state Lightning saves and restores.
+
+    Its length is that of the whole run, so that step numbers go on after a resume.
+    """
+
+    def __init__(self, module: PreferenceDataModule, num_steps: int) -> None:
+        self._module = module
+        self._num_steps = num_steps
+        self._start = 0
+        self.step = 0
+
+    def __len__(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[MacroBatch]:
+        """Macro-batches from the step the loader stands at."""
+        self.step = self._start
+        for batch in self._module.steps(self._start, self._num_steps):
+            self.step = batch.step + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps taken."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the steps taken."""
+        self._start = state["step"]
+
+
+class PreferenceDataModule(pl.LightningDataModule):
+    """Training and validation pairs of a run.
+
+    Args:
+        data: the pairs of both splits.
+        renderer: how a conversation becomes tokens.
+        config: workers, time-outs and the cache folder.
+        batching: pairs a step and tokens a pass.
+        seed: the run's seed; the data order depends on it and on the step alone.
+        epochs: passes over the training pairs.
+        max_steps: optimizer steps, overriding `epochs`.
+
+    Raises:
+        DataError: if a split has no pair left after truncation.
+    """
+
+    def __init__(
+        self,
+        data: TrainVal,
+        renderer: ConversationRenderer,
+        *,
+        config: DataConfig,
+        batching: BatchingConfig,
+        seed: int,
+        epochs: float,
+        max_steps: int | None,
+    ) -> None:
+        super().__init__()
+        self.data = data
+        self.renderer = renderer
+        self.config = config
+        self.batching = batching
+        self.seed = seed
+        cache = Path(config.cache_dir) if config.cache_dir else None
+        self.train_tokens = _tokenized("training", data.train, renderer, cache)
+        self.val_tokens = _tokenized("validation", data.val, renderer, cache)
+        self._collator = PairCollator(self.train_tokens, data.train, renderer.pad_token_id)
+        self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
+        self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
+
+    def train_dataloader(self) -> StepLoader:
+        """The run's macro-batches, one an optimizer step."""
+        return StepLoader(self, self.num_steps)
+
+    def steps(self, start_step: int, num_steps: int) -> Iterator[MacroBatch]:
+        """Macro-batches of steps `start_step` to `num_steps`, this rank's share of each."""
+        trainer, workers = self.trainer, self.config.num_workers
+        batches = MacroBatches(
+            self._collator,
+            batch_size=self.batching.batch_size,
+            micro_token_budget=self.batching.micro_token_budget,
+            seed=self.seed,
+            rank=trainer.global_rank if trainer else 0,
+            world_size=trainer.world_size if trainer else 1,
+        )
+        yield from MacroBatchLoader(
+            batches,
+            batch_size=None,
+            sampler=range(start_step, num_steps),
+            num_workers=workers,
+            timeout=self.config.fetch_timeout if workers else 0,
+        )
+
+    def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:
+        """Move every micro-batch."""
+        return batch.to(device)
+
+    def pair_ids(self, pair_index: np.ndarray) -> list[str]:
+        """Ids of training pairs."""
+        return [self.data.train[int(index)].pair_id for index in pair_index]
+
+    def truncation(self) -> dict[str, Any]:
+        """Token and truncation counts of both splits."""
+        return {"train": asdict(self.train_tokens.report), "val": asdict(self.val_tokens.report)}
+
+
+def _tokenized(
+    split: str, dataset: PreferenceDataset, renderer: ConversationRenderer, cache: Path | None
+) -> TokenizedPairs:
+    tokens = tokenize_pairs(dataset.pairs, renderer, cache)
+    if len(tokens) == 0:
+        raise DataError(
+            f"no {split} pair is left of {len(dataset)}: the two responses of each are equal after truncation "
+            f"to model.max_length={renderer.max_length} tokens; raise it"
+        )
+    return tokens

@@ -1,0 +1,214 @@
+"""Rewards of every pair of a data set, and the metrics of them: one path for training, `evaluate` and tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed
+
+from rm_optimizer.core.batching import evaluation_batches
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
+from rm_optimizer.errors import DataError
+from rm_optimizer.training.result import write_text
+
+PAIR_REWARDS_FILE = "pair_rewards.jsonl"
+"""One line a pair, in the folder of an evaluation."""
+
+GROUP_KEYS = ("source", "subset")
+"""Metadata by which metrics are broken down."""
+
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class PairRewards:
+    """Rewards of both sides of the pairs of a data set.
+
+    Args:
+        chosen: rewards of the chosen responses, float64, `(pairs,)`.
+        rejected: rewards of the rejected ones.
+        pair_index: which pair of the data set each entry is, ascending.
+    """
+
+    chosen: NDArray[np.float64]
+    rejected: NDArray[np.float64]
+    pair_index: NDArray[np.int64]
+
+    @property
+    def margin(self) -> NDArray[np.float64]:
+        """Chosen less rejected."""
+        return self.chosen - self.rejected
+
+
+def score_pairs(
+    model: BradleyTerryRM,
+    tokenized: TokenizedPairs,
+    dataset: PreferenceDataset,
+    *,
+    token_budget: int,
+    after_batch: Callable[[int], None] | None = None,
+) -> PairRewards:
+    """Rewards of all tokenised pairs, computed once over all ranks and equal on each of them.
+
+    Args:
+        model: the reward model, on its device; its training mode is restored.
+        tokenized: the pairs' tokens.
+        dataset: the pairs they were made of.
+        token_budget: tokens, padding included, of one pass.
+        after_batch: called with the pairs done so far on this rank.
+    """
+    rank, world_size = _rank_and_world()
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    was_training = model.training
+    model.eval()
+    done = 0
+    with torch.inference_mode():
+        for batch in evaluation_batches(
+            tokenized,
+            dataset,
+            token_budget=token_budget,
+            pad_token_id=model.renderer.pad_token_id,
+            rank=rank,
+            world_size=world_size,
+        ):
+            moved = batch.to(model.device)
+            rewards = model(moved.input_ids, moved.attention_mask)
+            parts.append((batch.pair_index.cpu(), rewards.view(-1, 2).double().cpu()))
+            done += len(batch.pair_index)
+            if after_batch is not None:
+                after_batch(done)
+    model.train(was_training)
+    return _gathered(parts, world_size)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: int) -> PairRewards:
+    index = torch.cat([part[0] for part in parts]) if parts else torch.empty(0, dtype=torch.int64)
+    rewards = torch.cat([part[1] for part in parts]) if parts else torch.empty(0, 2, dtype=torch.float64)
+    if world_size > 1:
+        shares: list[Any] = [None] * world_size
+        distributed.all_gather_object(shares, (index, rewards))
+        index, rewards = (torch.cat([share[side] for share in shares]) for side in (0, 1))
+    order = torch.argsort(index)
+    table = rewards[order].numpy()
+    return PairRewards(table[:, 0].copy(), table[:, 1].copy(), index[order].numpy())
+
+
+def metrics_of(
+    rewards: PairRewards, dataset: PreferenceDataset, *, beta: float, num_bootstrap: int, seed: int
+) -> PairwiseMetrics:
+    """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts."""
+    pairs = [dataset[int(index)] for index in rewards.pair_index]
+    return evaluate_pairs(
+        rewards.chosen,
+        rewards.rejected,
+        beta=beta,
+        label=np.array([pair.label for pair in pairs]),
+        weight=np.array([pair.weight for pair in pairs]),
+        prompt_ids=[pair.prompt_id for pair in pairs],
+        groups=_groups([pair.metadata for pair in pairs]),
+        num_bootstrap=num_bootstrap,
+        seed=seed,
+    )
+
+
+def _groups(metadata: Sequence[Any]) -> dict[str, list[str]]:
+    columns = {key: [str(row.get(key, "")) for row in metadata] for key in GROUP_KEYS}
+    return {key: column for key, column in columns.items() if len(set(column)) > 1}
+
+
+def reward_distribution(rewards: PairRewards, step: int | None = None) -> dict[str, Any]:
+    """Mean, deviation, quantiles and histogram of chosen rewards, rejected rewards and margins."""
+    sides = {"chosen": rewards.chosen, "rejected": rewards.rejected, "margin": rewards.margin}
+    return {"step": step, "num_pairs": len(rewards.pair_index)} | {
+        name: _distribution(values) for name, values in sides.items()
+    }
+
+
+def _distribution(values: NDArray[np.float64]) -> dict[str, Any]:
+    counts, edges = np.histogram(values, bins=40)
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "quantiles": {str(q): float(v) for q, v in zip(QUANTILES, np.quantile(values, QUANTILES), strict=True)},
+        "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
+    }
+
+
+def write_evaluation(folder: Path, rewards: PairRewards, metrics: PairwiseMetrics, step: int | None = None) -> None:
+    """Write `metrics.json` and `reward_distributions.json` into a folder."""
+    write_text(folder / "metrics.json", metrics.to_json() + "\n")
+    text = json.dumps(reward_distribution(rewards, step), indent=1)
+    write_text(folder / "reward_distributions.json", text + "\n")
+
+
+def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset) -> None:
+    """Write one JSON line a pair: ids, source and both rewards, for paired comparisons later."""
+    lines = []
+    for index, chosen, rejected in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
+        pair = dataset[int(index)]
+        row = {
+            "pair_id": pair.pair_id,
+            "prompt_id": pair.prompt_id,
+            "source": pair.metadata.get("source"),
+            "label": pair.label,
+            "chosen": float(chosen),
+            "rejected": float(rejected),
+        }
+        lines.append(json.dumps(row))
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def evaluate_checkpoint(
+    source: str,
+    data: PreferenceDataset,
+    *,
+    output_dir: Path,
+    token_budget: int,
+    num_bootstrap: int,
+    seed: int,
+    beta: float = 1.0,
+    after_batch: Callable[[int], None] | None = None,
+) -> PairwiseMetrics:
+    """Evaluate a saved model on pairs and write metrics, distributions and per-pair rewards.
+
+    Args:
+        source: anything `BradleyTerryRM.from_pretrained` loads.
+        data: the pairs.
+        output_dir: where `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl` go.
+        token_budget: tokens, padding included, of one pass.
+        num_bootstrap: resamples over prompts for the intervals.
+        seed: seed of the resamples.
+        beta: inverse temperature of the preference probability.
+        after_batch: called with the pairs done so far.
+
+    Raises:
+        CheckpointError: if the model cannot be loaded or is not what it recorded of itself.
+        DataError: if no pair is left after truncation.
+    """
+    model = BradleyTerryRM.from_pretrained(source)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    tokenized = tokenize_pairs(data.pairs, model.renderer, None)
+    if len(tokenized) == 0:
+        raise DataError(f"no pair of {len(data)} is left: the two responses of each are equal after truncation")
+    rewards = score_pairs(model, tokenized, data, token_budget=token_budget, after_batch=after_batch)
+    metrics = metrics_of(rewards, data, beta=beta, num_bootstrap=num_bootstrap, seed=seed)
+    write_evaluation(output_dir, rewards, metrics)
+    write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data)
+    return metrics

@@ -1,0 +1,167 @@
+"""One optimizer step on one macro-batch of pairs, exactly weighted whatever its split."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from jaxtyping import Float
+from pytorch_lightning.strategies import ParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rm_optimizer.core.batching import MacroBatch, PairBatch
+from rm_optimizer.core.checkpoint import PAYLOAD_KEY
+from rm_optimizer.core.losses import bradley_terry_pair_losses
+from rm_optimizer.core.reward_model import BradleyTerryRM, checkpoint_payload
+from rm_optimizer.errors import TrainingDiverged
+from rm_optimizer.optim import build_optimizer, build_schedule
+from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+
+
+class RewardModelLightning(pl.LightningModule):
+    """Fits a `BradleyTerryRM`: the weighted mean pair loss of a macro-batch, clipped, one optimizer step.
+
+    Optimization is manual, because a macro-batch is split into micro-batches by tokens: each adds
+    ``sum_i w_i l_i / W`` with ``W`` the weight of the whole macro-batch over all ranks, so the gradient is the same for
+    every split and world size. The whole computation is one closure, so two-pass optimizers see the same pairs twice.
+
+    Args:
+        model: the model to fit.
+        loss: what is minimised.
+        optimizer: how.
+        schedule: the learning rate's course over `num_steps`.
+        num_steps: optimizer steps of the run.
+        gradient_clip_norm: largest gradient norm; 0 does not clip.
+        pair_ids: names pairs by their index, for the message when a loss is not finite.
+    """
+
+    def __init__(
+        self,
+        model: BradleyTerryRM,
+        *,
+        loss: LossConfig,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        num_steps: int,
+        gradient_clip_norm: float,
+        pair_ids: Callable[[np.ndarray], list[str]],
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self.loss_config = loss
+        self.optimizer_config = optimizer
+        self.schedule_config = schedule
+        self.num_steps = num_steps
+        self.gradient_clip_norm = gradient_clip_norm
+        self.pair_ids = pair_ids
+        self.last_checkpoint: Path | None = None
+        self.step_metrics: dict[str, float | int] = {}
+
+    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
+        """The configured optimizer and its schedule, stepped once an optimizer step."""
+        head = self.model.head_parameter_names()
+        optimizer = build_optimizer(self.model, self.optimizer_config, head_names=head, num_steps=self.num_steps)
+        return [optimizer], [build_schedule(optimizer, self.schedule_config, self.num_steps)]
+
+    def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
+        """Take one optimizer step on a macro-batch and leave its metrics in `step_metrics`."""
+        optimizer = self.optimizers()
+        schedule = self.lr_schedulers()
+        assert not isinstance(optimizer, list), "one optimizer a run"
+        assert isinstance(schedule, LRScheduler), "one schedule a run"
+        learning_rate = max(group["lr"] for group in optimizer.param_groups)
+        passes: list[dict[str, float]] = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            totals = self._accumulate(batch)
+            norm = self._clip()
+            self._check_finite(batch, totals, norm)
+            passes.append(totals | {"grad_norm": norm})
+            return torch.tensor(totals["loss"])
+
+        optimizer.step(closure=closure)
+        schedule.step()
+        self.step_metrics = {f"train/{name}": value for name, value in passes[0].items()}
+        self.step_metrics["train/lr"] = learning_rate
+        self.step_metrics["train/num_pairs"] = len(batch.pair_index)
+        self.log("loss", passes[0]["loss"], prog_bar=True, logger=False, batch_size=1)
+        self.log("acc", passes[0]["accuracy"], prog_bar=True, logger=False, batch_size=1)
+
+    def pair_losses(self, batch: PairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
+        """Loss and margin of each pair of a micro-batch."""
+        rewards = self.model(batch.input_ids, batch.attention_mask)
+        chosen, rejected = batch.split(rewards)
+        config = self.loss_config
+        losses = bradley_terry_pair_losses(
+            chosen,
+            rejected,
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            margin=batch.margin * config.margin_scale if config.margin_scale else None,
+            label=batch.label,
+            center_rewards=config.center_rewards,
+            reward_l2=config.reward_l2,
+        )
+        return losses, (chosen - rejected).detach()
+
+    def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
+        world_size = self.trainer.world_size
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for micro, synchronise in _with_last(batch.micro):
+            with contextlib.nullcontext() if synchronise else self._without_reduction():
+                losses, margins = self.pair_losses(micro)
+                share = (losses * micro.weight).sum() / batch.total_weight
+                self.manual_backward(share * world_size)
+            correct = (margins > 0).double() + 0.5 * (margins == 0).double()
+            weight = micro.weight.double()
+            sums += torch.stack([share.detach().double(), (correct * weight).sum(), (margins.double() * weight).sum()])
+        if world_size > 1:
+            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        loss, correct_weight, margin_sum = sums.tolist()
+        return {
+            "loss": loss,
+            "accuracy": correct_weight / batch.total_weight,
+            "mean_margin": margin_sum / batch.total_weight,
+        }
+
+    def _clip(self) -> float:
+        limit = self.gradient_clip_norm or float("inf")
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return float(torch.nn.utils.clip_grad_norm_(trainable, limit))
+
+    def _check_finite(self, batch: MacroBatch, totals: dict[str, float], norm: float) -> None:
+        if np.isfinite(totals["loss"]) and np.isfinite(norm):
+            return
+        name, value = ("loss", totals["loss"]) if not np.isfinite(totals["loss"]) else ("gradient norm", norm)
+        ids = self.pair_ids(batch.pair_index)
+        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        saved = f"is {self.last_checkpoint}" if self.last_checkpoint else "does not exist yet"
+        raise TrainingDiverged(
+            f"the {name} became {value} at step {self.global_step + 1} on pairs {shown}; "
+            f"the last good checkpoint {saved}; lower optimizer.lr or look at these pairs"
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what `BradleyTerryRM.from_pretrained` needs to load the `.ckpt` on its own."""
+        checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
+
+    def _without_reduction(self) -> AbstractContextManager[None]:
+        """Backward passes that leave gradients on this rank."""
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
+
+
+def _with_last(items: tuple[PairBatch, ...]) -> Iterator[tuple[PairBatch, bool]]:
+    for position, item in enumerate(items):
+        yield item, position == len(items) - 1

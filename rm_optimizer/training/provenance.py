@@ -1,0 +1,64 @@
+"""What a result rests on: versions, commit and machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import rm_optimizer
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "pytorch-lightning",
+    "tokenizers",
+    "hydra-core",
+    "numpy",
+    "datasets",
+    "peft",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of the installed packages that decide the numbers."""
+    found = {"python": platform.python_version(), "rm-optimizer": rm_optimizer.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Commit of the checkout this package runs from, `-dirty` when files differ; None for an installed wheel."""
+    root = Path(rm_optimizer.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores and operating system, in words that fit a results table."""
+    return {
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,124 @@
+"""`metrics.csv`: one row an optimizer step, the same file for the same run."""
+
+from __future__ import annotations
+
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.loggers import Logger
+
+COLUMNS = {
+    "train/loss": "train_loss",
+    "train/accuracy": "train_acc",
+    "train/mean_margin": "train_margin",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "train/num_pairs": "train_pairs",
+    "val/loss": "eval_loss",
+    "val/accuracy": "eval_acc",
+    "val/mean_margin": "eval_margin",
+    "val/num_pairs": "eval_pairs",
+    "val/nll": "eval_nll",
+    "val/brier": "eval_brier",
+    "val/ece": "eval_ece",
+    "val/tie_rate": "eval_tie_rate",
+}
+"""Metric name to column; what is not here goes to the other loggers only."""
+
+HEADER = ("step", "epoch", *COLUMNS.values())
+
+
+class MetricsCSV(Logger):
+    """Writes `metrics.csv`: columns `HEADER`, one row a step, empty cells where a step was not evaluated.
+
+    No clock enters it, so equal runs write equal bytes.
+
+    Args:
+        folder: the run folder.
+        resume_step: rows after this step are dropped from an earlier file; None starts a new file.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        super().__init__()
+        self.path = folder / "metrics.csv"
+        self._resume_step = resume_step
+        self._file: TextIO | None = None
+        self._row: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        """Lightning's name of the logger."""
+        return "metrics_csv"
+
+    @property
+    def version(self) -> str:
+        """Lightning asks for a version; there is one file a run."""
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the composed configuration stands beside the file."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add metrics to the row of `step`; a new step completes the row before."""
+        if self._row and self._row["step"] != str(step):
+            self._flush_row()
+        self._row["step"] = str(step)
+        if "epoch" in metrics:
+            self._row["epoch"] = repr(float(metrics["epoch"]))
+        for name, column in COLUMNS.items():
+            if name in metrics:
+                is_count = column.endswith("_pairs")
+                self._row[column] = str(int(metrics[name])) if is_count else repr(float(metrics[name]))
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Bring every row up to the present step to disk."""
+        self._flush_row()
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what is left and close the file."""
+        self.save()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _flush_row(self) -> None:
+        if not self._row:
+            return
+        if self._file is None:
+            self._file = self._open()
+        csv.DictWriter(self._file, HEADER, lineterminator="\n").writerow(self._row)
+        self._row = {}
+
+    def _open(self) -> TextIO:
+        kept = [] if self._resume_step is None else read_rows(self.path, self._resume_step)
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, HEADER, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+        os.replace(temporary, self.path)
+        self._resume_step = None
+        return self.path.open("a", newline="", encoding="utf-8")
+
+
+def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
+    """Rows of a `metrics.csv`, as text, up to `last_step`; an unfinished last line is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows = list(csv.DictReader(lines))
+    return rows if last_step is None else [row for row in rows if int(row["step"]) <= last_step]

@@ -1,0 +1,128 @@
+"""What a training run ends with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.core.metrics import PairwiseMetrics
+
+RESULT_FILE = "run.json"
+
+
+class RunStatus(StrEnum):
+    """How a run ended."""
+
+    finished = "finished"
+    early_stopped = "early_stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """The pairs a run used.
+
+    Args:
+        train_pairs: training pairs after dropping bad rows and pairs identical after truncation.
+        val_pairs: validation pairs, likewise.
+        val_origin: where validation came from, in words.
+        train_fingerprint: digest of the training pairs.
+        val_fingerprint: digest of the validation pairs.
+        skipped_rows: rows dropped as bad, over both splits.
+        truncation: token and truncation counts of each split.
+        length_baseline: accuracy on validation of calling the longer response better.
+        ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
+    """
+
+    train_pairs: int
+    val_pairs: int
+    val_origin: str
+    train_fingerprint: str
+    val_fingerprint: str
+    skipped_rows: int
+    truncation: dict[str, Any]
+    length_baseline: float
+    ceiling: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The result of a run, saved as `run.json` in its folder.
+
+    Args:
+        status: how the run ended.
+        run_dir: the run folder.
+        model: the model preset's name.
+        optimizer: the optimizer's name.
+        seed: the run's seed.
+        steps: optimizer steps done.
+        best_step: step of the exported weights.
+        monitor: metric that selected them.
+        export: folder that `transformers` loads.
+        metrics: validation metrics of the exported weights, with intervals.
+        data: the pairs used.
+        parameters: trainable parameters.
+        wall_seconds: duration of fitting and evaluation.
+        pairs_per_second: training pairs a second, evaluation left out.
+        versions: packages that decide the numbers.
+        machine: processor, cores, system.
+        commit: the checkout's commit.
+        config: the composed configuration.
+    """
+
+    status: RunStatus
+    run_dir: str
+    model: str
+    optimizer: str
+    seed: int
+    steps: int
+    best_step: int
+    monitor: str
+    export: str
+    metrics: PairwiseMetrics
+    data: DataSummary
+    parameters: int
+    wall_seconds: float
+    pairs_per_second: float
+    versions: dict[str, str]
+    machine: dict[str, str]
+    commit: str | None
+    config: dict[str, Any]
+
+    @property
+    def objective(self) -> float:
+        """Negative log-likelihood on validation, what a sweep minimises."""
+        return self.metrics.nll.value
+
+    def to_json(self) -> str:
+        """The result as JSON text."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["metrics"] = json.loads(self.metrics.to_json())
+        fields["data"] = dataclasses.asdict(self.data)
+        return json.dumps(fields, indent=2, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunResult:
+        """The result that `to_json` wrote."""
+        fields = json.loads(text)
+        fields["status"] = RunStatus(fields["status"])
+        fields["metrics"] = PairwiseMetrics.from_json(json.dumps(fields["metrics"]))
+        fields["data"] = DataSummary(**fields["data"])
+        return cls(**fields)
+
+    def save(self) -> Path:
+        """Write `run.json` into the run folder, atomically."""
+        return write_text(Path(self.run_dir) / RESULT_FILE, self.to_json() + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a text file under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path

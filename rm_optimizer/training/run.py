@@ -1,0 +1,280 @@
+"""`train_reward_model`: the one way to train."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, RichProgressBar
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from rm_optimizer.core.audit import length_baseline
+from rm_optimizer.core.checkpoint import read_checkpoint
+from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
+from rm_optimizer.core.metrics import PairwiseMetrics
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.errors import Interrupted
+from rm_optimizer.optim import check_compatible
+from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
+from rm_optimizer.training.callbacks import Checkpoints, Evaluation
+from rm_optimizer.training.checkpoints import BEST, FOLDER
+from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.evaluate import (
+    PAIR_REWARDS_FILE,
+    metrics_of,
+    score_pairs,
+    write_evaluation,
+    write_pair_rewards,
+)
+from rm_optimizer.training.interrupt import StopSignal
+from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.provenance import commit, machine, versions
+from rm_optimizer.training.recorder import MetricsCSV
+from rm_optimizer.training.result import DataSummary, RunResult, RunStatus, write_text
+
+log = logging.getLogger("rm_optimizer")
+
+
+def train_reward_model(config: TrainConfig) -> RunResult:
+    """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
+
+    The folder holds `config.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what `transformers` loads),
+    `pair_rewards.jsonl` and `run.json`.
+
+    Args:
+        config: the composed options, as `rm_optimizer.schema.typed` returns them.
+
+    Returns:
+        The result, with the validation metrics of the best weights.
+
+    Raises:
+        ConfigError: if options conflict.
+        DataError: if the pairs cannot be used.
+        CheckpointError: if the base model cannot be loaded.
+        TrainingDiverged: if the loss stops being finite.
+        Interrupted: if the user stops the run; a checkpoint is left.
+    """
+    check_compatible(config.optimizer, config.hardware, config.schedule)
+    run_dir = Path(config.output_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(run_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    if config.hardware.num_threads:
+        torch.set_num_threads(config.hardware.num_threads)
+    run = _prepare(config, run_dir)
+    with StopSignal() as stop:
+        status = _fit(run, stop)
+    result = _finish(run, status)
+    result.save()
+    return result
+
+
+@dataclass
+class _Run:
+    """What one run works with."""
+
+    config: TrainConfig
+    run_dir: Path
+    started: float
+    module: RewardModelLightning
+    datamodule: PreferenceDataModule
+    evaluation: Evaluation
+    fit_seconds: float = 0.0
+    steps: int = 0
+
+
+def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
+    started = time.perf_counter()
+    data = load_training_data(config.data)
+    model = build_model(config.model, data.train, config.seed).train()
+    datamodule = PreferenceDataModule(
+        data,
+        model.renderer,
+        config=config.data,
+        batching=config.batching,
+        seed=config.seed,
+        epochs=config.training.epochs,
+        max_steps=config.training.max_steps,
+    )
+    module = RewardModelLightning(
+        model,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        num_steps=datamodule.num_steps,
+        gradient_clip_norm=config.training.gradient_clip_norm,
+        pair_ids=datamodule.pair_ids,
+    )
+    evaluation = Evaluation(
+        datamodule,
+        run_dir,
+        config.training,
+        every=max(1, datamodule.steps_per_epoch // config.training.evals_per_epoch),
+        beta=config.loss.beta,
+        token_budget=config.batching.eval_token_budget,
+    )
+    return _Run(config, run_dir, started, module, datamodule, evaluation)
+
+
+def build_model(config: ModelConfig, train: PreferenceDataset, seed: int) -> BradleyTerryRM:
+    """The base model of a run: loaded from `path`, or built small with a tokenizer trained on the pairs."""
+    if config.path is not None:
+        return BradleyTerryRM.from_pretrained(
+            config.path,
+            max_length=config.max_length,
+            attn_implementation=config.attn_implementation.value,
+            dropout=config.dropout,
+            seed=seed,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+    texts = (text for pair in train.pairs for text in (str(pair.prompt), pair.chosen, pair.rejected))
+    return BradleyTerryRM.from_config(
+        config.architecture,
+        train_tokenizer(texts, config.vocab_size),
+        max_length=config.max_length,
+        attn_implementation=config.attn_implementation.value,
+        dropout=config.dropout,
+        seed=seed,
+    )
+
+
+def _fit(run: _Run, stop: StopSignal) -> RunStatus:
+    config = run.config
+    every = config.training.checkpoint_every or run.evaluation.every
+    callbacks: list[Callback] = [
+        run.evaluation,
+        Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
+    ]
+    if config.training.progress:
+        callbacks.append(RichProgressBar(leave=True))
+    trainer = build_trainer(config.hardware, build_loggers(config.logger, run.run_dir), callbacks, run.module.num_steps)
+    before = time.perf_counter()
+    try:
+        trainer.fit(run.module, datamodule=run.datamodule)
+    finally:
+        close_loggers(trainer.loggers)
+    run.fit_seconds = time.perf_counter() - before
+    run.steps = trainer.global_step
+    if stop.requested and run.steps < run.module.num_steps:
+        raise Interrupted(
+            f"stopped after step {run.steps} of {run.module.num_steps}; "
+            f"its checkpoint is {run.module.last_checkpoint}, the best so far {run.run_dir / FOLDER / BEST}"
+        )
+    return RunStatus.early_stopped if run.evaluation.stopped_early else RunStatus.finished
+
+
+def build_trainer(
+    hardware: HardwareConfig, loggers: list[Logger], callbacks: list[Callback], num_steps: int
+) -> pl.Trainer:
+    """A Lightning trainer that only drives steps: evaluation, checkpoints and logging are callbacks of ours."""
+    quiet_libraries()
+    return pl.Trainer(
+        accelerator=hardware.accelerator,
+        devices=hardware.devices,
+        strategy=hardware.strategy,
+        precision=hardware.precision,  # type: ignore[arg-type]
+        max_steps=num_steps,
+        max_epochs=-1,
+        logger=loggers,
+        callbacks=callbacks,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        use_distributed_sampler=False,
+        log_every_n_steps=1,
+    )
+
+
+def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
+    """`metrics.csv` always; TensorBoard and W&B as configured."""
+    loggers: list[Logger] = [MetricsCSV(run_dir)]
+    if config.tensorboard:
+        loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
+    if config.wandb:
+        loggers.append(
+            WandbLogger(project=config.project, name=run_dir.name, save_dir=str(run_dir), mode=config.wandb_mode.value)
+        )
+    return loggers
+
+
+def close_loggers(loggers: list[Logger]) -> None:
+    """End the W&B run, so that its files are whole; Lightning leaves it open."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+
+
+def quiet_libraries() -> None:
+    """Keep Lightning's start-up notices off the terminal, and one deprecation of torch 2.13 that it meets."""
+    # Lightning 2.6 still calls LeafSpec(); harmless until torch removes it.
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
+    for name in ("pytorch_lightning", "lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _finish(run: _Run, status: RunStatus) -> RunResult:
+    config, model = run.config, run.module.model
+    _, weights = read_checkpoint(run.run_dir / FOLDER / BEST)
+    model.model.load_state_dict(weights)
+    val = run.datamodule.data.val
+    rewards = score_pairs(model, run.datamodule.val_tokens, val, token_budget=config.batching.eval_token_budget)
+    metrics = metrics_of(
+        rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed
+    )
+    write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, run.evaluation.best.step)
+    write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
+    both = np.concatenate([rewards.chosen, rewards.rejected])
+    export = run.run_dir / "best"
+    model.save_pretrained(export, statistics={"mean": float(both.mean()), "std": float(both.std()), "num": len(both)})
+    return _result(run, status, metrics, export)
+
+
+def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics, export: Path) -> RunResult:
+    config, trained = run.config, run.steps * run.config.batching.batch_size
+    return RunResult(
+        status=status,
+        run_dir=str(run.run_dir),
+        model=config.model.name,
+        optimizer=config.optimizer.name,
+        seed=config.seed,
+        steps=run.steps,
+        best_step=run.evaluation.best.step,
+        monitor=config.training.monitor,
+        export=str(export),
+        metrics=metrics,
+        data=_data_summary(run.datamodule),
+        parameters=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
+        wall_seconds=time.perf_counter() - run.started,
+        pairs_per_second=trained / max(run.fit_seconds - run.evaluation.seconds, 1e-9),
+        versions=versions(),
+        machine=machine(),
+        commit=commit(),
+        config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+    )
+
+
+def _data_summary(datamodule: PreferenceDataModule) -> DataSummary:
+    data = datamodule.data
+    return DataSummary(
+        train_pairs=len(datamodule.train_tokens),
+        val_pairs=len(datamodule.val_tokens),
+        val_origin=data.val_origin,
+        train_fingerprint=data.train.fingerprint,
+        val_fingerprint=data.val.fingerprint,
+        skipped_rows=len(data.train.skipped) + len(data.val.skipped),
+        truncation=datamodule.truncation(),
+        length_baseline=length_baseline(data.val.pairs).value,
+        ceiling=data.ceiling,
+    )

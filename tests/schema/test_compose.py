@@ -1,0 +1,78 @@
+"""Every preset of every group composes into dataclasses, and the order of precedence is the written one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rm_optimizer.schema import TrainConfig, config_root
+from rm_optimizer.schema.command_line import cells, checked
+from rm_optimizer.schema.store import OPTIMIZERS
+
+ROOT = Path(config_root())
+PRESETS = sorted((file.parent.relative_to(ROOT).as_posix(), file.stem) for file in ROOT.glob("*/**/*.yaml"))
+
+
+def composed(*overrides: str) -> TrainConfig:
+    return checked(overrides, TrainConfig, writable=False)
+
+
+@pytest.mark.parametrize(("group", "name"), PRESETS, ids=[f"{group}={name}" for group, name in PRESETS])
+def test_every_preset_composes_and_types(group, name):
+    assert isinstance(composed(f"{group}={name}"), TrainConfig)
+
+
+@pytest.mark.parametrize("model", [name for group, name in PRESETS if group == "model"])
+@pytest.mark.parametrize("optimizer", [name for group, name in PRESETS if group == "optimizer"])
+def test_every_optimizer_has_a_learning_rate_for_every_model(model, optimizer):
+    config = composed(f"model={model}", f"optimizer={optimizer}")
+    assert config.optimizer.lr > 0
+    assert type(config.optimizer) is OPTIMIZERS[config.optimizer.name]
+
+
+def test_every_registered_optimizer_has_a_preset_of_its_name():
+    assert set(OPTIMIZERS) <= {name for group, name in PRESETS if group == "optimizer"}
+
+
+@pytest.mark.parametrize("group", ["hardware", "model", "optimizer", "logger", "experiment"])
+def test_the_promised_presets_are_there(group):
+    promised = {
+        "hardware": {"cpu", "auto", "h100"},
+        "model": {"tiny", "minilm", "deberta", "modernbert", "qwen", "llama"},
+        "optimizer": {"adamw", "adam", "sgd", "muon", "lion"},
+        "logger": {"default", "wandb"},
+        "experiment": {"quickstart"},
+    }
+    assert promised[group] <= {name for own, name in PRESETS if own == group}
+
+
+def test_a_preset_given_twice_is_the_later_one():
+    assert composed("optimizer=muon", "optimizer=adamw").optimizer.name == "adamw"
+
+
+def test_the_command_line_wins_over_an_experiment(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /optimizer: lion\n\nseed: 7\ntraining:\n  epochs: 3\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    config = checked(["experiment=mine", "training.epochs=4"], TrainConfig, config_dir=str(tmp_path), writable=False)
+    assert (config.seed, config.optimizer.name, config.training.epochs) == (7, "lion", 4.0)
+
+
+def test_the_run_folder_is_hydras_unless_it_is_set():
+    assert composed("hydra.run.dir=here").output_dir == str(Path("here").absolute())
+    assert composed("output_dir=there").output_dir == "there"
+
+
+def test_hardware_h100_asks_for_bfloat16_on_a_gpu():
+    hardware = composed("optimizer=muon", "hardware=h100").hardware
+    assert (hardware.accelerator, hardware.precision) == ("gpu", "bf16-mixed")
+
+
+def test_sweeps_are_checked_value_by_value_not_as_a_product():
+    assert cells(["seed=1,2,3", "optimizer=adamw,lion", "model=tiny"]) == [
+        ["seed=1", "optimizer=adamw", "model=tiny"],
+        ["seed=2", "optimizer=adamw", "model=tiny"],
+        ["seed=3", "optimizer=adamw", "model=tiny"],
+        ["seed=1", "optimizer=lion", "model=tiny"],
+    ]

@@ -1,0 +1,58 @@
+"""The gradient of a step is the gradient of the whole macro-batch, however it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rm_optimizer.core.losses import bradley_terry_loss
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training.run import _prepare, build_trainer
+
+Build = Callable[..., TrainConfig]
+
+
+def gradient_of_first_step(config: TrainConfig, folder: Path) -> torch.Tensor:
+    run = _prepare(config, folder)
+    run.module.double()
+    gradients: list[torch.Tensor] = []
+
+    def keep(*_: object) -> float:
+        gradients.append(torch.cat([p.grad.flatten() for p in run.module.parameters() if p.grad is not None]))
+        return 1.0
+
+    run.module._clip = keep  # type: ignore[method-assign]
+    trainer = build_trainer(config.hardware, [], [], 1)
+    trainer.fit(run.module, datamodule=run.datamodule)
+    return gradients[0]
+
+
+@pytest.mark.parametrize("budget", [1, 400, 1000])
+def test_any_budget_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int) -> None:
+    loss = ["loss.label_smoothing=0.1", "loss.center_rewards=0.01", "loss.reward_l2=0.1"]
+    options = ["training.eval_at_start=false", *loss]
+    whole = gradient_of_first_step(small_config(tmp_path, "batching.micro_token_budget=100000", *options), tmp_path)
+    split = gradient_of_first_step(small_config(tmp_path, f"batching.micro_token_budget={budget}", *options), tmp_path)
+    assert ((whole - split).abs().max() / whole.abs().max()).item() < 1e-10
+
+
+def test_the_gradient_is_that_of_the_loss_on_single_sequences(small_config: Build, tmp_path: Path) -> None:
+    config = small_config(tmp_path, "batching.micro_token_budget=500")
+    ours = gradient_of_first_step(config, tmp_path)
+    run = _prepare(config, tmp_path)
+    run.module.double()
+    step = next(iter(run.datamodule.steps(0, 1)))
+    model, tokens = run.module.model, run.datamodule.train_tokens
+    place = {int(index): position for position, index in enumerate(tokens.pair_index)}
+    rewards = []
+    for index in step.pair_index:
+        for ids in (tokens.chosen(place[int(index)]), tokens.rejected(place[int(index)])):
+            row = torch.from_numpy(ids.astype("int64"))[None]
+            rewards.append(model(row, torch.ones_like(row))[0])
+    table = torch.stack(rewards).view(-1, 2)
+    bradley_terry_loss(table[:, 0], table[:, 1]).backward()
+    alone = torch.cat([p.grad.flatten() for p in run.module.parameters() if p.grad is not None])
+    assert ((ours - alone).abs().max() / alone.abs().max()).item() < 1e-10
