@@ -80,6 +80,17 @@ RAMBLING = (
     "Life is full of such things, and so on.",
 )
 
+SENTENCE_COUNTS = (
+    (NEUTRAL, (0.8, 0.2)),
+    (COURTEOUS, (0.75, 0.25)),
+    (EXAMPLES, (0.75, 0.25)),
+    (STEPS, (0.8, 0.2)),
+    (RUDE, (0.85, 0.15)),
+    (HEDGING, (0.8, 0.15, 0.05)),
+    (RAMBLING, (0.7, 0.25, 0.05)),
+)
+"""Probabilities that a response has 0, 1, 2 sentences of each kind, beside its facts."""
+
 FACT_VALUE, FACT_DECAY = 8.0, 0.6
 OFF_TOPIC_COST, CONSTRAINT_VALUE, RUDE_COST, HEDGE_COST, RAMBLING_COST = 0.5, 2.0, 2.0, 0.7, 1.0
 BRIEF_WORDS, MOST_WORDS = 20, 60
@@ -106,7 +117,7 @@ class SyntheticWorld:
 
 
 def synthetic_world(config: SyntheticConfig) -> SyntheticWorld:
-    """The world of `config.seed`: the same options give the same texts and labels everywhere.
+    """The world of `config.seed`: the same options give the same texts and labels under one version of NumPy.
 
     Two candidate responses are drawn for each pair; the first is preferred with probability
     `sigmoid((gold(a) - gold(b)) / noise)` (Bradley & Terry, 1952). Training and validation draw from their own random
@@ -142,9 +153,9 @@ def gold_reward(prompt: str, response: str) -> float:
 
     Example:
         >>> gold_reward("Can you explain chess?", "Start with endgames.")
-        2.4
+        3.2
         >>> gold_reward("Can you explain cycling?", "Start with endgames.")
-        -1.0
+        -0.5
     """
     topic = next((topic for topic in TOPICS if topic in prompt), None)
     if topic is None:
@@ -207,7 +218,7 @@ def _pair(prompt: str, task: str, topic: str, noise: float, generator: np.random
 def _win_probability(margin: float, noise: float) -> float:
     """`sigmoid(margin / noise)` and its limit at no noise, where equal rewards are still a coin's toss."""
     if noise == 0.0:
-        return 0.5 * (1.0 + np.sign(margin))
+        return 0.5 * (1.0 + float(np.sign(margin)))
     return float(0.5 * (1.0 + np.tanh(0.5 * margin / noise)))
 
 
@@ -217,23 +228,12 @@ def _response(topic: str, generator: np.random.Generator) -> str:
     main, aside = (topic, other) if generator.random() < 0.5 else (other, topic)
     sentences = _fact_sentences(main, int(generator.integers(0, 5)), generator)
     sentences += _fact_sentences(aside, int(generator.random() < 0.2), generator)
-    for kind, probabilities in _SENTENCE_COUNTS:
+    for kind, probabilities in SENTENCE_COUNTS:
         sentences += _draw(kind, int(generator.choice(len(probabilities), p=probabilities)), generator)
     sentences = _draw(sentences, len(sentences), generator) or [NEUTRAL[0]]
     while len(" ".join(sentences).split()) > MOST_WORDS:
         sentences.pop()
     return " ".join(sentences)
-
-
-_SENTENCE_COUNTS = (
-    (NEUTRAL, (0.8, 0.2)),
-    (COURTEOUS, (0.75, 0.25)),
-    (EXAMPLES, (0.75, 0.25)),
-    (STEPS, (0.8, 0.2)),
-    (RUDE, (0.85, 0.15)),
-    (HEDGING, (0.8, 0.15, 0.05)),
-    (RAMBLING, (0.7, 0.25, 0.05)),
-)
 
 
 def _fact_sentences(topic: str, count: int, generator: np.random.Generator) -> list[str]:

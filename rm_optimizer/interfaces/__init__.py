@@ -1,0 +1,1 @@
+"""What a person starts: the `rm-opt` command line."""

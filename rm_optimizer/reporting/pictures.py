@@ -1,79 +1,108 @@
-"""The pictures and the table of a finished run or evaluation, from the files it left."""
+"""The pictures and the summary of a run or an evaluation, from the files in its folder."""
 
 from __future__ import annotations
 
-import csv
 import json
+import os
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
 from rich.console import Console
 
 from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.reporting.plots import History, plot_accuracy, plot_loss, plot_margins, plot_reliability
+from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, summary_table
+from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE
+from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.result import RunResult
 
-
-def draw_run(result: RunResult) -> list[Path]:
-    """Draw loss, accuracy, reliability and margins into `plots/` of the run folder."""
-    folder = Path(result.run_dir)
-    plots = folder / "plots"
-    history = read_history(folder / "metrics.csv")
-    return [
-        plot_loss(history, plots / "loss.png"),
-        plot_accuracy(history, plots / "accuracy.png", ceiling=result.data.ceiling),
-        *draw_evaluation(result.metrics, folder / "pair_rewards.jsonl", plots),
-    ]
+PICTURES = "plots"
 
 
-def draw_evaluation(metrics: PairwiseMetrics, pair_rewards: Path, plots: Path) -> list[Path]:
-    """Draw reliability and margins of one evaluation into a folder."""
-    plots.mkdir(parents=True, exist_ok=True)
-    return [
-        plot_reliability(metrics, plots / "reliability.png"),
-        plot_margins(read_margins(pair_rewards), plots / "margins.png"),
-    ]
+def draw_run(result: RunResult) -> Path:
+    """Draw loss, accuracy, reliability and margins of a finished run into its `plots/`.
+
+    Args:
+        result: the run's result.
+
+    Returns:
+        The folder of the pictures.
+    """
+    run_dir = Path(result.run_dir)
+    history = read_rows(run_dir / "metrics.csv")
+    plot_loss(history, run_dir / PICTURES / "loss.png")
+    plot_accuracy(history, run_dir / PICTURES / "accuracy.png", ceiling=result.data.ceiling)
+    return draw_evaluation(run_dir, result.metrics)
 
 
-def print_run(result: RunResult, console: Console | None = None) -> None:
-    """Print the summary of a run and where to look next."""
-    rows: dict[str, Cell] = metrics_rows(result.metrics)
-    if result.data.ceiling is not None:
-        rows |= {"accuracy of the world's gold reward": result.data.ceiling}
-    rows |= {
-        "accuracy of \"longer wins\"": result.data.length_baseline,
-        "validation": result.data.val_origin,
-        "best step / steps": f"{result.best_step:,} / {result.steps:,}",
-        "seconds": f"{result.wall_seconds:.0f}",
-    }  # fmt: skip
-    out = console or Console()
-    out.print(summary_table(f"{result.model} with {result.optimizer}, held-out pairs", rows))
-    if "source" in result.metrics.groups:
-        out.print(group_table(result.metrics, "source"))
-    out.print(f"model    {result.export}", soft_wrap=True, highlight=False)
-    out.print(f"metrics  {Path(result.run_dir) / 'run.json'}", soft_wrap=True, highlight=False)
-    out.print(f"plots    {Path(result.run_dir) / 'plots'}", soft_wrap=True, highlight=False)
-    out.print(f"try it   rm-opt score {result.export} --prompt … --response …", soft_wrap=True, highlight=False)
+def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
+    """Draw reliability and margins of an evaluation into the folder's `plots/`.
+
+    Args:
+        folder: where the evaluation's per-pair rewards stand.
+        metrics: of the evaluation.
+
+    Returns:
+        The folder of the pictures.
+    """
+    plot_reliability(metrics, folder / PICTURES / "reliability.png")
+    plot_margins(read_margins(folder / PAIR_REWARDS_FILE), folder / PICTURES / "margins.png")
+    return folder / PICTURES
 
 
 def print_evaluation(title: str, metrics: PairwiseMetrics, console: Console | None = None) -> None:
-    """Print the metrics of one evaluation, and of its groups."""
-    out = console or Console()
-    out.print(summary_table(title, metrics_rows(metrics)))
+    """Print the metrics of one evaluation, and of its groups.
+
+    Args:
+        title: what was evaluated.
+        metrics: of the evaluation.
+        console: where to; standard output unless given.
+    """
+    console = console or Console()
+    console.print(summary_table(title, metrics_rows(metrics)))
     for column in metrics.groups:
-        out.print(group_table(metrics, column))
+        console.print(group_table(metrics, column))
 
 
-def read_history(path: Path) -> History:
-    """Rows of `metrics.csv`."""
-    with path.open(encoding="utf-8", newline="") as text:
-        return list(csv.DictReader(text))
+def read_margins(path: Path) -> np.ndarray:
+    """Reward of the better response less that of the other, for every pair that has a better one; all if none has."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    margins = np.array([row["chosen"] - row["rejected"] for row in rows])
+    side = np.sign(np.array([row["label"] for row in rows]) - 0.5)
+    return (margins * side)[side != 0] if (side != 0).any() else margins
 
 
-def read_margins(path: Path) -> Float[np.ndarray, " pairs"]:
-    """Chosen less rejected of each line of `pair_rewards.jsonl`."""
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    return np.array([row["chosen"] - row["rejected"] for row in rows])
+def print_run(result: RunResult, console: Console | None = None) -> None:
+    """Print the run's one summary table and where to look next.
+
+    Args:
+        result: the run's result.
+        console: where to; standard output unless given.
+    """
+    console = console or Console()
+    data = result.data
+    rows: dict[str, Cell] = {"validation": data.val_origin, **metrics_rows(result.metrics)}
+    baseline: dict[str, Cell] = {"longer response wins": data.length_baseline}
+    if data.ceiling is not None:
+        baseline["ceiling (gold reward)"] = data.ceiling
+    rows |= baseline
+    rows["training pairs"] = data.train_pairs
+    rows["steps (best)"] = f"{result.steps:,} ({result.best_step:,})"
+    rows["pairs a second"] = result.pairs_per_second
+    console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.status}", rows))
+    for column in result.metrics.groups:
+        console.print(group_table(result.metrics, column))
+    _print_next(result, console)
+
+
+def _print_next(result: RunResult, console: Console) -> None:
+    run_dir, export = (os.path.relpath(path) for path in (result.run_dir, result.export))
+    lines = {
+        "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it)",
+        "pictures": f"{run_dir}/{PICTURES}",
+        "numbers": f"{run_dir}/run.json, {run_dir}/metrics.csv",
+        "score": f'rm-opt score {export} --prompt "…" --response "…"',
+        "evaluate": f"rm-opt evaluate {export} --data PAIRS.jsonl",
+    }
+    for name, line in lines.items():
+        console.print(f"{name:>9}: {line}", markup=False, highlight=False, soft_wrap=True)

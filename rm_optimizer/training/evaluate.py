@@ -17,6 +17,7 @@ from rm_optimizer.core.batching import evaluation_batches
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.sources import EXPORT_FILE, SourceKind, resolve_source
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.training.result import write_text
@@ -174,6 +175,16 @@ def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceData
     write_text(path, "\n".join(lines) + "\n")
 
 
+def trained_beta(source: str) -> float:
+    """Inverse temperature that an exported model was trained with; 1 where none is recorded."""
+    resolved = resolve_source(source)
+    record = Path(resolved.location) / EXPORT_FILE
+    if resolved.kind != SourceKind.FOLDER or not record.is_file():
+        return 1.0
+    statistics = json.loads(record.read_text(encoding="utf-8")).get("reward_statistics") or {}
+    return float(statistics.get("beta", 1.0))
+
+
 def evaluate_checkpoint(
     source: str,
     data: PreferenceDataset,
@@ -182,7 +193,6 @@ def evaluate_checkpoint(
     token_budget: int,
     num_bootstrap: int,
     seed: int,
-    beta: float = 1.0,
     after_batch: Callable[[int], None] | None = None,
 ) -> PairwiseMetrics:
     """Evaluate a saved model on pairs and write metrics, distributions and per-pair rewards.
@@ -194,7 +204,6 @@ def evaluate_checkpoint(
         token_budget: tokens, padding included, of one pass.
         num_bootstrap: resamples over prompts for the intervals.
         seed: seed of the resamples.
-        beta: inverse temperature of the preference probability.
         after_batch: called with the pairs done so far.
 
     Raises:
@@ -208,7 +217,7 @@ def evaluate_checkpoint(
     if len(tokenized) == 0:
         raise DataError(f"no pair of {len(data)} is left: the two responses of each are equal after truncation")
     rewards = score_pairs(model, tokenized, data, token_budget=token_budget, after_batch=after_batch)
-    metrics = metrics_of(rewards, data, beta=beta, num_bootstrap=num_bootstrap, seed=seed)
+    metrics = metrics_of(rewards, data, beta=trained_beta(source), num_bootstrap=num_bootstrap, seed=seed)
     write_evaluation(output_dir, rewards, metrics)
     write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data)
     return metrics

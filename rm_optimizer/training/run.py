@@ -21,6 +21,7 @@ from rm_optimizer.core.checkpoint import read_checkpoint
 from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.sources import BEST_FOLDER
 from rm_optimizer.core.tiny import train_tokenizer
 from rm_optimizer.errors import Interrupted
 from rm_optimizer.optim import check_compatible
@@ -43,11 +44,14 @@ from rm_optimizer.training.result import DataSummary, RunResult, RunStatus, writ
 
 log = logging.getLogger("rm_optimizer")
 
+OPTIONS_FILE = "options.json"
+"""The composed configuration in the run folder."""
+
 
 def train_reward_model(config: TrainConfig) -> RunResult:
     """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
 
-    The folder holds `config.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what `transformers` loads),
+    The folder holds `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what `transformers` loads),
     `pair_rewards.jsonl` and `run.json`.
 
     Args:
@@ -66,7 +70,7 @@ def train_reward_model(config: TrainConfig) -> RunResult:
     check_compatible(config.optimizer, config.hardware, config.schedule)
     run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_text(run_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+    write_text(run_dir / OPTIONS_FILE, json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
     pl.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
@@ -236,8 +240,9 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, run.evaluation.best.step)
     write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
     both = np.concatenate([rewards.chosen, rewards.rejected])
-    export = run.run_dir / "best"
-    model.save_pretrained(export, statistics={"mean": float(both.mean()), "std": float(both.std()), "num": len(both)})
+    export = run.run_dir / BEST_FOLDER
+    statistics = {"mean": float(both.mean()), "std": float(both.std()), "num": len(both), "beta": config.loss.beta}
+    model.save_pretrained(export, statistics=statistics)
     return _result(run, status, metrics, export)
 
 

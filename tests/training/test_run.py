@@ -25,7 +25,7 @@ def test_the_run_folder_holds_what_the_manual_lists(finished_run: RunResult) -> 
     folder = Path(finished_run.run_dir)
     present = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     expected = {
-        "config.json",
+        "options.json",
         "metrics.csv",
         "run.json",
         "pair_rewards.jsonl",

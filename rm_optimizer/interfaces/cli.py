@@ -1,0 +1,119 @@
+"""`rm-opt`: the commands and their options. What a command needs is imported when it runs, so help is immediate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rm_optimizer.interfaces.groups import Commands, PassedOn, RootCommands
+
+QUIET = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
+
+app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)  # type: ignore[arg-type]
+data_app = typer.Typer(cls=Commands, help="Look at preference data.", **QUIET)  # type: ignore[arg-type]
+app.add_typer(data_app, name="data")
+
+TokenBudget = Annotated[int, typer.Option("--token-budget", min=1, help="Tokens of one pass, padding included.")]
+DataFormat = Annotated[str, typer.Option("--format", help="Row format: auto, explicit, hh, messages or kwise.")]
+Columns = Annotated[list[str], typer.Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")]
+OnBadRow = Annotated[str, typer.Option("--on-bad-row", help="What a bad row does: error or drop.")]
+Checkpoint = Annotated[str, typer.Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
+
+
+@app.command(cls=PassedOn, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model preset.")] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", "-o", help="Optimizer preset.")] = None,
+    data: Annotated[str | None, typer.Option("--data", "-d", help="File, folder or hub name of pairs.")] = None,
+    epochs: Annotated[str | None, typer.Option("--epochs", "-e", help="Passes over the pairs.")] = None,
+    batch_size: Annotated[str | None, typer.Option("--batch-size", "-b", help="Pairs of an optimizer step.")] = None,
+) -> None:
+    """Train a reward model. Options are written name=value: `rm-opt train optimizer=adamw optimizer.lr=1e-5`.
+
+    The flags below are short for the commonest ones. Everything else is passed on as it stands, Hydra's own flags
+    included: `--cfg job` prints the composed options, `--multirun` runs a sweep, `--config-dir DIR` adds presets.
+    """
+    from rm_optimizer.interfaces.launch import become, train_overrides
+
+    overrides = train_overrides(model=model, optimizer=optimizer, data=data, epochs=epochs, batch_size=batch_size)
+    become("rm_optimizer.train", [*overrides, *ctx.args])
+
+
+@app.command()
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs to evaluate on; may be repeated.")],
+    output: Annotated[Path | None, typer.Option("--output", help="Folder for JSON and plots.")] = None,
+    token_budget: TokenBudget = 16384,
+    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the resamples.")] = 0,
+    data_format: DataFormat = "auto",
+    columns: Columns = [],  # noqa: B006
+    on_bad_row: OnBadRow = "error",
+) -> None:
+    """Measure a reward model on preference pairs: table, JSON and plots."""
+    from rm_optimizer.interfaces.evaluation import evaluate_and_print
+    from rm_optimizer.interfaces.pairs import Reading
+
+    reading = Reading(format=data_format, columns=tuple(columns), on_bad_row=on_bad_row)
+    evaluate_and_print(
+        checkpoint, data, reading, output_dir=output, token_budget=token_budget, num_bootstrap=bootstrap, seed=seed
+    )
+
+
+@app.command()
+def score(
+    checkpoint: Checkpoint,
+    in_file: Annotated[Path | None, typer.Argument(help="JSONL (also .gz), CSV or Parquet to score.")] = None,
+    out_file: Annotated[Path | None, typer.Argument(help="Where to write it with a `reward` column.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Score this prompt…")] = None,
+    response: Annotated[list[str], typer.Option("--response", help="…and response; may be repeated.")] = [],  # noqa: B006
+    token_budget: TokenBudget = 16384,
+) -> None:
+    """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
+    from rm_optimizer.interfaces.scores import print_scores, score_to_file
+
+    if prompt is not None:
+        print_scores(checkpoint, prompt, response, (in_file, out_file), token_budget)
+    else:
+        score_to_file(checkpoint, in_file, out_file, response, token_budget)
+
+
+@data_app.command("check")
+def data_check(
+    paths: Annotated[list[str], typer.Argument(help="Files, folders or hub names; each is one split.")],
+    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Hub id or folder of a tokenizer.")] = None,
+    max_length: Annotated[int, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")] = 512,
+    data_format: DataFormat = "auto",
+    columns: Columns = [],  # noqa: B006
+    on_bad_row: OnBadRow = "error",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the audit here.")] = None,
+) -> None:
+    """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
+    from rm_optimizer.interfaces.data_check import audit_and_print
+    from rm_optimizer.interfaces.pairs import Reading
+
+    reading = Reading(format=data_format, columns=tuple(columns), on_bad_row=on_bad_row)
+    audit_and_print(paths, reading, tokenizer=tokenizer, max_length=max_length, json_file=json_file)
+
+
+@app.command()
+def info() -> None:
+    """Print versions, devices, where the presets are, and what presets and optimizers there are."""
+    from rm_optimizer.interfaces.info import print_info
+
+    print_info()
+
+
+@app.command()
+def params(
+    model: Annotated[str, typer.Argument(help="Model preset, folder or hub id.")],
+    optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="Optimizer preset.")] = "adamw",
+) -> None:
+    """Print which parameters an optimizer treats how."""
+    from rm_optimizer.interfaces.params import print_params
+
+    print_params(model, optimizer)

@@ -1,0 +1,80 @@
+"""`rm-opt data check`: the audit of preference data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rm_optimizer.core.audit import audit_pairs
+from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.reporting.tables import print_audit
+
+TINY_VOCABULARY = 2048
+"""Tokens of the tokenizer that is trained when none is named; that of `model=tiny`."""
+
+
+def audit_and_print(
+    paths: Sequence[str], reading: Reading, *, tokenizer: str | None, max_length: int, json_file: Path | None
+) -> None:
+    """Print the audit of the splits, and write it as JSON where asked.
+
+    Args:
+        paths: one source for each split.
+        reading: how rows are read.
+        tokenizer: hub id or folder; None trains a small one on the data, which the output says.
+        max_length: tokens kept of prompt and response together.
+        json_file: where the audit goes as JSON.
+
+    Raises:
+        DataError: if a source cannot be read.
+        CheckpointError: if there is no such tokenizer.
+        ConfigError: if the JSON file cannot be written.
+    """
+    datasets = dict(zip(_split_names(paths), (reading.load(path) for path in paths), strict=True))
+    if tokenizer is None:
+        print(
+            f"tokens of a {TINY_VOCABULARY}-entry byte-pair vocabulary trained on this data; name another: --tokenizer"
+        )
+    renderer = ConversationRenderer(_tokenizer(tokenizer, datasets.values()), max_length)
+    audit = audit_pairs(datasets, renderer)
+    print_audit(audit)
+    for dataset in datasets.values():
+        for row in dataset.skipped:
+            print(f"dropped {row.path}, row {row.row}: {row.reason}")
+    if json_file is not None:
+        _write(json_file, audit.to_json() + "\n")
+
+
+def _split_names(paths: Sequence[str]) -> list[str]:
+    """File names tell splits apart, unless two are equal."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
+    if source is None:
+        texts = (
+            text for data in datasets for pair in data.pairs for text in (str(pair.prompt), pair.chosen, pair.rejected)
+        )
+        return train_tokenizer(texts, TINY_VOCABULARY)
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no tokenizer at '{source}': give a hub id or a folder with tokenizer files") from error
+    return loaded
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"--json must be a file that can be written, got '{path}' ({error.strerror})") from error

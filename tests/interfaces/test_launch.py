@@ -1,0 +1,78 @@
+"""`rm-opt train` becomes `python -m rm_optimizer.train`, flag by flag."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.interfaces.launch import become, quoted
+
+MODULE = ["-m", "rm_optimizer.train"]
+SUGAR = [
+    ([], []),
+    (["--model", "tiny"], ["model=tiny"]),
+    (["-m", "tiny", "-o", "muon"], ["model=tiny", "optimizer=muon"]),
+    (["--optimizer", "lion"], ["optimizer=lion"]),
+    (["--epochs", "3"], ["training.epochs=3"]),
+    (["-e", "0.5", "-b", "64"], ["training.epochs=0.5", "batching.batch_size=64"]),
+    (["--batch-size", "8"], ["batching.batch_size=8"]),
+    (["--data", "default"], ["data=default"]),
+    (["--data", "pairs.jsonl"], ["data.train=pairs.jsonl"]),
+    (["-d", "org/preferences"], ["data.train=org/preferences"]),
+    (["-d", "folder"], ["data.train=folder"]),
+    (["-d", "my pairs.csv"], ["data.train='my pairs.csv'"]),
+    (["-d", "../a=b/it's.csv"], ["data.train='../a=b/it\\'s.csv'"]),
+    (["-m", "tiny", "optimizer.lr=1e-3", "--cfg", "job"], ["model=tiny", "optimizer.lr=1e-3", "--cfg", "job"]),
+    (["seed=1", "-m", "tiny"], ["model=tiny", "seed=1"]),
+    (["-o", "muon", "optimizer=adamw"], ["optimizer=muon", "optimizer=adamw"]),
+    (["--multirun", "seed=1,2"], ["--multirun", "seed=1,2"]),
+    (["-cd", "presets", "experiment=mine"], ["--config-dir", "presets", "experiment=mine"]),
+    (["~logger", "+data.columns={prompt: q}"], ["~logger", "+data.columns={prompt: q}"]),
+    (["--batch", "3"], ["--batch", "3"]),
+]
+
+
+@pytest.mark.parametrize(("typed", "overrides"), SUGAR, ids=[" ".join(typed) or "nothing" for typed, _ in SUGAR])
+def test_flags_are_sugar_for_overrides(typed, overrides, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    became = []
+    monkeypatch.setattr(os, "execv", lambda program, command: became.append((program, command)))
+    result = CliRunner().invoke(app, ["train", *typed])
+    assert result.exit_code == 0, result.output
+    assert became == [(sys.executable, [sys.executable, *MODULE, *overrides])]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20))
+def test_hydra_reads_back_the_quoted_text(text):
+    (override,) = OverridesParser.create().parse_overrides([f"data.train={quoted(text)}"])
+    assert str(override.value()) == text or float(text) == override.value()
+
+
+@pytest.mark.parametrize("text", ["null", "True", "nan", "a,b", "[a]", "${x}", "back\\", "it's", "a\\'b"])
+def test_words_of_hydras_grammar_stay_text(text):
+    (override,) = OverridesParser.create().parse_overrides([f"data.train={quoted(text)}"])
+    assert override.value() == text
+
+
+def test_become_replaces_the_process_and_keeps_its_exit_code():
+    code = "from rm_optimizer.interfaces.launch import become; become('rm_optimizer.train', ['optimizer=moun'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown optimizer 'moun'; did you mean 'muon'?")
+
+
+def test_where_execv_returns_early_the_child_is_waited_for(monkeypatch):
+    monkeypatch.setattr(os, "name", "nt")
+    monkeypatch.setattr(subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 3))
+    with pytest.raises(SystemExit) as stopped:
+        become("rm_optimizer.train", [])
+    assert stopped.value.code == 3
