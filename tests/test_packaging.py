@@ -19,7 +19,7 @@ OVERRIDES = [
     [],
     ["optimizer=muon", "hardware=h100"],
     ["model=tiny", "optimizer=lion", "training.epochs=2", "logger=wandb"],
-    ["experiment=quickstart", "seed=3", "+data.columns={prompt: question}"],
+    ["experiment=quickstart", "seed=3", "data.columns={prompt: question}"],
 ]
 
 

@@ -89,6 +89,17 @@ def transcript(messages: Sequence[Message]) -> str:
     return "\n\n".join(f"{_ROLE_NAMES.get(m.role, m.role.capitalize())}: {m.content}" for m in messages)
 
 
+def plain_prompt(messages: Sequence[Message]) -> str:
+    """The text before the response, for tokenizers without a chat template.
+
+    Example:
+        >>> plain_prompt([Message("user", "Hi.")])
+        'Prompt: Hi.\\n\\nResponse: '
+    """
+    is_text = len(messages) == 1 and messages[0].role == "user"
+    return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "
+
+
 class ConversationRenderer:
     r"""Renders a prompt and a response to text and token ids, the same way for training, evaluation and serving.
 
@@ -152,7 +163,7 @@ class ConversationRenderer:
             return self.render_fn(messages, response)
         if self.kind == "chat_template":
             return self._templated((*messages, Message("assistant", response)), open_turn=False)
-        return f"{self._plain_prompt(messages)}{response}"
+        return f"{plain_prompt(messages)}{response}"
 
     def encode(self, prompt: Prompt, response: str) -> Encoding:
         """Token ids of the conversation, cut to `max_length`.
@@ -238,19 +249,12 @@ class ConversationRenderer:
             ) from error
         return str(rendered)
 
-    @staticmethod
-    def _plain_prompt(messages: tuple[Message, ...]) -> str:
-        is_text = len(messages) == 1 and messages[0].role == "user"
-        return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "
-
     def _prompt_text(self, prompt: Prompt) -> str:
         """The text up to where the response begins."""
         messages = as_messages(prompt)
         if self.render_fn is not None:
             return self.render_fn(messages, "")
-        return (
-            self._templated(messages, open_turn=True) if self.kind == "chat_template" else self._plain_prompt(messages)
-        )
+        return self._templated(messages, open_turn=True) if self.kind == "chat_template" else plain_prompt(messages)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:

@@ -263,7 +263,7 @@ def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
     return PreferenceDataset.load(
         source,
         format=config.format,
-        columns=config.columns,
+        columns=config.columns or {},
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
         seed=config.split_seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -12,7 +12,17 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from rm_optimizer.core.base import PreferencePair, as_messages
+from rm_optimizer.core.chat import plain_prompt
+
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+
+
+def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:
+    """The pairs as the trained tokenizer will read them: each prompt with its chosen response, and the rejected one."""
+    for pair in pairs:
+        yield plain_prompt(as_messages(pair.prompt)) + pair.chosen
+        yield pair.rejected
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

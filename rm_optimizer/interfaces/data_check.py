@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rm_optimizer.core.audit import audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.reporting.tables import print_audit
@@ -60,10 +60,8 @@ def _split_names(paths: Sequence[str]) -> list[str]:
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
     if source is None:
-        texts = (
-            text for data in datasets for pair in data.pairs for text in (str(pair.prompt), pair.chosen, pair.rejected)
-        )
-        return train_tokenizer(texts, TINY_VOCABULARY)
+        pairs = (pair for data in datasets for pair in data.pairs)
+        return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -126,7 +127,7 @@ class DataConfig:
     """Seed of that split and of `max_pairs`."""
     format: str = "auto"
     """Row format: auto, explicit, hh, messages or kwise."""
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: Any = None
     """Column mapping, our name to the file's: {prompt: question, chosen: better}."""
     kwise_rule: KwiseRule = KwiseRule.all
     """Which pairs a k-wise row gives; equal scores never make a pair."""
@@ -147,6 +148,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.val_fraction < 1, "data.val_fraction", "lie in (0, 1)", self.val_fraction)
+        mapped = self.columns is None or isinstance(self.columns, Mapping)
+        require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
         require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
         require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
         require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)
@@ -268,7 +271,7 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         require(self.devices >= 1, "hardware.devices", "be at least 1", self.devices)
-        known = ("32-true", "bf16-mixed", "bf16-true")
+        known = ("32-true", "bf16-mixed")
         require(self.precision in known, "hardware.precision", f"be one of {', '.join(known)}", self.precision)
         require(
             self.num_threads is None or self.num_threads >= 1, "hardware.num_threads", "be at least 1", self.num_threads

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import RichProgressBar
 
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim import set_train_mode
@@ -133,6 +134,19 @@ class Evaluation(pl.Callback):
         """Go on from the best value so far."""
         for name, value in state_dict.items():
             setattr(self.best, name, value)
+
+
+class StepProgress(RichProgressBar):
+    """Lightning's bar over the optimizer steps of the whole run, without its epoch count and version number."""
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """The step's loss and accuracy and the last validation accuracy."""
+        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "training"
 
 
 class Checkpoints(pl.Callback):

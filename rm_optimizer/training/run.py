@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback, RichProgressBar
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from rm_optimizer.core.audit import length_baseline
@@ -22,11 +22,11 @@ from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import BEST_FOLDER
-from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
-from rm_optimizer.training.callbacks import Checkpoints, Evaluation
+from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
 from rm_optimizer.training.checkpoints import BEST, FOLDER
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.evaluate import (
@@ -142,10 +142,9 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int) -> Bra
             trust_remote_code=config.trust_remote_code,
             gradient_checkpointing=config.gradient_checkpointing,
         )
-    texts = (text for pair in train.pairs for text in (str(pair.prompt), pair.chosen, pair.rejected))
     return BradleyTerryRM.from_config(
         config.architecture,
-        train_tokenizer(texts, config.vocab_size),
+        train_tokenizer(rendered_texts(train.pairs), config.vocab_size),
         max_length=config.max_length,
         attn_implementation=config.attn_implementation.value,
         dropout=config.dropout,
@@ -161,7 +160,7 @@ def _fit(run: _Run, stop: StopSignal) -> RunStatus:
         Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
     ]
     if config.training.progress:
-        callbacks.append(RichProgressBar(leave=True))
+        callbacks.append(StepProgress(leave=True))
     trainer = build_trainer(config.hardware, build_loggers(config.logger, run.run_dir), callbacks, run.module.num_steps)
     before = time.perf_counter()
     try:
@@ -189,13 +188,13 @@ def build_trainer(
         strategy=hardware.strategy,
         precision=hardware.precision,  # type: ignore[arg-type]
         max_steps=num_steps,
-        max_epochs=-1,
+        max_epochs=1,
         logger=loggers,
         callbacks=callbacks,
         limit_val_batches=0,
         enable_checkpointing=False,
         enable_model_summary=False,
-        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        enable_progress_bar=any(isinstance(callback, StepProgress) for callback in callbacks),
         use_distributed_sampler=False,
         log_every_n_steps=1,
     )
