@@ -221,7 +221,7 @@ def validation_rewards(args: argparse.Namespace, name: str, side: Side, val: Pre
     if not path.is_file():
         model = BradleyTerryRM.from_pretrained(side.model, max_length=args.max_length)
         tokens = tokenize_pairs(val.pairs, model.renderer, None)
-        rewards = score_pairs(model, tokens, val, token_budget=EVAL_TOKEN_BUDGET)
+        rewards = score_pairs(model, tokens, val, token_budget=EVAL_TOKEN_BUDGET, prefix_sharing=False)
         np.savez(path, chosen=rewards.chosen, rejected=rewards.rejected, pair_index=rewards.pair_index)
     with np.load(path) as saved:
         return PairRewards(saved["chosen"], saved["rejected"], saved["pair_index"])

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rm_optimizer.schema.describe import BEGIN, END, option_reference
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "doc.md")
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -37,6 +39,16 @@ class Way:
 
 
 FEW = "training.max_steps=4 training.progress=false data.synthetic.num_train=64 data.synthetic.num_val=32"
+PAIRS = (
+    "python -c 'from rm_optimizer.core.synthetic import synthetic_world as world; import json; "
+    "from rm_optimizer.schema.config import SyntheticConfig as Config; "
+    "rows = world(Config(num_train=80, num_val=2)).train; "
+    'open("pairs.jsonl", "w").writelines(json.dumps(row.to_dict()) + "\\n" for row in rows)\''
+)
+RESPONSES = (
+    'printf \'%s\\n\' \'{"prompt": "Hi", "response": "Hello"}\' '
+    '\'{"prompt": "Hi", "response": "No"}\' > responses.jsonl'
+)
 WAYS: dict[str, Way] = {
     # make installs and then starts what is run here with fewer steps; the whole suite cannot run inside itself
     "make quickstart": Way(
@@ -46,6 +58,33 @@ WAYS: dict[str, Way] = {
     "make check": Way("make --dry-run check", in_checkout=True, prints="mypy"),
     "rm-opt --help": Way(prints="Commands:"),
     "rm-opt info": Way(prints="presets in"),
+    ".venv/bin/rm-opt data check pairs.jsonl": Way(f"{PAIRS} && rm-opt data check pairs.jsonl", prints="longer wins"),
+    # without a hub the presets that download one are composed, and the embedded one is trained
+    ".venv/bin/rm-opt train model=minilm data.train=pairs.jsonl": Way(
+        f"rm-opt train model=minilm data.train=pairs.jsonl --cfg job && "
+        f"rm-opt train data.train=pairs.jsonl {FEW} hydra.run.dir=outputs/run",
+        prints="sentence-transformers/all-MiniLM-L6-v2",
+        slow=True,
+    ),
+    ".venv/bin/rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100": Way(
+        "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100 --cfg job", prints="name: muon"
+    ),
+    "python -m rm_optimizer.train optimizer=muon hardware=h100 --cfg job": Way(prints="precision: bf16-mixed"),
+    "rm-opt evaluate outputs/run/best --data pairs.jsonl": Way(prints="accuracy", slow=True),
+    'rm-opt score outputs/run/best --prompt "Explain chess" --response "Start with pawns." --response "No."': Way(
+        slow=True
+    ),
+    "rm-opt score outputs/run/best responses.jsonl scored.jsonl": Way(
+        f"{RESPONSES} && rm-opt score outputs/run/best responses.jsonl scored.jsonl && grep -c reward scored.jsonl",
+        prints="2",
+        slow=True,
+    ),
+    "rm-opt doctor outputs/run/best --data pairs.jsonl": Way(
+        # a model of four steps may fail the checks of its rewards, and says so with its exit code
+        "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",
+        prints="save_reload",
+        slow=True,
+    ),
 }
 
 
@@ -69,6 +108,13 @@ def documented() -> list[str]:
 def test_the_readme_gives_the_two_commands_of_a_fresh_clone():
     commands = commands_in((ROOT / "README.md").read_text(encoding="utf-8"))
     assert {"make quickstart", "make test"} <= set(commands)
+
+
+def test_the_option_tables_are_those_of_the_schema():
+    text = (ROOT / "doc.md").read_text(encoding="utf-8")
+    inside = text.partition(BEGIN)[2].partition(END)[0]
+    expected = "print it with python -m rm_optimizer.schema.describe"
+    assert inside.strip() == option_reference().strip(), expected
 
 
 def test_every_documented_command_is_run_by_this_file():

@@ -7,11 +7,11 @@ it in micro-batches that hold whole pairs within a token budget. A loss that wei
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -22,12 +22,43 @@ from torch.utils.data import DataLoader, Dataset
 
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.packing import epoch_order, micro_batches, pad_sequences, rank_share, row_batches
+from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, shared_length
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError, DataStalled
 
 
+class _Pairs:
+    """What batches of pairs have in common; all their fields move between devices."""
+
+    pair_index: Int[Tensor, " pairs"]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in the batch."""
+        return int(self.pair_index.shape[0])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The batch on a device."""
+        return type(self)(*(field.to(device, non_blocking=non_blocking) for field in vars(self).values()))
+
+    def pin_memory(self) -> Self:
+        """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        return type(self)(*(field.pin_memory() for field in vars(self).values()))
+
+    def split(self, rewards: Float[Tensor, " sequences"]) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
+        """Rewards of the chosen and of the rejected responses.
+
+        Raises:
+            ValueError: if there are not exactly two rewards for each pair.
+        """
+        if rewards.shape != (2 * self.num_pairs,):
+            raise ValueError(f"rewards must have shape ({2 * self.num_pairs},), got {tuple(rewards.shape)}")
+        return rewards[0::2], rewards[1::2]
+
+
 @dataclass(frozen=True, eq=False)
-class PairBatch:
+class PairBatch(_Pairs):
     """Pairs as tensors, interleaved: row ``2 i`` is pair i's chosen response, row ``2 i + 1`` its rejected one.
 
     Args:
@@ -47,11 +78,6 @@ class PairBatch:
     pair_index: Int[Tensor, " pairs"]
 
     @property
-    def num_pairs(self) -> int:
-        """Pairs in the batch, half its rows."""
-        return int(self.pair_index.shape[0])
-
-    @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
         return int(self.attention_mask.sum())
@@ -61,23 +87,52 @@ class PairBatch:
         """Tokens with padding: rows times width."""
         return self.input_ids.numel()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PairBatch:
-        """The batch on a device."""
-        return PairBatch(*(tensor.to(device, non_blocking=non_blocking) for tensor in vars(self).values()))
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens without padding, those that a pair's two sequences share at their start counted once."""
+        chosen, rejected = self.input_ids[0::2], self.input_ids[1::2]
+        shortest = self.attention_mask.sum(dim=1).view(-1, 2).amin(dim=1, keepdim=True)
+        inside = torch.arange(self.input_ids.shape[1], device=shortest.device) < shortest - 1
+        shared = ((chosen == rejected) & inside).long().cumprod(dim=1)
+        return self.num_tokens - int(shared.sum())
 
-    def pin_memory(self) -> PairBatch:
-        """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
-        return PairBatch(*(tensor.pin_memory() for tensor in vars(self).values()))
 
-    def split(self, rewards: Float[Tensor, " sequences"]) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-        """Rewards of the chosen and of the rejected responses.
+@dataclass(frozen=True, eq=False)
+class PackedPairBatch(_Pairs):
+    """Pairs as trees of two branches: the tokens both start with once, then the chosen rest and the rejected rest.
 
-        Raises:
-            ValueError: if there is not exactly one reward per row.
-        """
-        if rewards.shape != (2 * self.num_pairs,):
-            raise ValueError(f"rewards must have shape ({2 * self.num_pairs},), got {tuple(rewards.shape)}")
-        return rewards[0::2], rewards[1::2]
+    Args:
+        trees: the tokens in rows; branches 2 i and 2 i + 1 are pair i's chosen and rejected sequence.
+        margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
+        label: probability that chosen is the better one, float32.
+        weight: how many pairs each one counts for, float32.
+        pair_index: positions in the data set, int64.
+    """
+
+    trees: PackedTrees
+    margin: Float[Tensor, " pairs"]
+    label: Float[Tensor, " pairs"]
+    weight: Float[Tensor, " pairs"]
+    pair_index: Int[Tensor, " pairs"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences apart, without padding."""
+        return self.trees.num_sequence_tokens
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens with padding: rows times width."""
+        return self.trees.num_padded_tokens
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens without padding, those that a pair's two sequences share at their start counted once."""
+        return self.trees.num_tokens
+
+
+AnyPairBatch: TypeAlias = PairBatch | PackedPairBatch
+"""A micro-batch of either kind; `BradleyTerryRM.rewards_of` and `split` take both."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +148,7 @@ class MacroBatch:
     """
 
     step: int
-    micro: tuple[PairBatch, ...]
+    micro: tuple[AnyPairBatch, ...]
     total_weight: float
     pair_index: NDArray[np.int64]
 
@@ -104,94 +159,6 @@ class MacroBatch:
     def pin_memory(self) -> MacroBatch:
         """The micro-batches in page-locked memory."""
         return replace(self, micro=tuple(batch.pin_memory() for batch in self.micro))
-
-
-def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: int) -> list[list[int]]:
-    """Indices of the sequences in batches of like length, longest first.
-
-    Within a batch, ``sequences x longest <= token_budget``; a sequence longer than the budget stands alone. Memory thus
-    peaks at the first batch. O(n log n).
-
-    Raises:
-        ValueError: if the budget is not positive.
-
-    Example:
-        >>> length_batches([3, 9, 4, 3], token_budget=9)
-        [[1], [2, 0], [3]]
-    """
-    return _packed(np.asarray(lengths, dtype=np.int64), token_budget)
-
-
-def micro_batches(
-    lengths: NDArray[np.integer], indices: Sequence[int] | NDArray[np.int64], token_budget: int
-) -> list[list[int]]:
-    """The given pairs in batches of like length, longest first, without ever splitting a pair.
-
-    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget stands alone. `indices` are
-    rows of `lengths`, which holds the tokens of all chosen and rejected sequences, shape (all pairs, 2). O(n log n).
-
-    Raises:
-        ValueError: if the budget is not positive.
-    """
-    chosen = np.asarray(indices, dtype=np.int64)
-    widths = 2 * lengths[chosen].max(axis=1).astype(np.int64)
-    return [chosen[batch].tolist() for batch in _packed(widths, token_budget)]
-
-
-def _packed(widths: NDArray[np.int64], token_budget: int) -> list[list[int]]:
-    if token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    order = np.argsort(-widths, kind="stable")
-    batches: list[list[int]] = []
-    start = 0
-    while start < len(order):
-        size = max(1, token_budget // max(1, int(widths[order[start]])))
-        batches.append(order[start : start + size].tolist())
-        start += size
-    return batches
-
-
-def pad_sequences(
-    ids: Sequence[Sequence[int] | NDArray[np.int32]], pad_token_id: int
-) -> tuple[Int[Tensor, "sequences tokens"], Int[Tensor, "sequences tokens"]]:
-    """Input ids and attention mask of the sequences, padded on the right to the longest."""
-    lengths = np.fromiter((len(row) for row in ids), dtype=np.int64, count=len(ids))
-    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    padded = np.full(mask.shape, pad_token_id, dtype=np.int64)
-    for row, sequence in zip(padded, ids, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64))
-
-
-def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the pairs in one epoch, a pure function of its arguments.
-
-    Positions are sorted by raw 64-bit PCG64 words seeded with ``(seed, epoch)``, neither negative. NumPy promises the
-    raw stream, unlike `Generator.permutation`, to stay the same from version to version (NEP 19).
-    """
-    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_pairs)
-    return np.argsort(words, kind="stable")
-
-
-def rank_share(
-    lengths: NDArray[np.integer], indices: NDArray[np.int64], rank: int, world_size: int
-) -> NDArray[np.int64]:
-    """The pairs of a macro-batch that one rank takes; the shares are disjoint, complete and near equal in tokens.
-
-    Longest pair first, each to the rank with the fewest tokens so far (Graham's LPT rule, 1969: at most 4/3 of the
-    best). `indices` are the macro-batch's pairs, as rows of `lengths`, which has shape (all pairs, 2).
-    """
-    if world_size == 1:
-        return indices
-    tokens = lengths[indices].sum(axis=1)
-    loads = [(0, r) for r in range(world_size)]
-    share: list[int] = []
-    for position in np.argsort(-tokens, kind="stable").tolist():
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + int(tokens[position]), least))
-        if least == rank:
-            share.append(position)
-    return indices[np.asarray(share, dtype=np.int64)]
 
 
 class PairCollator:
@@ -205,13 +172,45 @@ class PairCollator:
         self.label = np.array([pair.label for pair in kept], dtype=np.float32)
         self.weight = np.array([pair.weight for pair in kept], dtype=np.float32)
 
-    def __call__(self, positions: Sequence[int]) -> PairBatch:
+    def __call__(self, positions: Sequence[int]) -> AnyPairBatch:
         """The batch of the tokenised pairs at these positions, in this order."""
         sides = (self.tokenized.chosen, self.tokenized.rejected)
         input_ids, attention_mask = pad_sequences([side(i) for i in positions for side in sides], self.pad_token_id)
+        return PairBatch(input_ids, attention_mask, *self._columns(positions))
+
+    def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that each of the pairs costs, without padding."""
+        tokens: NDArray[np.int64] = self.tokenized.lengths[positions].sum(axis=1)
+        return tokens
+
+    def micro_batches(self, positions: NDArray[np.int64], token_budget: int) -> list[list[int]]:
+        """The pairs in batches of at most `token_budget` tokens with padding, longest first, none split."""
+        return micro_batches(self.tokenized.lengths, positions, token_budget)
+
+    def _columns(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows = np.asarray(positions, dtype=np.int64)
         columns = (self.margin, self.label, self.weight, self.tokenized.pair_index)
-        return PairBatch(input_ids, attention_mask, *(torch.from_numpy(column[rows]) for column in columns))
+        margin, label, weight, index = (torch.from_numpy(column[rows]) for column in columns)
+        return margin, label, weight, index
+
+
+class PackedPairCollator(PairCollator):
+    """Makes a `PackedPairBatch` of any tokenised pairs, for models that `supports_prefix_sharing` lets share."""
+
+    def __call__(self, positions: Sequence[int]) -> PackedPairBatch:
+        """The batch of the tokenised pairs at these positions, in this order."""
+        trees = [prefix_tree((self.tokenized.chosen(i), self.tokenized.rejected(i))) for i in positions]
+        return PackedPairBatch(pack_trees(trees, pad_token_id=self.pad_token_id), *self._columns(positions))
+
+    def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that each of the pairs costs, shared ones counted once."""
+        chosen, rejected = self.tokenized.chosen, self.tokenized.rejected
+        shared = [shared_length(chosen(i), rejected(i)) for i in positions.tolist()]
+        return super().tokens(positions) - np.asarray(shared, dtype=np.int64)
+
+    def micro_batches(self, positions: NDArray[np.int64], token_budget: int) -> list[list[int]]:
+        """The pairs in batches of at most `token_budget` tokens with padding, widest first, none split."""
+        return [positions[batch].tolist() for batch in row_batches(self.tokens(positions), token_budget)]
 
 
 class MacroBatches(Dataset[MacroBatch]):
@@ -263,11 +262,10 @@ class MacroBatches(Dataset[MacroBatch]):
     def __getitem__(self, step: int) -> MacroBatch:
         """This rank's share of the macro-batch of one optimizer step."""
         positions = self._positions(step)
-        lengths = self.collator.tokenized.lengths
-        share = rank_share(lengths, positions, self.rank, self.world_size)
+        share = rank_share(self.collator.tokens(positions), positions, self.rank, self.world_size)
         return MacroBatch(
             step=step,
-            micro=tuple(map(self.collator, micro_batches(lengths, share, self.micro_token_budget))),
+            micro=tuple(map(self.collator, self.collator.micro_batches(share, self.micro_token_budget))),
             total_weight=float(self.collator.weight[positions].sum(dtype=np.float64)),
             pair_index=self.collator.tokenized.pair_index[positions],
         )
@@ -323,6 +321,7 @@ def create_dataloader(
     fetch_timeout: float = 60.0,
     cache_dir: Path | None = None,
     pin_memory: bool = False,
+    prefix_sharing: bool = False,
 ) -> DataLoader[MacroBatch]:
     """Tokenise the pairs, or open their cache, and load them as macro-batches of whole pairs.
 
@@ -341,6 +340,7 @@ def create_dataloader(
         fetch_timeout: seconds a worker may take for one macro-batch.
         cache_dir: folder of tokenised data; None is the user's cache folder.
         pin_memory: put the tensors into page-locked memory.
+        prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
 
     Raises:
         ValueError: if not exactly one of `epochs` and `num_steps` is given, or a number is out of its range.
@@ -349,8 +349,9 @@ def create_dataloader(
     if (epochs is None) == (num_steps is None):
         raise ValueError(f"give either epochs or num_steps, got epochs={epochs} and num_steps={num_steps}")
     tokenized = tokenize_pairs(dataset, renderer, cache_dir)
+    make = PackedPairCollator if prefix_sharing else PairCollator
     batches = MacroBatches(
-        PairCollator(tokenized, dataset, renderer.pad_token_id),
+        make(tokenized, dataset, renderer.pad_token_id),
         batch_size=batch_size,
         micro_token_budget=micro_token_budget,
         seed=seed,
@@ -377,7 +378,8 @@ def evaluation_batches(
     token_budget: int,
     rank: int = 0,
     world_size: int = 1,
-) -> Iterator[PairBatch]:
+    prefix_sharing: bool = False,
+) -> Iterator[AnyPairBatch]:
     """Every pair once, in batches of like length, longest first, for scoring.
 
     The batches, of at most `token_budget` tokens with padding, are the same for every number of ranks. Ranks take them
@@ -387,8 +389,8 @@ def evaluation_batches(
         ValueError: if a number is out of its range.
     """
     _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
-    collator = PairCollator(tokenized, pairs, pad_token_id)
-    batches = micro_batches(tokenized.lengths, np.arange(len(tokenized)), token_budget)
+    collator = (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
+    batches = collator.micro_batches(np.arange(len(tokenized)), token_budget)
     return map(collator, batches[rank::world_size])
 
 

@@ -90,11 +90,11 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def plain_prompt(messages: Sequence[Message]) -> str:
-    """The text before the response, for tokenizers without a chat template.
+    r"""The text before the response, for tokenizers without a chat template.
 
     Example:
         >>> plain_prompt([Message("user", "Hi.")])
-        'Prompt: Hi.\\n\\nResponse: '
+        'Prompt: Hi.\n\nResponse: '
     """
     is_text = len(messages) == 1 and messages[0].role == "user"
     return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "

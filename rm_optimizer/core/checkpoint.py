@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rm_optimizer.core.adapter_files import describe_adapter
 from rm_optimizer.errors import CheckpointError
 
 PAYLOAD_KEY = "rm_optimizer"
@@ -25,7 +26,7 @@ WEIGHTS_PREFIX = "model.model."
 def describe_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Configuration, class, tokenizer files and identity as JSON values, safe under `torch.load(weights_only=True)`.
+    """Configuration, class, tokenizer, adapter and identity as JSON values, safe under `torch.load(weights_only=True)`.
 
     Args:
         model: the classifier.
@@ -39,6 +40,7 @@ def describe_model(
         "config": json.loads(model.config.to_json_string(use_diff=False)),
         "architecture": {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch.")},
         "tokenizer_files": files,
+        "adapter": describe_adapter(model),
         "export": json.loads(json.dumps(dict(identity))),
     }
 

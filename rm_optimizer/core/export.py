@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +19,17 @@ import torch
 import transformers
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 import rm_optimizer
+from rm_optimizer.core.adapter_files import BaseModel, base_of, merged_model, write_adapter
+from rm_optimizer.core.adapters import has_adapter, import_peft
 from rm_optimizer.core.base import Prompt
-from rm_optimizer.core.batching import length_batches, pad_sequences
-from rm_optimizer.core.certificate import DEFAULT_PROBE, ParityCertificate, certify
+from rm_optimizer.core.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.packing import length_batches, pad_sequences
+from rm_optimizer.core.quantisation import computing_dtype, reading_arguments
 from rm_optimizer.core.sources import EXPORT_FILE
 from rm_optimizer.errors import CheckpointError
 
@@ -33,6 +38,12 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 """Version of `export.json`; raised when a reader of the older form would misread it."""
+MERGED_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2.0**-5, torch.bfloat16: 2.0**-2}
+"""As `certificate.TOLERANCE`, where an adapter was merged.
+
+`(W + s B A) x` rounds each weight once more than `W x + s B (A x)` and adds in another order, in every adapted layer;
+the norms of most decoders compute in float32 in a float64 model too.
+"""
 _PROBE_TOKEN_BUDGET = 8192
 
 
@@ -50,17 +61,89 @@ def save_export(
     Raises:
         CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
     """
+    tolerance = MERGED_TOLERANCE if has_adapter(reward_model.model) else TOLERANCE
+    return _save(reward_model, folder, probe, statistics, _Form(_write_whole, _read_plain, dict, tolerance))
+
+
+def save_adapter(
+    reward_model: BradleyTerryRM,
+    folder: Path,
+    *,
+    probe: Sequence[tuple[Prompt, str]] | None = None,
+    statistics: Mapping[str, Any] | None = None,
+) -> ParityCertificate:
+    """Write the LoRA factors and head-side modules alone, in peft's format, with tokenizer and `export.json`.
+
+    Compared before it is renamed, as `save_export` is, with what plain peft makes of the base and these files.
+
+    Args:
+        reward_model: a model with an adapter.
+        folder: where to; an earlier export there is replaced, anything else is not.
+        probe: prompts and responses to compare on; None takes a fixed set.
+        statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+
+    Raises:
+        CheckpointError: if there is no adapter, its base cannot be loaded again, the folder cannot be written, or the
+            reloaded model scores otherwise.
+    """
+    if not has_adapter(reward_model.model):
+        raise CheckpointError("the model has no adapter to save; save the whole with save_pretrained")
+    base = base_of(reward_model.model)
+    form = _Form(write_adapter, partial(_read_adapted, base=base), lambda: {"base": base.to_json()}, TOLERANCE)
+    return _save(reward_model, folder, probe, statistics, form)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A way to store a model, and to read it back without us."""
+
+    write: Callable[[PreTrainedModel, Path], None]
+    read: Callable[[PreTrainedModel, Path], PreTrainedModel]
+    record: Callable[[], dict[str, Any]]
+    tolerance: Mapping[torch.dtype, float]
+
+
+def _save(
+    reward_model: BradleyTerryRM,
+    folder: Path,
+    probe: Sequence[tuple[Prompt, str]] | None,
+    statistics: Mapping[str, Any] | None,
+    form: _Form,
+) -> ParityCertificate:
     try:
         with _written_aside(folder) as aside, _no_progress_bars():
-            reward_model.model.save_pretrained(aside)
+            form.write(reward_model.model, aside)
             reward_model.tokenizer.save_pretrained(aside)
-            certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe))
-            record = _record(reward_model, certificate, statistics)
+            certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe), form)
+            record = _record(reward_model, certificate, statistics) | form.record()
             text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
             (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
     return certificate
+
+
+def _write_whole(model: PreTrainedModel, folder: Path) -> None:
+    (merged_model(model) if has_adapter(model) else model).save_pretrained(folder)
+
+
+def _read_plain(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    has_code = hasattr(model.config, "auto_map")
+    return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=has_code)
+
+
+def _read_adapted(model: PreTrainedModel, folder: Path, base: BaseModel) -> PreTrainedModel:
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        base.source,
+        revision=base.revision,
+        num_labels=1,
+        dtype=model.dtype,
+        trust_remote_code=hasattr(model.config, "auto_map"),
+        **reading_arguments(model),
+    )
+    plain.config.get_text_config().pad_token_id = model.config.get_text_config().pad_token_id
+    adapted: PreTrainedModel = import_peft().PeftModel.from_pretrained(plain, str(folder)).get_base_model()
+    return adapted
 
 
 def read_certificate(folder: str | Path) -> ParityCertificate:
@@ -77,18 +160,10 @@ def read_certificate(folder: str | Path) -> ParityCertificate:
 
 
 @torch.inference_mode()
-def plain_rewards(
-    folder: str | Path, input_ids: Sequence[Sequence[int]], *, device: torch.device, trust_remote_code: bool = False
+def _plain_rewards(
+    model: PreTrainedModel, input_ids: Sequence[Sequence[int]], device: torch.device
 ) -> Float[Tensor, " sequences"]:
-    """Rewards as plain `transformers` computes them from the files of a folder, on the CPU.
-
-    Args:
-        folder: an exported model.
-        input_ids: token ids of each sequence.
-        device: where to compute.
-        trust_remote_code: run modelling code that the folder names.
-    """
-    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """Rewards as the stored model's own forward pass computes them, on the CPU."""
     model = model.to(device).eval()
     pad = model.config.get_text_config().pad_token_id
     rewards = torch.zeros(len(input_ids), dtype=torch.float64)
@@ -99,7 +174,9 @@ def plain_rewards(
     return rewards
 
 
-def _certified(reward_model: BradleyTerryRM, folder: Path, probe: Sequence[tuple[Prompt, str]]) -> ParityCertificate:
+def _certified(
+    reward_model: BradleyTerryRM, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
+) -> ParityCertificate:
     prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
     renderer = reward_model.renderer
     ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
@@ -114,8 +191,10 @@ def _certified(reward_model: BradleyTerryRM, folder: Path, probe: Sequence[tuple
     device = reward_model.device
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
-        reloaded = plain_rewards(folder, ids, device=device, trust_remote_code=has_code)
-    certificate = certify(probe, ids, rewards, reloaded, dtype=reward_model.model.dtype, device=device)
+        reloaded = _plain_rewards(form.read(reward_model.model, folder), ids, device)
+    dtype = computing_dtype(reward_model.model)
+    certificate = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
+    certificate = replace(certificate, tolerance=form.tolerance[dtype])
     if not certificate.is_passed:
         raise CheckpointError(
             f"the export does not score as the model does: rewards differ by up to {certificate.max_difference:.3g} "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.errors import CheckpointError, ConfigError
 
+REWARD_HEAD_PATTERNS = ("pooler",)
+"""Parts of names that backbones give to modules on the reward head's side; whatever follows a backbone is there too."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -54,6 +57,53 @@ def head_name(model: PreTrainedModel) -> str:
             f"found {len(found)}; load it with num_labels=1"
         )
     return found[0]
+
+
+def head_side_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Dotted names of the outermost modules with weights between the backbone's blocks and the reward.
+
+    The final layer is among them, or inside one; so are the dense layers and norms before it and the backbone's pooler,
+    which base checkpoints lack, so that they start at random values and must be trained and saved in full.
+    """
+    prefix = model.base_model_prefix
+    inside = [f"{prefix}.{name}" for name, _ in model.base_model.named_children()]
+    outside = [name for name, _ in model.named_children() if name != prefix]
+    pooling = [name for name in inside if any(pattern in name for pattern in REWARD_HEAD_PATTERNS)]
+    return tuple(name for name in [*pooling, *outside] if any(True for _ in model.get_submodule(name).parameters()))
+
+
+def require_trainable_head(model: PreTrainedModel) -> None:
+    """Refuse to train a model whose reward head stays as it is: its rewards would be those of a random projection.
+
+    Raises:
+        ConfigError: if a parameter of the final linear layer does not require a gradient.
+    """
+    name = head_name(model)
+    frozen = [key for key, parameter in model.get_submodule(name).named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"the reward head {name} must be trainable, but its {' and '.join(frozen)} "
+            "requires no gradient; call requires_grad_(True) on model.reward_head"
+        )
+
+
+def keep_exact(module: nn.Module) -> None:
+    """Turn a head-side module's half-precision weights to float32 and let its layers cast what enters them.
+
+    Each layer with weights gets a hook that casts its floating inputs to the weights' type, so that a backbone in
+    bfloat16 may feed it outside autocast.
+    """
+    if not any(parameter.dtype in _HALF for parameter in module.parameters()):
+        return
+    module.float()
+    for layer in module.modules():
+        if not isinstance(layer, RewardHead) and any(True for _ in layer.parameters(recurse=False)):
+            layer.register_forward_pre_hook(_cast_inputs)
+
+
+def _cast_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(layer.parameters(recurse=False)).dtype
+    return tuple(value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value for value in inputs)
 
 
 def install_reward_head(model: PreTrainedModel) -> RewardHead:

@@ -6,9 +6,9 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,12 +25,24 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from rm_optimizer.core.adapter_files import (
+    adapter_folder,
+    adapter_tensor_names,
+    described_config,
+    load_adapter,
+    read_config,
+)
+from rm_optimizer.core.adapters import attach
 from rm_optimizer.core.attention import choose_attention
 from rm_optimizer.core.checkpoint import read_checkpoint, write_description
 from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
 from rm_optimizer.core.head import head_name
+from rm_optimizer.core.quantisation import is_quantised, quantisation_arguments
 from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
@@ -46,6 +58,7 @@ class LoadOptions:
         revision: hub revision.
         trust_remote_code: run modelling code that the checkpoint brings.
         dtype: type of the backbone's weights; the head is float32 or better.
+        quantize: store the backbone's matrices in four bits; only for training a LoRA adapter beside them.
     """
 
     attn_implementation: str = "auto"
@@ -54,6 +67,7 @@ class LoadOptions:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: torch.dtype = torch.float32
+    quantize: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,9 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
         CheckpointError: if there is nothing, it is torn, or it cannot give one reward.
         ConfigError: if an option is unknown.
     """
+    adapter = adapter_folder(source)
+    if adapter is not None:
+        return _from_adapter(adapter, options)
     found = resolve_source(source)
     try:
         if found.kind is SourceKind.CHECKPOINT:
@@ -158,11 +175,30 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
             attn_implementation=_attention(config, options),
             output_loading_info=True,
             **origin,
+            **_quantisation(config, options),
         )
     missing = set(report["missing_keys"])
     _require_backbone(model, missing)
     is_fresh = f"{head_name(model)}.weight" in missing
     return LoadedModel(_finished(model, options), tokenizer, is_fresh, _stored_identity(source))
+
+
+def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
+    """A base and the adapter trained beside it, which stays an adapter and trainable."""
+    config, record = read_config(folder), _stored_record(folder)
+    recorded_base = record.get("base", {})
+    base = load_model(config.base_model_name_or_path, _base_options(config, recorded_base, options))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        load_adapter(base.model, folder, config, recorded_base)
+    except _LOAD_ERRORS as error:
+        raise CheckpointError(f"{folder} cannot be loaded as a LoRA adapter: {_reason(error)}") from error
+    return LoadedModel(base.model, tokenizer, is_head_fresh=False, identity=record.get("identity", {}))
+
+
+def _base_options(config: LoraConfig, recorded_base: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
+    quantize = options.quantize or bool(recorded_base.get("is_quantised"))
+    return replace(options, revision=config.revision, quantize=quantize)
 
 
 def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
@@ -172,18 +208,47 @@ def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     config.name_or_path = tokenizer.name_or_path = str(path)
-    model = _build(_prepared(config, options), options)
-    _load_weights(model, weights, path)
+    model = _checkpoint_model(payload, _prepared(config, options), options)
+    load_weights(model, weights, path)
     return LoadedModel(model, tokenizer, is_head_fresh=False, identity=payload["export"])
 
 
-def _load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
-    wrong = model.load_state_dict(weights, strict=False)
-    if wrong.missing_keys or wrong.unexpected_keys:
-        names = ", ".join([*wrong.missing_keys, *wrong.unexpected_keys][:3])
+def _checkpoint_model(payload: Mapping[str, Any], config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """The classifier of a `.ckpt`, with its adapter if it has one; a base in four bits is read from its own source."""
+    adapter = payload.get("adapter")
+    if adapter is None:
+        return _build(config, options)
+    lora = described_config(adapter)
+    if adapter["is_quantised"]:
+        model = load_model(lora.base_model_name_or_path, _base_options(lora, adapter, options)).model
+    else:
+        model = _build(config, options)
+    attach(model, lora, seed=options.seed)
+    return model
+
+
+def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Load a checkpoint's weights into a classifier, every one of them; a base in four bits stays as it was read.
+
+    Args:
+        model: as `read_checkpoint`'s payload describes it.
+        weights: as `read_checkpoint` gives them.
+        path: the file, for the message.
+
+    Raises:
+        CheckpointError: if names are missing or unknown.
+    """
+    if is_quantised(model):
+        names = adapter_tensor_names(model)
+        weights = {name: value for name, value in weights.items() if name in names}
+        missing, unknown = sorted(names - weights.keys()), list[str]()
+        model.load_state_dict(weights, strict=False)
+    else:
+        missing, unknown = model.load_state_dict(weights, strict=False)
+    if missing or unknown:
+        examples = ", ".join([*missing, *unknown][:3])
         raise CheckpointError(
-            f"{path} is torn: {len(wrong.missing_keys)} weights are missing and {len(wrong.unexpected_keys)} unknown, "
-            f"among them {names}"
+            f"{path} is torn: {len(missing)} weights are missing and {len(unknown)} unknown, among them {examples}"
         )
 
 
@@ -243,15 +308,29 @@ def _require_backbone(model: PreTrainedModel, missing: set[str]) -> None:
         )
 
 
+def _quantisation(config: PretrainedConfig, options: LoadOptions) -> dict[str, Any]:
+    if not options.quantize:
+        return {}
+    return quantisation_arguments(config, trust_remote_code=options.trust_remote_code)
+
+
 def _stored_identity(source: Source) -> Mapping[str, Any]:
-    path = Path(source.location) / EXPORT_FILE
-    if source.kind is not SourceKind.FOLDER or not path.is_file():
+    if source.kind is not SourceKind.FOLDER:
+        return {}
+    identity: Mapping[str, Any] = _stored_record(Path(source.location)).get("identity", {})
+    return identity
+
+
+def _stored_record(folder: Path) -> Mapping[str, Any]:
+    """The `export.json` of a folder; empty where other people's models have none."""
+    path = folder / EXPORT_FILE
+    if not path.is_file():
         return {}
     try:
-        identity: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["identity"]
+        record: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"identity": record["identity"], "base": record.get("base", {})}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is torn or was not written by RM-Optimizer; export the model again") from error
-    return identity
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rm_optimizer.core.prefix import PackedTrees, attention_masks, last_hidden
+
 
 def pools_last_token(model: PreTrainedModel) -> bool:
     """Whether the classifier is a decoder: a plain linear `score` applied to each token's hidden state."""
@@ -64,6 +66,17 @@ def last_token_logits(
     hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).last_hidden_state
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     logits: Tensor = model.score(hidden[rows, last.to(hidden.device)])
+    return logits
+
+
+def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, "sequences 1"]:
+    """A decoder's `score` at the last token of each sequence of the trees, whose shared tokens are computed once."""
+    masks = attention_masks(packed, model.config.get_text_config(), model.dtype)
+    backbone = model.base_model
+    hidden = backbone(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=masks, use_cache=False
+    ).last_hidden_state
+    logits: Tensor = model.score(last_hidden(hidden, packed))
     return logits
 
 

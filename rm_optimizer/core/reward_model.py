@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rm_optimizer.core.base import BaseRewardModel, Prompt
-from rm_optimizer.core.batching import length_batches, pad_sequences
+from rm_optimizer.core.base import BaseRewardModel, Message, Prompt, as_messages
+from rm_optimizer.core.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.certificate import ParityCertificate
 from rm_optimizer.core.chat import ConversationRenderer, RenderFn
 from rm_optimizer.core.checkpoint import describe_model
@@ -20,8 +23,10 @@ from rm_optimizer.core.export import save_export
 from rm_optimizer.core.head import RewardHead, head_name, initialise_head, install_reward_head
 from rm_optimizer.core.loading import LoadedModel, LoadOptions, build_model, load_model, parse_dtype
 from rm_optimizer.core.losses import bradley_terry_loss, split_rewards
+from rm_optimizer.core.packing import length_batches, pad_sequences, row_batches
 from rm_optimizer.core.padding import PadChoice, choose_pad_token, set_pad_token_id
-from rm_optimizer.core.pooling import last_token_logits, own_logits, pools_last_token
+from rm_optimizer.core.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
+from rm_optimizer.core.prefix import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, sharing_obstacle, tree_groups
 from rm_optimizer.core.window import check_window, default_max_length
 
 
@@ -81,6 +86,7 @@ class BradleyTerryRM(BaseRewardModel):
         dtype: str | torch.dtype | None = None,
         render_fn: RenderFn | None = None,
         gradient_checkpointing: bool = False,
+        quantize: bool = False,
     ) -> BradleyTerryRM:
         """Load a reward model, or make one of a base model.
 
@@ -95,12 +101,15 @@ class BradleyTerryRM(BaseRewardModel):
             dtype: type of the backbone's weights; None is float32.
             render_fn: needed again for a model that was trained with one.
             gradient_checkpointing: recompute activations in the backward pass.
+            quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
 
         Raises:
             CheckpointError: if the source is missing, torn, not a reward model's, or recorded another rendering.
             ConfigError: if an option is unknown or out of range.
         """
-        options = LoadOptions(attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype))
+        options = LoadOptions(
+            attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize
+        )
         loaded = load_model(source, options)
         if max_length is None:
             default = default_max_length(loaded.model.config, loaded.tokenizer)
@@ -224,6 +233,8 @@ class BradleyTerryRM(BaseRewardModel):
     ) -> Float[Tensor, " sequences"]:
         """Rewards of the responses on the CPU, in the order given; which others are scored beside it changes none.
 
+        A prompt that several responses answer is computed once for them where the model allows it.
+
         Args:
             prompts: text or messages.
             responses: one for each prompt.
@@ -232,18 +243,77 @@ class BradleyTerryRM(BaseRewardModel):
         Raises:
             ValueError: if there are not as many prompts as responses.
         """
-        ids = self._encoded(prompts, responses)
+        encoded = self._encoded(prompts, responses)
+        prompt_of = dict(zip(encoded, map(as_messages, prompts), strict=True))
+        rows = sorted(prompt_of)  # each sequence once and in an order of its own, so that rounding is the same as well
+        groups: dict[tuple[Message, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(prompt_of[row], []).append(index)
+        with self._inference():
+            rewards = self._rewards_of_rows(rows, list(groups.values()), token_budget)
+        place = {row: index for index, row in enumerate(rows)}
+        return rewards.clone()[[place[row] for row in encoded]]  # a copy made outside inference mode can be trained on
+
+    def rewards_of(self, batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
+        """Rewards of a micro-batch of pairs on the model's device, interleaved; `batch.split` takes them apart."""
+        if isinstance(batch, PackedPairBatch):
+            return packed_logits(self.model, batch.trees).squeeze(-1)
+        rewards: Tensor = self(batch.input_ids, batch.attention_mask)
+        return rewards
+
+    def supports_prefix_sharing(self) -> str | None:
+        """None where the model can compute a prompt once for several responses, else what stands against it."""
+        if not self._reads_last_token:
+            return f"{type(self.model).__name__} is no causal decoder: a token's state depends on those after it"
+        return sharing_obstacle(self.model)
+
+    def prefix_parity(self, groups: Sequence[Sequence[NDArray[np.int32]]]) -> float:
+        """Largest difference between rewards computed with shared prompts and apart, for sequences that start alike.
+
+        Args:
+            groups: token ids, each group a tree; for pairs, a chosen and a rejected sequence.
+        """
+        apart = [sequence for group in groups for sequence in group]
+        with self._inference():
+            packed = self._packed_rewards([prefix_tree(group) for group in groups])
+            return float((packed - self._padded_rewards(apart)).abs().max())
+
+    def _rewards_of_rows(
+        self, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], token_budget: int
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards of token sequences, those of a group in trees if any group has two and the model can share."""
+        ids = [np.array(row, dtype=np.int32) for row in rows]
         rewards = torch.zeros(len(ids), dtype=self.reward_head.weight.dtype)
+        if len(groups) == len(ids) or self.supports_prefix_sharing() is not None:
+            for batch in length_batches([len(row) for row in ids], token_budget):
+                rewards[batch] = self._padded_rewards([ids[i] for i in batch])
+            return rewards
+        runs = tree_groups(ids, groups, TREE_TOKENS)
+        trees = [prefix_tree([ids[i] for i in run]) for run in runs]
+        for batch in row_batches([tree.num_tokens for tree in trees], token_budget):
+            members = [index for number in batch for index in runs[number]]
+            rewards[members] = self._packed_rewards([trees[number] for number in batch])
+        return rewards
+
+    def _packed_rewards(self, trees: Sequence[PrefixTree]) -> Tensor:
+        packed = pack_trees(trees, pad_token_id=self.pad_choice.token_id).to(self.device)
+        return packed_logits(self.model, packed).squeeze(-1).cpu()
+
+    def _padded_rewards(self, ids: Sequence[NDArray[np.int32]]) -> Tensor:
+        input_ids, mask = pad_sequences(ids, self.pad_choice.token_id)
+        rewards: Tensor = self(input_ids.to(self.device), mask.to(self.device))
+        return rewards.cpu()
+
+    @contextlib.contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the mode it had comes back."""
         was_training = self.training
         self.eval()
         try:
             with torch.inference_mode():
-                for batch in length_batches([len(row) for row in ids], token_budget):
-                    input_ids, mask = pad_sequences([ids[i] for i in batch], self.pad_choice.token_id)
-                    rewards[batch] = self(input_ids.to(self.device), mask.to(self.device)).cpu()
+                yield
         finally:
             self.train(was_training)
-        return rewards
 
     def identity(self) -> dict[str, Any]:
         """What a stored model records of its rendering, padding and head; JSON values."""

@@ -101,6 +101,36 @@ def data_check(
 
 
 @app.command()
+def doctor(
+    checkpoint: Checkpoint,
+    data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis here.")] = None,
+    max_length: Annotated[int | None, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
+    max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, help="Pairs, over all splits, to score.")] = 256,
+    token_budget: TokenBudget = 8192,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
+    data_format: DataFormat = "auto",
+    columns: Columns = [],  # noqa: B006
+    on_bad_row: OnBadRow = "error",
+) -> None:
+    """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
+    from rm_optimizer.interfaces.doctor import diagnose_and_print
+    from rm_optimizer.interfaces.pairs import Reading
+
+    code = diagnose_and_print(
+        checkpoint,
+        data,
+        Reading(format=data_format, columns=tuple(columns), on_bad_row=on_bad_row),
+        json_file=json_file,
+        max_length=max_length,
+        max_pairs=max_pairs,
+        token_budget=token_budget,
+        seed=seed,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def info() -> None:
     """Print versions, devices, where the presets are, and what presets and optimizers there are."""
     from rm_optimizer.interfaces.info import print_info

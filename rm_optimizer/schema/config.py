@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from rm_optimizer.schema.adapters import AdapterConfig
 from rm_optimizer.schema.checks import require as require
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 
@@ -42,6 +43,21 @@ class Mode(StrEnum):
 
     min = "min"
     max = "max"
+
+
+class PrefixSharing(StrEnum):
+    """Whether a prompt is computed once for both responses: `auto` where it is exact, `on`, `off`."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+class Resume(StrEnum):
+    """Whether a run continues an earlier one in the same folder."""
+
+    none = "none"
+    auto = "auto"
 
 
 class WandbMode(StrEnum):
@@ -165,6 +181,8 @@ class BatchingConfig:
     """Tokens, padding included, of one forward and backward pass; bounds memory and never changes the gradient."""
     eval_token_budget: int = MISSING
     """Tokens, padding included, of one evaluation or scoring pass."""
+    prefix_sharing: PrefixSharing = PrefixSharing.auto
+    """Compute each prompt once for both responses; rewards and gradients stay the same."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_token_budget", "eval_token_budget"):
@@ -298,9 +316,12 @@ class TrainConfig:
 
     seed: int = 0
     """Seed of head, data order and dropout."""
+    resume: Resume = Resume.none
+    """`auto` continues the run in the run folder after its newest whole checkpoint; without one it starts."""
     output_dir: str = MISSING
     """The run folder."""
     model: ModelConfig = MISSING
+    adapter: AdapterConfig = MISSING
     data: DataConfig = MISSING
     batching: BatchingConfig = MISSING
     loss: LossConfig = MISSING

@@ -7,6 +7,7 @@ from functools import cache
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from rm_optimizer.schema.adapters import AdapterConfig
 from rm_optimizer.schema.config import (
     BatchingConfig,
     DataConfig,
@@ -38,6 +39,7 @@ from rm_optimizer.schema.optimizers import (
 
 GROUPS = {
     "model": ModelConfig,
+    "adapter": AdapterConfig,
     "data": DataConfig,
     "batching": BatchingConfig,
     "loss": LossConfig,

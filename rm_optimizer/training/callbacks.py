@@ -16,9 +16,10 @@ from rm_optimizer.schema import TrainingConfig
 from rm_optimizer.schema.config import Mode
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.datamodule import PreferenceDataModule
-from rm_optimizer.training.evaluate import metrics_of, score_pairs, write_evaluation
+from rm_optimizer.training.evaluate import metrics_of, write_evaluation
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.resume import random_state, set_random_state
 
 
 @dataclass
@@ -57,7 +58,6 @@ class Evaluation(pl.Callback):
         config: the loop's options.
         every: optimizer steps between evaluations.
         beta: inverse temperature of the preference probability.
-        token_budget: tokens of one evaluation pass.
     """
 
     def __init__(
@@ -68,14 +68,12 @@ class Evaluation(pl.Callback):
         *,
         every: int,
         beta: float,
-        token_budget: int,
     ) -> None:
         self.datamodule = datamodule
         self.run_dir = run_dir
         self.config = config
         self.every = every
         self.beta = beta
-        self.token_budget = token_budget
         self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
         self.stopped_early = False
         self.seconds = 0.0
@@ -101,15 +99,13 @@ class Evaluation(pl.Callback):
         assert isinstance(pl_module, RewardModelLightning)
         started, step = time.perf_counter(), trainer.global_step
         set_train_mode(trainer.optimizers[0], False)
-        rewards = score_pairs(
-            pl_module.model, self.datamodule.val_tokens, self.datamodule.data.val, token_budget=self.token_budget
-        )
+        rewards = self.datamodule.score_validation(pl_module.model)
         metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
         values["val/loss"] = values["val/nll"]
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
-        pl_module.log("val_acc", values["val/accuracy"], prog_bar=True, logger=False, batch_size=1)
+        pl_module.validation_metrics = values
         if trainer.is_global_zero:
             write_evaluation(self.run_dir / "evaluations" / f"step-{step:08d}", rewards, metrics, step)
         self._judge(trainer, values)
@@ -137,13 +133,17 @@ class Evaluation(pl.Callback):
 
 
 class StepProgress(RichProgressBar):
-    """Lightning's bar over the optimizer steps of the whole run, without its epoch count and version number."""
+    """Lightning's bar over the optimizer steps of the whole run, with the step's metrics and the last validation's."""
 
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """The step's loss and accuracy and the last validation accuracy."""
-        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+        """Training loss and accuracy of the step, and the last validation accuracy."""
+        assert isinstance(pl_module, RewardModelLightning)
+        shown = {"loss": "train/loss", "acc": "train/accuracy"}
+        metrics: dict[str, int | str | float | dict[str, float]]
+        metrics = {name: f"{pl_module.step_metrics.get(key, float('nan')):.3f}" for name, key in shown.items()}
+        return metrics | {"val": f"{pl_module.validation_metrics.get('val/accuracy', float('nan')):.3f}"}
 
     def _get_train_description(self, current_epoch: int) -> str:
         return "training"
@@ -164,10 +164,21 @@ class Checkpoints(pl.Callback):
         self.every = every
         self.keep = keep
         self.stop = stop
+        self._random_state: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take signals back from Lightning, which would end the run on SIGTERM without a word."""
+        """Take signals back from Lightning, which would end the run on SIGTERM without a word; restore generators."""
         self.stop.arm()
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random generators' state."""
+        return {"random": random_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the generators' state until training starts."""
+        self._random_state = state_dict["random"]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

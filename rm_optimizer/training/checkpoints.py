@@ -29,6 +29,11 @@ def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = Fal
     return path
 
 
+def checkpoint_step(path: Path) -> int:
+    """Optimizer steps done when a periodic checkpoint was saved."""
+    return int(path.stem.removeprefix("step-"))
+
+
 def periodic_checkpoints(run_dir: Path) -> list[Path]:
     """The periodic checkpoints of a run, oldest first."""
     return sorted((run_dir / FOLDER).glob("step-*.ckpt"))

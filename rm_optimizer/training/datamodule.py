@@ -12,12 +12,15 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 
-from rm_optimizer.core.batching import MacroBatch, MacroBatches, MacroBatchLoader, PairCollator
+from rm_optimizer.core.batching import MacroBatch, MacroBatches, MacroBatchLoader, PackedPairCollator, PairCollator
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import BatchingConfig, DataConfig
+from rm_optimizer.training.evaluate import PairRewards, score_pairs
+from rm_optimizer.training.sharing import shares_prefixes
 
 
 class StepLoader:
@@ -57,12 +60,12 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     Args:
         data: the pairs of both splits.
-        renderer: how a conversation becomes tokens.
         config: workers, time-outs and the cache folder.
         batching: pairs a step and tokens a pass.
         seed: the run's seed; the data order depends on it and on the step alone.
         epochs: passes over the training pairs.
         max_steps: optimizer steps, overriding `epochs`.
+        model: renders conversations, and says whether prompts can be shared.
 
     Raises:
         DataError: if a split has no pair left after truncation.
@@ -71,24 +74,26 @@ class PreferenceDataModule(pl.LightningDataModule):
     def __init__(
         self,
         data: TrainVal,
-        renderer: ConversationRenderer,
         *,
         config: DataConfig,
         batching: BatchingConfig,
         seed: int,
         epochs: float,
         max_steps: int | None,
+        model: BradleyTerryRM,
     ) -> None:
         super().__init__()
         self.data = data
-        self.renderer = renderer
+        renderer = model.renderer
         self.config = config
         self.batching = batching
         self.seed = seed
         cache = Path(config.cache_dir) if config.cache_dir else None
         self.train_tokens = _tokenized("training", data.train, renderer, cache)
         self.val_tokens = _tokenized("validation", data.val, renderer, cache)
-        self._collator = PairCollator(self.train_tokens, data.train, renderer.pad_token_id)
+        self.shares_prefixes = shares_prefixes(model, self.train_tokens, batching.prefix_sharing)
+        collator = PackedPairCollator if self.shares_prefixes else PairCollator
+        self._collator = collator(self.train_tokens, data.train, renderer.pad_token_id)
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
         self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
 
@@ -113,6 +118,18 @@ class PreferenceDataModule(pl.LightningDataModule):
             sampler=range(start_step, num_steps),
             num_workers=workers,
             timeout=self.config.fetch_timeout if workers else 0,
+            # else the loader draws its workers' seed from the global generator, which a resumed run must not touch
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def score_validation(self, model: BradleyTerryRM) -> PairRewards:
+        """Rewards of all validation pairs."""
+        return score_pairs(
+            model,
+            self.val_tokens,
+            self.data.val,
+            token_budget=self.batching.eval_token_budget,
+            prefix_sharing=self.shares_prefixes,
         )
 
     def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:

@@ -20,7 +20,9 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import EXPORT_FILE, SourceKind, resolve_source
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
+from rm_optimizer.schema.config import PrefixSharing
 from rm_optimizer.training.result import write_text
+from rm_optimizer.training.sharing import shares_prefixes
 
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
 """One line a pair, in the folder of an evaluation."""
@@ -57,6 +59,7 @@ def score_pairs(
     dataset: PreferenceDataset,
     *,
     token_budget: int,
+    prefix_sharing: bool,
     after_batch: Callable[[int], None] | None = None,
 ) -> PairRewards:
     """Rewards of all tokenised pairs, computed once over all ranks and equal on each of them.
@@ -66,6 +69,7 @@ def score_pairs(
         tokenized: the pairs' tokens.
         dataset: the pairs they were made of.
         token_budget: tokens, padding included, of one pass.
+        prefix_sharing: compute each prompt once for both responses.
         after_batch: called with the pairs done so far on this rank.
     """
     rank, world_size = _rank_and_world()
@@ -78,12 +82,13 @@ def score_pairs(
             tokenized,
             dataset,
             token_budget=token_budget,
+            prefix_sharing=prefix_sharing,
             pad_token_id=model.renderer.pad_token_id,
             rank=rank,
             world_size=world_size,
         ):
             moved = batch.to(model.device)
-            rewards = model(moved.input_ids, moved.attention_mask)
+            rewards = model.rewards_of(moved)
             parts.append((batch.pair_index.cpu(), rewards.view(-1, 2).double().cpu()))
             done += len(batch.pair_index)
             if after_batch is not None:
@@ -216,7 +221,14 @@ def evaluate_checkpoint(
     tokenized = tokenize_pairs(data.pairs, model.renderer, None)
     if len(tokenized) == 0:
         raise DataError(f"no pair of {len(data)} is left: the two responses of each are equal after truncation")
-    rewards = score_pairs(model, tokenized, data, token_budget=token_budget, after_batch=after_batch)
+    rewards = score_pairs(
+        model,
+        tokenized,
+        data,
+        token_budget=token_budget,
+        prefix_sharing=shares_prefixes(model, tokenized, PrefixSharing.auto),
+        after_batch=after_batch,
+    )
     metrics = metrics_of(rewards, data, beta=trained_beta(source), num_bootstrap=num_bootstrap, seed=seed)
     write_evaluation(output_dir, rewards, metrics)
     write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data)

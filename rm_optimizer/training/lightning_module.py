@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rm_optimizer.core.batching import MacroBatch, PairBatch
+from rm_optimizer.core.batching import AnyPairBatch, MacroBatch
 from rm_optimizer.core.checkpoint import PAYLOAD_KEY
 from rm_optimizer.core.losses import bradley_terry_pair_losses
+from rm_optimizer.core.quantisation import is_quantised
 from rm_optimizer.core.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.optim import build_optimizer, build_schedule
@@ -58,6 +59,8 @@ class RewardModelLightning(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
+        # bitsandbytes adds entries of its own to the state of four-bit matrices
+        self.strict_loading = not is_quantised(model.model)
         self.loss_config = loss
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -66,6 +69,7 @@ class RewardModelLightning(pl.LightningModule):
         self.pair_ids = pair_ids
         self.last_checkpoint: Path | None = None
         self.step_metrics: dict[str, float | int] = {}
+        self.validation_metrics: dict[str, float] = {}
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         """The configured optimizer and its schedule, stepped once an optimizer step."""
@@ -95,12 +99,10 @@ class RewardModelLightning(pl.LightningModule):
         self.step_metrics = {f"train/{name}": value for name, value in passes[0].items()}
         self.step_metrics["train/lr"] = learning_rate
         self.step_metrics["train/num_pairs"] = len(batch.pair_index)
-        self.log("loss", passes[0]["loss"], prog_bar=True, logger=False, batch_size=1)
-        self.log("acc", passes[0]["accuracy"], prog_bar=True, logger=False, batch_size=1)
 
-    def pair_losses(self, batch: PairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
+    def pair_losses(self, batch: AnyPairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
         """Loss and margin of each pair of a micro-batch."""
-        rewards = self.model(batch.input_ids, batch.attention_mask)
+        rewards = self.model.rewards_of(batch)
         chosen, rejected = batch.split(rewards)
         config = self.loss_config
         losses = bradley_terry_pair_losses(
@@ -162,6 +164,6 @@ class RewardModelLightning(pl.LightningModule):
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
 
 
-def _with_last(items: tuple[PairBatch, ...]) -> Iterator[tuple[PairBatch, bool]]:
+def _with_last(items: tuple[AnyPairBatch, ...]) -> Iterator[tuple[AnyPairBatch, bool]]:
     for position, item in enumerate(items):
         yield item, position == len(items) - 1

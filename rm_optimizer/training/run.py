@@ -16,9 +16,12 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.audit import length_baseline
 from rm_optimizer.core.checkpoint import read_checkpoint
 from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
+from rm_optimizer.core.head import require_trainable_head
+from rm_optimizer.core.loading import load_weights
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import BEST_FOLDER
@@ -26,13 +29,14 @@ from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
+from rm_optimizer.schema.adapters import AdapterKind
+from rm_optimizer.schema.config import Resume
 from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
-from rm_optimizer.training.checkpoints import BEST, FOLDER
+from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.evaluate import (
     PAIR_REWARDS_FILE,
     metrics_of,
-    score_pairs,
     write_evaluation,
     write_pair_rewards,
 )
@@ -41,6 +45,7 @@ from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.provenance import commit, machine, versions
 from rm_optimizer.training.recorder import MetricsCSV
 from rm_optimizer.training.result import DataSummary, RunResult, RunStatus, write_text
+from rm_optimizer.training.resume import newest_checkpoint, require_same_options
 
 log = logging.getLogger("rm_optimizer")
 
@@ -70,16 +75,26 @@ def train_reward_model(config: TrainConfig) -> RunResult:
     check_compatible(config.optimizer, config.hardware, config.schedule)
     run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_text(run_dir / OPTIONS_FILE, json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+    checkpoint = _begin(config, run_dir)
     pl.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
     run = _prepare(config, run_dir)
     with StopSignal() as stop:
-        status = _fit(run, stop)
+        status = _fit(run, stop, checkpoint)
     result = _finish(run, status)
     result.save()
     return result
+
+
+def _begin(config: TrainConfig, run_dir: Path) -> Path | None:
+    """Record the options; the checkpoint to resume from, if that is asked for and there is one."""
+    options = dataclasses.asdict(config)
+    checkpoint = None
+    if config.resume == Resume.auto and (checkpoint := newest_checkpoint(run_dir)):
+        require_same_options(run_dir / OPTIONS_FILE, options)
+    write_text(run_dir / OPTIONS_FILE, json.dumps(options, indent=2, default=str) + "\n")
+    return checkpoint
 
 
 @dataclass
@@ -99,15 +114,18 @@ class _Run:
 def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
     started = time.perf_counter()
     data = load_training_data(config.data)
-    model = build_model(config.model, data.train, config.seed).train()
+    model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
+    if count := add_adapter(model, config.adapter, seed=config.seed):
+        log.info("%s: %s", config.adapter.kind.value, count)
+    require_trainable_head(model.train().model)
     datamodule = PreferenceDataModule(
         data,
-        model.renderer,
         config=config.data,
         batching=config.batching,
         seed=config.seed,
         epochs=config.training.epochs,
         max_steps=config.training.max_steps,
+        model=model,
     )
     module = RewardModelLightning(
         model,
@@ -124,12 +142,11 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         config.training,
         every=max(1, datamodule.steps_per_epoch // config.training.evals_per_epoch),
         beta=config.loss.beta,
-        token_budget=config.batching.eval_token_budget,
     )
     return _Run(config, run_dir, started, module, datamodule, evaluation)
 
 
-def build_model(config: ModelConfig, train: PreferenceDataset, seed: int) -> BradleyTerryRM:
+def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:
     """The base model of a run: loaded from `path`, or built small with a tokenizer trained on the pairs."""
     if config.path is not None:
         return BradleyTerryRM.from_pretrained(
@@ -141,6 +158,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int) -> Bra
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             gradient_checkpointing=config.gradient_checkpointing,
+            quantize=quantize,
         )
     return BradleyTerryRM.from_config(
         config.architecture,
@@ -152,7 +170,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int) -> Bra
     )
 
 
-def _fit(run: _Run, stop: StopSignal) -> RunStatus:
+def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None) -> RunStatus:
     config = run.config
     every = config.training.checkpoint_every or run.evaluation.every
     callbacks: list[Callback] = [
@@ -161,10 +179,11 @@ def _fit(run: _Run, stop: StopSignal) -> RunStatus:
     ]
     if config.training.progress:
         callbacks.append(StepProgress(leave=True))
-    trainer = build_trainer(config.hardware, build_loggers(config.logger, run.run_dir), callbacks, run.module.num_steps)
+    loggers = build_loggers(config.logger, run.run_dir, checkpoint_step(checkpoint) if checkpoint else None)
+    trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps)
     before = time.perf_counter()
     try:
-        trainer.fit(run.module, datamodule=run.datamodule)
+        trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
     finally:
         close_loggers(trainer.loggers)
     run.fit_seconds = time.perf_counter() - before
@@ -200,9 +219,9 @@ def build_trainer(
     )
 
 
-def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
-    """`metrics.csv` always; TensorBoard and W&B as configured."""
-    loggers: list[Logger] = [MetricsCSV(run_dir)]
+def build_loggers(config: LoggerConfig, run_dir: Path, resume_step: int | None = None) -> list[Logger]:
+    """`metrics.csv` always, kept up to `resume_step`; TensorBoard and W&B as configured."""
+    loggers: list[Logger] = [MetricsCSV(run_dir, resume_step)]
     if config.tensorboard:
         loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
     if config.wandb:
@@ -230,9 +249,9 @@ def quiet_libraries() -> None:
 def _finish(run: _Run, status: RunStatus) -> RunResult:
     config, model = run.config, run.module.model
     _, weights = read_checkpoint(run.run_dir / FOLDER / BEST)
-    model.model.load_state_dict(weights)
+    load_weights(model.model, weights, run.run_dir / FOLDER / BEST)
     val = run.datamodule.data.val
-    rewards = score_pairs(model, run.datamodule.val_tokens, val, token_budget=config.batching.eval_token_budget)
+    rewards = run.datamodule.score_validation(model)
     metrics = metrics_of(
         rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed
     )

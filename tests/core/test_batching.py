@@ -16,22 +16,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from rm_optimizer.core import batching
+from rm_optimizer.core import packing
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.batching import (
+    AnyPairBatch,
     MacroBatch,
     MacroBatches,
+    PackedPairBatch,
+    PackedPairCollator,
     PairBatch,
     PairCollator,
     create_dataloader,
-    epoch_order,
     evaluation_batches,
-    length_batches,
-    micro_batches,
-    pad_sequences,
-    rank_share,
 )
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.packing import epoch_order, length_batches, micro_batches, pad_sequences, rank_share
+from rm_optimizer.core.prefix import tree_mask
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError, DataStalled
 
@@ -70,9 +70,14 @@ def data(tmp_path: Path) -> tuple[TokenizedPairs, list[PreferencePair]]:
 
 
 def macro_batches(
-    data: tuple[TokenizedPairs, list[PreferencePair]], *, rank: int = 0, world_size: int = 1, budget: int = 400
+    data: tuple[TokenizedPairs, list[PreferencePair]],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    budget: int = 400,
+    make: type[PairCollator] = PairCollator,
 ) -> MacroBatches:
-    collator = PairCollator(*data, PAD)
+    collator = make(*data, PAD)
     return MacroBatches(collator, batch_size=8, micro_token_budget=budget, seed=3, rank=rank, world_size=world_size)
 
 
@@ -156,7 +161,7 @@ def test_rank_shares_are_disjoint_complete_and_within_one_pair_of_balance(
 ) -> None:
     table = np.array(lengths)
     everyone = np.arange(len(lengths))
-    shares = [rank_share(table, everyone, rank, world_size) for rank in range(world_size)]
+    shares = [rank_share(table.sum(axis=1), everyone, rank, world_size) for rank in range(world_size)]
     assert sorted(np.concatenate(shares).tolist()) == everyone.tolist()
     loads = [int(table[share].sum()) for share in shares]
     # LPT: the fullest rank exceeds the emptiest by at most one pair.
@@ -196,6 +201,41 @@ def test_split_gives_the_rewards_of_each_side_and_refuses_other_shapes(
             batch.split(torch.zeros(shape))
 
 
+def test_packed_pairs_carry_the_same_numbers_and_count_shared_tokens_once(
+    data: tuple[TokenizedPairs, list[PreferencePair]],
+) -> None:
+    tokenized, _ = data
+    positions = [20, 3, 7, 0]
+    plain, packed = PairCollator(*data, PAD)(positions), PackedPairCollator(*data, PAD)(positions)
+    for name in ("margin", "label", "weight", "pair_index"):
+        assert torch.equal(getattr(plain, name), getattr(packed, name))
+    assert packed.num_pairs == 4
+    assert packed.num_tokens == plain.num_tokens == int(tokenized.lengths[positions].sum())
+    shared = 0
+    for i in positions:
+        pair = zip(tokenized.chosen(i)[:-1].tolist(), tokenized.rejected(i)[:-1].tolist(), strict=False)
+        shared += next((k for k, (a, b) in enumerate(pair) if a != b), int(tokenized.lengths[i].min()) - 1)
+    assert shared > 0
+    assert packed.num_unique_tokens == plain.num_unique_tokens == plain.num_tokens - shared
+    assert PackedPairCollator(*data, PAD).tokens(np.array(positions)).sum() == packed.num_unique_tokens
+    assert packed.num_unique_tokens <= packed.num_padded_tokens == packed.trees.input_ids.numel()
+    chosen, rejected = packed.split(torch.arange(8.0))
+    assert (chosen.tolist(), rejected.tolist()) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    with pytest.raises(ValueError, match=r"rewards must have shape \(8,\)"):
+        packed.split(torch.zeros(4))
+    moved = packed.to("meta")
+    assert {moved.trees.end.device.type, moved.trees.last.device.type, moved.weight.device.type} == {"meta"}
+
+
+def test_packed_batches_keep_to_the_budget_unless_a_pair_alone_exceeds_it(
+    data: tuple[TokenizedPairs, list[PreferencePair]],
+) -> None:
+    for budget in (1, 150, 400, 10**6):
+        for macro in (macro_batches(data, budget=budget, make=PackedPairCollator)[step] for step in range(3)):
+            for micro in macro.micro:
+                assert micro.num_pairs == 1 or micro.num_padded_tokens <= budget
+
+
 def test_to_moves_every_tensor(data: tuple[TokenizedPairs, list[PreferencePair]]) -> None:
     macro = macro_batches(data)[0].to("meta")
     assert {tensor.device.type for micro in macro.micro for tensor in vars(micro).values()} == {"meta"}
@@ -223,13 +263,15 @@ def test_a_step_is_the_same_whatever_was_asked_before(data: tuple[TokenizedPairs
     assert [indices(macro_batches(data)[step]) for step in reversed(range(7))] == forward[::-1]
 
 
+@pytest.mark.parametrize("make", [PairCollator, PackedPairCollator])
 @pytest.mark.parametrize("world_size", [2, 3, 10])
 @pytest.mark.parametrize("budget", [1, 400, 10**6])
 def test_a_macro_batch_holds_the_same_pairs_whatever_ranks_and_budget(
-    data: tuple[TokenizedPairs, list[PreferencePair]], world_size: int, budget: int
+    data: tuple[TokenizedPairs, list[PreferencePair]], world_size: int, budget: int, make: type[PairCollator]
 ) -> None:
     whole = macro_batches(data)
-    ranks = [macro_batches(data, rank=rank, world_size=world_size, budget=budget) for rank in range(world_size)]
+    options = {"world_size": world_size, "budget": budget, "make": make}
+    ranks = [macro_batches(data, rank=rank, **options) for rank in range(world_size)]
     for step in range(4):
         shares = [batches[step] for batches in ranks]
         joined = [i for share in shares for i in indices(share)]
@@ -241,8 +283,15 @@ def test_a_macro_batch_holds_the_same_pairs_whatever_ranks_and_budget(
         assert any(not batches[2].micro for batches in ranks)
 
 
-def reward(batch: PairBatch, parameter: Tensor) -> Tensor:
+COLLATORS = pytest.mark.parametrize("make", [PairCollator, PackedPairCollator])
+
+
+def reward(batch: AnyPairBatch, parameter: Tensor) -> Tensor:
     """A model in one line: the mean embedding of the attended tokens."""
+    if isinstance(batch, PackedPairBatch):
+        mask, embedded = tree_mask(batch.trees)[:, 0].double(), parameter[batch.trees.input_ids]
+        means = torch.einsum("rqk,rk->rq", mask, embedded) / mask.sum(-1)
+        return means.flatten()[batch.trees.last]
     mask = batch.attention_mask.double()
     return (parameter[batch.input_ids] * mask).sum(1) / mask.sum(1)
 
@@ -258,14 +307,16 @@ def step_gradient(ranks: Sequence[MacroBatch]) -> Tensor:
     return parameter.grad
 
 
+@COLLATORS
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("budget", [1, 300, 10**6])
-def test_the_gradient_of_a_step_depends_on_neither_budget_nor_ranks(
-    data: tuple[TokenizedPairs, list[PreferencePair]], world_size: int, budget: int
+def test_the_gradient_of_a_step_depends_on_neither_budget_nor_ranks_nor_sharing(
+    data: tuple[TokenizedPairs, list[PreferencePair]], world_size: int, budget: int, make: type[PairCollator]
 ) -> None:
     for step in (0, 2):
         expected = step_gradient([macro_batches(data, budget=10**6)[step]])
-        ranks = [macro_batches(data, rank=r, world_size=world_size, budget=budget)[step] for r in range(world_size)]
+        options = {"world_size": world_size, "budget": budget, "make": make}
+        ranks = [macro_batches(data, rank=r, **options)[step] for r in range(world_size)]
         torch.testing.assert_close(step_gradient(ranks), expected, rtol=1e-10, atol=1e-14)
 
 
@@ -289,6 +340,9 @@ def test_evaluation_batches_are_complete_disjoint_long_first_and_alike_for_any_r
         for ours, theirs in zip(share, alone[rank::3], strict=True):
             assert torch.equal(ours.input_ids, theirs.input_ids)
             assert torch.equal(ours.pair_index, theirs.pair_index)
+    packed = list(evaluation_batches(tokenized, pairs, pad_token_id=PAD, token_budget=500, prefix_sharing=True))
+    assert sorted(int(i) for batch in packed for i in batch.pair_index) == tokenized.pair_index.tolist()
+    assert all(isinstance(batch, PackedPairBatch) and batch.num_padded_tokens <= 500 for batch in packed)
 
 
 def loader_options(tmp_path: Path) -> dict[str, object]:
@@ -307,6 +361,14 @@ def test_the_loader_yields_the_run_and_resumes_it_at_any_step(tmp_path: Path, nu
         assert len(ours.micro) == len(theirs.micro)
         for a, b in zip(ours.micro, theirs.micro, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+
+
+def test_the_loader_shares_prefixes_when_told_to(tmp_path: Path) -> None:
+    options = loader_options(tmp_path) | {"num_workers": 1, "epochs": 1}
+    plain = list(create_dataloader(some_pairs(6), renderer(), **options))
+    packed = list(create_dataloader(some_pairs(6), renderer(), prefix_sharing=True, **options))
+    assert [sorted(indices(macro)) for macro in packed] == [sorted(indices(macro)) for macro in plain]
+    assert all(isinstance(micro, PackedPairBatch) for macro in packed for micro in macro.micro)
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 30), (0.1, 3), (0.5, 15), (0.51, 16), (2, 60)])
@@ -385,5 +447,5 @@ def test_a_million_pairs_are_ordered_and_batched_in_seconds() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, size=(10**6, 2))
     began = time.process_time()
     order = epoch_order(10**6, 0, 0)
-    batching.micro_batches(lengths, order, 16384)
+    packing.micro_batches(lengths, order, 16384)
     assert time.process_time() - began < 10

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from rm_optimizer.core import attention
+from rm_optimizer.core import attention, pooling
+from rm_optimizer.core import reward_model as reward_model_file
 from rm_optimizer.core.attention import choose_attention
-from rm_optimizer.core.base import Message, Scorer
+from rm_optimizer.core.base import Message, PreferencePair, Scorer
+from rm_optimizer.core.batching import PackedPairBatch, PackedPairCollator, PairBatch, PairCollator
 from rm_optimizer.core.dropout import disable_dropout
 from rm_optimizer.core.losses import bradley_terry_loss
+from rm_optimizer.core.prefix import pack_trees
 from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import CheckpointError, ConfigError
 from tests.core.tiny_models import FAMILIES, decoder_tokenizer, tiny_architecture, tiny_model, tiny_tokenizer
 
@@ -69,6 +75,66 @@ def test_score_restores_the_mode_and_gives_tensors_that_can_be_trained_on() -> N
         assert model.training is model.model.training is mode
         assert not rewards.is_inference()
         assert not rewards.requires_grad
+
+
+BEST_OF = tuple(f"{word} " * (3 * k + 1) for k, word in enumerate(("yes", "no", "Paris", "seven", "fox", "dog", "yes")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reward_model(family)
+    prompts = [PROMPTS[1], PROMPTS[4], (Message("user", PROMPTS[1]),), "Hi"] * 4
+    responses = [BEST_OF[k % 7] for k in range(16)]
+    alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(prompts, responses, strict=True)])
+    rows = []
+    monkeypatch.setattr(
+        reward_model_file, "pack_trees", lambda trees, **k: rows.append(trees) or pack_trees(trees, **k)
+    )
+    for budget in (1, 100, 250, 16384):
+        rewards = model.score(prompts, responses, token_budget=budget)
+        torch.testing.assert_close(rewards, alone, rtol=1e-5, atol=1e-5)
+        assert torch.equal(model.score(prompts[::-1], responses[::-1], token_budget=budget).flip(0), rewards)
+    assert bool(packed) is (family != "bert")
+
+
+def pair_batches(model: BradleyTerryRM, folder: Path) -> tuple[PairBatch, PackedPairBatch]:
+    pairs = [PreferencePair("What is 2 + 2? " * k, BEST_OF[k], BEST_OF[k - 1]) for k in range(1, 6)]
+    tokenized = tokenize_pairs(pairs, model.renderer, folder)
+    pad = model.renderer.pad_token_id
+    return PairCollator(tokenized, pairs, pad)(range(5)), PackedPairCollator(tokenized, pairs, pad)(range(5))
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
+def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | None, tmp_path: Path) -> None:
+    tokenizer = decoder_tokenizer(pad)
+    model = BradleyTerryRM(tiny_model("llama", tiny_tokenizer("llama")), tokenizer, max_length=96)
+    plain, packed = pair_batches(model, tmp_path)
+    rewards = model.rewards_of(packed)
+    assert rewards.dtype is torch.float32
+    assert rewards.shape == (10,)
+    torch.testing.assert_close(rewards, model.rewards_of(plain), rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.rewards_of(plain), model(plain.input_ids, plain.attention_mask))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model.rewards_of(packed).detach()
+    assert mixed.dtype is torch.float32
+    assert not torch.equal(mixed.bfloat16().float(), mixed), "rewards were rounded to bfloat16"
+
+
+def test_prefix_parity_is_rounding_where_sharing_is_exact_and_large_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = reward_model("llama").train()
+    pairs = [model.renderer.encode("What is it?", response).ids for response in ("An egg.", "A fox, a dog.")]
+    groups = [[np.array(ids, dtype=np.int32) for ids in pairs]]
+    assert 0 <= model.prefix_parity(groups) < 1e-5
+    assert model.training
+    monkeypatch.setattr(pooling, "attention_masks", lambda *_: None)
+    assert model.prefix_parity(groups) > 1e-3
+
+
+def test_a_bidirectional_model_says_why_it_shares_no_prefix() -> None:
+    assert reward_model("llama").supports_prefix_sharing() is None
+    assert "no causal decoder" in str(reward_model("bert").supports_prefix_sharing())
 
 
 def test_score_pair_is_the_margin() -> None:

@@ -38,7 +38,7 @@ MISTAKES = [
     ("model.max_length=???", r"model\.max_length must be given; set it with model\.max_length=VALUE$"),
     ("~optimizer", r"optimizer must be given; set it with optimizer=VALUE$"),
     ("optimizer.lr=${nope}", r"optimizer\.lr refers to another option that cannot be found"),
-    ("data.columns=question", r"data\.columns must map our columns to the file's, as \{prompt: question\}, got question$"),
+    ("data.columns=question", r"data\.columns must map our columns to the file's, as \{prompt: .*, got question$"),
     ("pairs.jsonl", r"expected option=value, got 'pairs\.jsonl'; "),
     ("optimizer.lr=[1,", r"cannot read 'optimizer\.lr=\[1,': "),
     ("data.train=a=b.jsonl", r"cannot read 'data\.train=a=b\.jsonl': .*\"data\.train='a=b\.jsonl'\"$"),

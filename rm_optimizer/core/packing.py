@@ -1,0 +1,186 @@
+"""Which sequences go together: orders, shares, and batches that hold as many tokens as a budget allows."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of the pairs in one epoch, a pure function of its arguments.
+
+    Positions are sorted by raw 64-bit PCG64 words seeded with ``(seed, epoch)``, neither negative. NumPy promises the
+    raw stream, unlike `Generator.permutation`, to stay the same from version to version (NEP 19).
+    """
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_pairs)
+    return np.argsort(words, kind="stable")
+
+
+def rank_share(
+    tokens: NDArray[np.integer], indices: NDArray[np.int64], rank: int, world_size: int
+) -> NDArray[np.int64]:
+    """The pairs of a macro-batch that one rank takes; the shares are disjoint, complete and near equal in tokens.
+
+    Longest pair first, each to the rank with the fewest tokens so far (Graham's LPT rule, 1969: at most 4/3 of the
+    best).
+
+    Args:
+        tokens: tokens that each pair of the macro-batch costs.
+        indices: the pairs, in the same order.
+        rank: whose share to give.
+        world_size: number of ranks.
+    """
+    if world_size == 1:
+        return indices
+    loads = [(0, r) for r in range(world_size)]
+    share: list[int] = []
+    for position in np.argsort(-tokens, kind="stable").tolist():
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + int(tokens[position]), least))
+        if least == rank:
+            share.append(position)
+    return indices[np.asarray(share, dtype=np.int64)]
+
+
+def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: int) -> list[list[int]]:
+    """Indices of the sequences in batches of like length, longest first.
+
+    Within a batch, ``sequences x longest <= token_budget``; a sequence longer than the budget stands alone. Memory thus
+    peaks at the first batch. O(n log n).
+
+    Raises:
+        ValueError: if the budget is not positive.
+
+    Example:
+        >>> length_batches([3, 9, 4, 3], token_budget=9)
+        [[1], [2, 0], [3]]
+    """
+    return _by_width(np.asarray(lengths, dtype=np.int64), token_budget)
+
+
+def micro_batches(
+    lengths: NDArray[np.integer], indices: Sequence[int] | NDArray[np.int64], token_budget: int
+) -> list[list[int]]:
+    """The given pairs in batches of like length, longest first, without ever splitting a pair.
+
+    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget stands alone. `indices` are
+    rows of `lengths`, which holds the tokens of all chosen and rejected sequences, shape (all pairs, 2). O(n log n).
+
+    Raises:
+        ValueError: if the budget is not positive.
+    """
+    chosen = np.asarray(indices, dtype=np.int64)
+    widths = 2 * lengths[chosen].max(axis=1).astype(np.int64)
+    return [chosen[batch].tolist() for batch in _by_width(widths, token_budget)]
+
+
+def _by_width(widths: NDArray[np.int64], token_budget: int) -> list[list[int]]:
+    _check_budget(token_budget)
+    order = np.argsort(-widths, kind="stable")
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(order):
+        size = max(1, token_budget // max(1, int(widths[order[start]])))
+        batches.append(order[start : start + size].tolist())
+        start += size
+    return batches
+
+
+def _check_budget(token_budget: int) -> None:
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+
+
+def pad_sequences(
+    ids: Sequence[Sequence[int] | NDArray[np.int32]], pad_token_id: int
+) -> tuple[Int[Tensor, "sequences tokens"], Int[Tensor, "sequences tokens"]]:
+    """Input ids and attention mask of the sequences, padded on the right to the longest."""
+    lengths = np.array([len(sequence) for sequence in ids], dtype=np.int64)
+    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    padded = np.full(mask.shape, pad_token_id, dtype=np.int64)
+    for row, sequence in zip(padded, ids, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64))
+
+
+class _Stock:
+    """Items by size, from which the largest that fits is taken in O(log n); among equal sizes the first given."""
+
+    def __init__(self, sizes: Sequence[int] | NDArray[np.integer]) -> None:
+        self._piles: dict[int, list[int]] = {}
+        for index in range(len(sizes) - 1, -1, -1):
+            self._piles.setdefault(int(sizes[index]), []).append(index)
+        self._sizes = sorted(self._piles)
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    @property
+    def largest(self) -> int:
+        return self._sizes[-1]
+
+    def fill_row(self, room: int) -> list[int]:
+        """The largest item that fits, again and again."""
+        row = []
+        while place := bisect_right(self._sizes, room):
+            size = self._sizes[place - 1]
+            row.append(self._piles[size].pop())
+            room -= size
+            if not self._piles[size]:
+                del self._piles[size], self._sizes[place - 1]
+        return row
+
+
+def assign_rows(sizes: Sequence[int] | NDArray[np.integer]) -> list[list[int]]:
+    """Items to rows as wide as the largest of them, each row filled with the largest that still fits.
+
+    Example:
+        >>> assign_rows([5, 9, 4, 3])
+        [[1], [0, 2], [3]]
+    """
+    stock = _Stock(sizes)
+    width = stock.largest if stock else 0
+    rows = []
+    while stock:
+        rows.append(stock.fill_row(width))
+    return rows
+
+
+def row_batches(sizes: Sequence[int] | NDArray[np.integer], token_budget: int) -> list[list[int]]:
+    """Items in batches that `assign_rows` lays out in ``rows x width <= token_budget`` tokens, widest first.
+
+    A batch takes the largest items left, one a row, and fills the rows with smaller ones; it ends early where the rest
+    fits rows half as wide, since a row's attention costs the square of its width. An item larger than the budget has a
+    batch with one row. O(n log n).
+
+    Args:
+        sizes: tokens of each item, positive.
+        token_budget: tokens of a batch, padding included.
+
+    Raises:
+        ValueError: if the budget is not positive.
+
+    Example:
+        >>> row_batches([5, 9, 4, 3], token_budget=9)
+        [[1], [0], [2, 3]]
+        >>> row_batches([5, 9, 4, 3], token_budget=18)
+        [[1, 0, 2], [3]]
+    """
+    _check_budget(token_budget)
+    stock = _Stock(sizes)
+    batches = []
+    while stock:
+        width = stock.largest
+        batch = stock.fill_row(width)
+        for _ in range(token_budget // width - 1):
+            if stock and 2 * stock.largest > width:
+                batch += stock.fill_row(width)
+        batches.append(batch)
+    return batches

@@ -1,0 +1,93 @@
+"""`rm-opt doctor`: a model, and the pairs it is trained on, checked for what breaks reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.reporting.doctor_table import print_diagnosis
+from rm_optimizer.training.diagnosis import Diagnosis
+from rm_optimizer.training.doctor import diagnose
+from rm_optimizer.training.result import write_text
+
+
+def diagnose_and_print(
+    checkpoint: str,
+    sources: Sequence[str],
+    reading: Reading,
+    *,
+    json_file: Path | None,
+    max_length: int | None,
+    max_pairs: int,
+    token_budget: int,
+    seed: int,
+) -> int:
+    """Print the diagnosis, write it as JSON where asked, and return the exit code.
+
+    Args:
+        checkpoint: anything `BradleyTerryRM.from_pretrained` loads, a base model included.
+        sources: pairs, each one data set.
+        reading: how rows are read.
+        json_file: where the diagnosis goes as JSON.
+        max_length: tokens kept of a sequence; None takes the stored number, or the model's.
+        max_pairs: pairs, over all sources, whose rewards are computed.
+        token_budget: tokens, padding included, of one pass.
+        seed: of samples, folds, random labels and bootstraps.
+
+    Returns:
+        0 if nothing failed, warnings or not; `diagnosis.FAILED_EXIT_CODE` otherwise.
+
+    Raises:
+        CheckpointError: if the model cannot be loaded.
+        DataError: if pairs cannot be read.
+        ConfigError: if an option is out of range or the JSON file cannot be written.
+    """
+    data = _datasets(sources, reading)
+    model = BradleyTerryRM.from_pretrained(checkpoint, max_length=max_length, seed=seed)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
+    print_diagnosis(diagnosis)
+    if json_file is not None:
+        _write(json_file, diagnosis.to_json() + "\n")
+    return diagnosis.exit_code
+
+
+def _datasets(sources: Sequence[str], reading: Reading) -> dict[str, PreferenceDataset]:
+    """Data sets by file name, or by the whole source where two names are equal."""
+    names = [Path(source).name for source in sources]
+    keys = names if len(set(names)) == len(names) else list(sources)
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"--data must name each source once, got {', '.join(sources)}")
+    return dict(zip(keys, (reading.load(source) for source in sources), strict=True))
+
+
+def _with_progress(
+    model: BradleyTerryRM, data: dict[str, PreferenceDataset], *, max_pairs: int, token_budget: int, seed: int
+) -> Diagnosis:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading")
+        return diagnose(
+            model,
+            data,
+            seed=seed,
+            max_pairs=max_pairs,
+            token_budget=token_budget,
+            on_stage=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ConfigError(f"--json must be a file that can be written, got '{path}' ({error.strerror})") from error

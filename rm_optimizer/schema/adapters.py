@@ -1,0 +1,51 @@
+"""Options of adapters: full fine-tuning, LoRA, or LoRA on a base in four bits.
+
+No tuned number stands here; the presets in `configs/adapter` own them, each with its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rm_optimizer.schema.checks import require, require_in
+
+
+class AdapterKind(StrEnum):
+    """What of the backbone is trained; the reward head always is, in full."""
+
+    none = "none"
+    """Every weight."""
+    lora = "lora"
+    """Low-rank factors beside frozen matrices (Hu et al., 2021, arXiv 2106.09685)."""
+    qlora = "qlora"
+    """The same, the frozen matrices stored in four bits (Dettmers et al., 2023, arXiv 2305.14314)."""
+
+
+@dataclass(kw_only=True)
+class AdapterConfig:
+    """A low-rank adapter, or none."""
+
+    kind: AdapterKind = AdapterKind.none
+    """none trains every weight; lora and qlora train low-rank factors and everything beside the reward head."""
+    rank: int | None = None
+    """Rank of the factors."""
+    alpha: float | None = None
+    """The factors' product is scaled by alpha / rank."""
+    dropout: float | None = None
+    """Dropout on what enters the factors, in training; `model.dropout` does not touch it."""
+    targets: list[str] | None = None
+    """Names (or their last parts) of the layers adapted; null takes every linear layer of the backbone's blocks."""
+
+    def __post_init__(self) -> None:
+        numbers = {"rank": "[1, inf)", "alpha": "(0, inf)", "dropout": "[0, 1)"}
+        for name, interval in numbers.items():
+            value = getattr(self, name)
+            if self.kind == AdapterKind.none:
+                require(value is None, f"adapter.{name}", "be null with adapter.kind=none", value)
+                continue
+            require(value is not None, f"adapter.{name}", f"be set with adapter.kind={self.kind}", "null")
+            require_in(f"adapter.{name}", value, interval)
+        if self.kind == AdapterKind.none:
+            require(self.targets is None, "adapter.targets", "be null with adapter.kind=none", self.targets)
+        require(self.targets is None or len(self.targets) > 0, "adapter.targets", "name a layer or be null", "[]")

@@ -1,0 +1,137 @@
+"""The verdict on a reward model that a program can read: checks, each with what was measured and what was expected."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+Measured: TypeAlias = float | str | None
+"""What a check found: a number, words, or None where there is no finite number."""
+
+FAILED_EXIT_CODE = 4
+"""Exit code of a diagnosis with a failed check; warnings alone exit with 0."""
+
+
+class Status(StrEnum):
+    """How a check, or the whole diagnosis, came out."""
+
+    ok = "ok"
+    warn = "warn"
+    """Likely a mistake, or a property to know of; the model can be used."""
+    fail = "fail"
+    """Rewards are wrong, or are not what training optimised or a server will give."""
+    skipped = "skipped"
+    """The check makes no sense here; its explanation says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that breaks reward models, measured.
+
+    Args:
+        name: stable name of the check, in `snake_case`.
+        status: how it came out.
+        measured: what was found; None where there is no finite number.
+        unit: unit of a number, in words; empty for words.
+        expected: what is right, in words.
+        explanation: one sentence; where something is wrong it holds the remedy.
+        details: further numbers and words.
+    """
+
+    name: str
+    status: Status
+    measured: Measured
+    unit: str
+    expected: str
+    explanation: str
+    details: Mapping[str, Measured] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", _finite(self.measured))
+        object.__setattr__(self, "details", {name: _finite(value) for name, value in self.details.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Check:
+        """The check that `to_json` wrote."""
+        return cls(**{**value, "status": Status(value["status"])})
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks of one model, and the verdict.
+
+    Args:
+        model: which model, in words.
+        seed: seed of every random choice.
+        num_pairs: pairs given, for each data set.
+        num_pairs_scored: of these, pairs whose rewards were computed.
+        num_pairs_audited: of these, pairs whose text was audited.
+        wall_seconds: how long it took.
+        checks: the checks, in the order they were made.
+    """
+
+    model: str
+    seed: int
+    num_pairs: Mapping[str, int]
+    num_pairs_scored: Mapping[str, int]
+    num_pairs_audited: Mapping[str, int]
+    wall_seconds: float
+    checks: tuple[Check, ...]
+
+    @property
+    def verdict(self) -> Status:
+        """`fail` if a check failed, else `warn` if one warns, else `ok`."""
+        found = {check.status for check in self.checks}
+        return next((status for status in (Status.fail, Status.warn) if status in found), Status.ok)
+
+    @property
+    def exit_code(self) -> int:
+        """0 for `ok` and `warn`, `FAILED_EXIT_CODE` for `fail`."""
+        return FAILED_EXIT_CODE if self.verdict is Status.fail else 0
+
+    def check(self, name: str) -> Check:
+        """The check of that name.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        return {check.name: check for check in self.checks}[name]
+
+    def names(self, status: Status) -> list[str]:
+        """Names of the checks that came out so."""
+        return [check.name for check in self.checks if check.status is status]
+
+    def to_json(self) -> str:
+        """The diagnosis as JSON text, with `verdict` and `exit_code`."""
+        verdict = {"verdict": self.verdict, "exit_code": self.exit_code}
+        return json.dumps({**verdict, **asdict(self)}, indent=2, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Diagnosis:
+        """The diagnosis that `to_json` wrote."""
+        values = json.loads(text)
+        del values["verdict"], values["exit_code"]
+        return cls(**{**values, "checks": tuple(Check.from_json(check) for check in values["checks"])})
+
+
+def skipped(name: str, expected: str, reason: str) -> Check:
+    """A check that makes no sense here.
+
+    Args:
+        name: of the check.
+        expected: what would be right, in words.
+        reason: one sentence that says why it was not made.
+    """
+    return Check(name, Status.skipped, None, "", expected, reason)
+
+
+def _finite(value: Measured) -> Measured:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

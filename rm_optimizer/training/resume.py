@@ -1,0 +1,96 @@
+"""Continue a run where its newest whole checkpoint left it, to the same bytes as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.training.checkpoints import checkpoint_step, periodic_checkpoints
+
+log = logging.getLogger("rm_optimizer")
+
+FREE = ("resume", "output_dir", "training.progress", "logger", "hardware.num_threads", "data.num_workers")
+"""Options, and groups of them, that a resumed run may change: none of them moves a number."""
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest periodic checkpoint that is whole; a torn one is skipped with a warning for the one before."""
+    for path in reversed(periodic_checkpoints(run_dir)):
+        if damage := _damage(path):
+            log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
+            continue
+        log.info("resuming after step %d from %s", checkpoint_step(path), path)
+        return path
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint file, whose zip archive stores a checksum of every part; None if nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        return str(error)
+    return f"checksum of {broken} does not match" if broken else None
+
+
+def require_same_options(options_file: Path, options: Mapping[str, Any]) -> None:
+    """Refuse to continue a run under other options than it was started with.
+
+    Raises:
+        ConfigError: naming the options that differ.
+    """
+    if not options_file.exists():
+        return
+    before = dict(_flat(json.loads(options_file.read_text(encoding="utf-8"))))
+    after = dict(_flat(json.loads(json.dumps(options, default=str))))
+    changed = [
+        f"{name} was {before.get(name)}, is {after.get(name)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) and not any(name == free or name.startswith(f"{free}.") for free in FREE)
+    ]
+    if changed:
+        raise ConfigError(
+            f"resume=auto continues a run under the options it started with, but {'; '.join(changed[:4])}; "
+            "set them back, or choose another hydra.run.dir"
+        )
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator a step may draw from, as values that `torch.load(weights_only=True)` reads."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (that libraries use)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put every generator back to a state that `random_state` gave."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
