@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.adapter_files import (
     adapter_folder,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
+
+_log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = _prepared(AutoConfig.from_pretrained(source.location, **origin), options)
     tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
-    with _seeded(options.seed):
+    with _seeded(options.seed), _without_load_report():
         model, report = AutoModelForSequenceClassification.from_pretrained(
             source.location,
             config=config,
@@ -179,8 +183,21 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         )
     missing = set(report["missing_keys"])
     _require_backbone(model, missing)
+    if missing:
+        _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     is_fresh = f"{head_name(model)}.weight" in missing
     return LoadedModel(_finished(model, options), tokenizer, is_fresh, _stored_identity(source))
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers' table of missing weights off the terminal; what is missing is said in one line of ours."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:

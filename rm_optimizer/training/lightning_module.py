@@ -128,6 +128,8 @@ class RewardModelLightning(pl.LightningModule):
             correct = (margins > 0).double() + 0.5 * (margins == 0).double()
             weight = micro.weight.double()
             sums += torch.stack([share.detach().double(), (correct * weight).sum(), (margins.double() * weight).sum()])
+        if not batch.micro:
+            self._join_reduction()
         if world_size > 1:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
         loss, correct_weight, margin_sum = sums.tolist()
@@ -157,6 +159,10 @@ class RewardModelLightning(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what `BradleyTerryRM.from_pretrained` needs to load the `.ckpt` on its own."""
         checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
+
+    def _join_reduction(self) -> None:
+        """Zero gradients, for a rank without pairs: the others wait for it to take part."""
+        self.manual_backward(sum((parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad))
 
     def _without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes that leave gradients on this rank."""

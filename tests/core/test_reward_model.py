@@ -86,9 +86,9 @@ def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypa
     prompts = [PROMPTS[1], PROMPTS[4], (Message("user", PROMPTS[1]),), "Hi"] * 4
     responses = [BEST_OF[k % 7] for k in range(16)]
     alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(prompts, responses, strict=True)])
-    rows = []
+    packed = []
     monkeypatch.setattr(
-        reward_model_file, "pack_trees", lambda trees, **k: rows.append(trees) or pack_trees(trees, **k)
+        reward_model_file, "pack_trees", lambda trees, **options: packed.append(trees) or pack_trees(trees, **options)
     )
     for budget in (1, 100, 250, 16384):
         rewards = model.score(prompts, responses, token_budget=budget)

@@ -44,6 +44,7 @@ def leveldb_records(data: bytes, header: int = 7, block: int = 32768) -> Iterato
 
 def test_offline_wandb_files_read_back_hold_the_evaluations(small_config: Build, tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
+
     train_reward_model(small_config(tmp_path, "logger=wandb", "logger.tensorboard=false"))
     [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history = []
