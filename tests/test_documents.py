@@ -145,6 +145,11 @@ def parameters() -> list[object]:
     return [pytest.param(command, way, id=command, marks=[pytest.mark.slow] * way.slow) for command, way in ways]
 
 
+def python_blocks() -> list[str]:
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
+    return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+
+
 @pytest.mark.parametrize(("command", "way"), parameters())
 def test_a_documented_command_works(command, way, scratch):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -160,3 +165,10 @@ def test_a_documented_command_works(command, way, scratch):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert way.prints in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", python_blocks(), ids=["readme", "manual"])
+def test_a_documented_program_works(block, scratch):
+    done = subprocess.run([sys.executable, "-c", block], cwd=scratch, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rm_optimizer.core.head import head_side_modules, keep_exact, require_trainable_head
 from rm_optimizer.core.quantisation import is_quantised, parameter_size
-from rm_optimizer.errors import ConfigError, MissingExtra
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 
 if TYPE_CHECKING:
@@ -67,15 +67,9 @@ class TrainableCount:
 
 
 def import_peft() -> ModuleType:
-    """The peft package.
+    """The peft library, imported only where there is an adapter, since that takes a while."""
+    import peft
 
-    Raises:
-        MissingExtra: if it is not installed.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtra("peft", "lora") from error
     module: ModuleType = peft
     return module
 
@@ -111,7 +105,6 @@ def add_adapter(
     Raises:
         ConfigError: if the model has an adapter already, a target names no layer, or the configuration asks for what
             could not be saved exactly.
-        MissingExtra: if peft is not installed.
     """
     if isinstance(config, AdapterConfig) and config.kind == AdapterKind.none:
         return None
@@ -127,7 +120,6 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
 
     Raises:
         ConfigError: if a target names no layer, or the configuration asks for what could not be saved exactly.
-        MissingExtra: if peft is not installed.
     """
     peft = import_peft()
     if isinstance(config, AdapterConfig):

@@ -162,7 +162,8 @@ class RewardModelLightning(pl.LightningModule):
 
     def _join_reduction(self) -> None:
         """Zero gradients, for a rank without pairs: the others wait for it to take part."""
-        self.manual_backward(sum((parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad))
+        nothing = [(parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad]
+        self.manual_backward(torch.stack(nothing).sum())
 
     def _without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes that leave gradients on this rank."""

@@ -156,12 +156,19 @@ def test_a_lora_adapter_gets_the_same_gradients(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_torch_compile_changes_no_reward_and_no_gradient() -> None:
-    """In float32: inductor fuses, so sums round in another order; tolerance as without it."""
-    model = architecture("llama").float()
-    compiled = torch.compile(lambda trees: packed_logits(model, trees).squeeze(-1), dynamic=True, backend="aot_eager")
+    """In float32: inductor fuses, so sums round in another order; tolerance as without it.
+
+    The backbone is compiled, with the masks as its inputs: the tests' checks of shapes around it cannot be traced.
+    """
+    model, compiled = architecture("llama").float(), architecture("llama").float()
+    compiled.base_model.compile(dynamic=True)
     for seed in (1, 2):
         pairs = random_pairs(seed, count=3 + seed)
-        assert_same(model, compiled(packed(pairs)), apart(model, pairs), 2e-5)
+        shared, expected = packed_logits(compiled, packed(pairs)).squeeze(-1), apart(model, pairs)
+        torch.testing.assert_close(shared, expected, rtol=2e-5, atol=2e-5)
+        for ours, theirs in zip(gradients(compiled, shared), gradients(model, expected), strict=True):
+            scale = max(1.0, float(theirs.abs().max()))
+            torch.testing.assert_close(ours / scale, theirs / scale, rtol=2e-5, atol=2e-5)
 
 
 def test_every_branch_of_a_tree_of_many_has_its_own_reward(monkeypatch: pytest.MonkeyPatch) -> None:
