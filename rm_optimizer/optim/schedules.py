@@ -56,8 +56,8 @@ def lr_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
 def _warmup_steps(config: ScheduleConfig, num_steps: int) -> int:
     if config.warmup_steps is not None:
         return config.warmup_steps
-    # Rounding first keeps 0.07 * 100 = 7.000000000000001 at 7.
-    return math.ceil(round(config.warmup_ratio * num_steps, 9))
+    # Rounding first keeps 0.07 * 100 = 7.000000000000001 at 7; a run of few steps still has one at the peak.
+    return min(math.ceil(round(config.warmup_ratio * num_steps, 9)), num_steps - 1)
 
 
 def _decay_start(config: ScheduleConfig, num_steps: int) -> int:

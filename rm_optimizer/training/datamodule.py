@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.schema import BatchingConfig, DataConfig
 from rm_optimizer.training.evaluate import PairRewards, score_pairs
 from rm_optimizer.training.sharing import shares_prefixes
+
+log = logging.getLogger("rm_optimizer")
 
 
 class StepLoader:
@@ -153,5 +156,16 @@ def _tokenized(
         raise DataError(
             f"no {split} pair is left of {len(dataset)}: the two responses of each are equal after truncation "
             f"to model.max_length={renderer.max_length} tokens; raise it"
+        )
+    cut = tokens.report
+    if cut.num_prompt_cut or cut.num_identical_dropped:
+        log.info(
+            "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d, %d response tokens, %d become equal",
+            split,
+            cut.num_pairs,
+            cut.num_prompt_cut,
+            cut.max_length,
+            cut.num_response_cut,
+            cut.num_identical_dropped,
         )
     return tokens

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.audit import length_baseline
 from rm_optimizer.core.checkpoint import read_checkpoint
 from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
+from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.head import require_trainable_head
 from rm_optimizer.core.loading import load_weights
 from rm_optimizer.core.metrics import PairwiseMetrics
@@ -49,6 +51,8 @@ from rm_optimizer.training.resume import newest_checkpoint, require_same_options
 
 log = logging.getLogger("rm_optimizer")
 
+SKIPPED_FILE = "skipped_rows.txt"
+"""Rows that gave no pair, one a line, in the run folder."""
 OPTIONS_FILE = "options.json"
 """The composed configuration in the run folder."""
 
@@ -114,6 +118,7 @@ class _Run:
 def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
     started = time.perf_counter()
     data = load_training_data(config.data)
+    _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
     if count := add_adapter(model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
@@ -144,6 +149,13 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         beta=config.loss.beta,
     )
     return _Run(config, run_dir, started, module, datamodule, evaluation)
+
+
+def _list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:
+    """Say how many rows gave no pair, and list them in a file."""
+    if skipped:
+        path = write_text(run_dir / SKIPPED_FILE, "".join(f"{row}\n" for row in skipped))
+        log.warning("%d rows gave no pair; %s lists them, the first is %s", len(skipped), path, skipped[0])
 
 
 def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:

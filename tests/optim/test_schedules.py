@@ -90,16 +90,15 @@ def test_the_ratio_rounds_up_and_whole_numbers_stay(ratio):
     assert lrs.index(PEAK) == round(100 * ratio)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"warmup_steps": 50}, "schedule.warmup_steps must be shorter than the run of 50 steps, got 50 steps"),
-        ({"warmup_ratio": 0.99}, "schedule.warmup_ratio must be shorter than the run of 50 steps, got 50 steps"),
-    ],
-)
-def test_a_warm_up_as_long_as_the_run_is_refused(options, sentence):
+def test_a_warm_up_as_long_as_the_run_is_refused():
+    sentence = "schedule.warmup_steps must be shorter than the run of 50 steps, got 50 steps"
     with pytest.raises(ConfigError, match=sentence):
-        trajectory(config_of(ScheduleName.cosine, **options), 50)
+        trajectory(config_of(ScheduleName.cosine, warmup_steps=50), 50)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 50])
+def test_a_ratio_leaves_a_step_at_the_peak_however_short_the_run(num_steps):
+    assert max(trajectory(config_of(ScheduleName.linear, warmup_ratio=0.99), num_steps)) == PEAK
 
 
 def test_a_warm_up_into_the_decay_is_refused():

@@ -135,3 +135,13 @@ def test_only_the_newest_periodic_checkpoints_are_kept_and_load_alone(finished_r
     moved.write_bytes(checkpoints[-1].read_bytes())
     last = BradleyTerryRM.from_pretrained(str(moved))
     assert torch.isfinite(last.score(["Hi"], ["Hello there"])).all()
+
+
+def test_dropped_rows_are_counted_and_listed(small_config: Build, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {i}", "chosen": f"{i} it is", "rejected": "no"} for i in range(12)]
+    rows[4]["chosen"] = ""
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [f"data.train={tmp_path}/pairs.jsonl", "data.on_bad_row=drop", "data.val_fraction=0.4"]
+    result = train_reward_model(small_config(tmp_path / "run", *options))
+    assert result.data.skipped_rows == 1
+    assert "pairs.jsonl, line 5: chosen must not be empty" in (tmp_path / "run" / "skipped_rows.txt").read_text()
