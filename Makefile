@@ -23,7 +23,7 @@ quickstart: $(USED)
 	$(BIN)/rm-opt train experiment=quickstart
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -16,6 +16,9 @@ import pytest
 
 from rm_optimizer.schema.describe import BEGIN, END, option_reference
 
+# later commands find what earlier ones left, so one worker runs them all
+pytestmark = pytest.mark.xdist_group("documents")
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "doc.md")
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim.muon import refuse_nesterov_bug
 from rm_optimizer.optim.registry import Situation, optimizer_info
 from rm_optimizer.schema.config import HardwareConfig
-from rm_optimizer.schema.optimizers import MuonConfig, OptimizerConfig, ScheduleConfig, ScheduleName
+from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 
 OPTIONS: dict[Situation, str] = {
     "fsdp1": "hardware.strategy",
@@ -22,16 +21,13 @@ HINTS: dict[Situation, str] = {
 }
 
 
-def check_compatible(
-    config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig, *, comparison: bool = False
-) -> None:
+def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig) -> None:
     """Refuse an optimizer where it would be another algorithm under the same name.
 
     Args:
         config: the optimizer.
-        hardware: strategy and precision of the run.
+        hardware: strategy of the run.
         schedule: the learning-rate schedule.
-        comparison: whether the run is an arm of a comparison between optimizers.
 
     Raises:
         ConfigError: naming the combination and the reason.
@@ -43,14 +39,6 @@ def check_compatible(
             raise ConfigError(
                 f"optimizer={config.name} does not go with {option}: {refuses[situation]}{HINTS[situation]}"
             )
-    bf16 = hardware.precision == "bf16-true"
-    if isinstance(config, MuonConfig):
-        refuse_nesterov_bug(config, bf16=bf16)
-    if comparison and bf16:
-        raise ConfigError(
-            "hardware.precision must be bf16-mixed or 32-true in a comparison, got bf16-true: "
-            "bfloat16 weights round small updates away, a different share for each optimizer"
-        )
 
 
 def _situations(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[Situation, str]]:

@@ -289,8 +289,8 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         require(self.devices >= 1, "hardware.devices", "be at least 1", self.devices)
-        known = ("32-true", "bf16-mixed")
-        require(self.precision in known, "hardware.precision", f"be one of {', '.join(known)}", self.precision)
+        known = "be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates away)"
+        require(self.precision in ("32-true", "bf16-mixed"), "hardware.precision", known, self.precision)
         require(
             self.num_threads is None or self.num_threads >= 1, "hardware.num_threads", "be at least 1", self.num_threads
         )

@@ -71,7 +71,9 @@ def test_prefix_sharing_gives_the_same_gradient(small_config: Build, tmp_path: P
 
 
 def test_sharing_is_refused_by_name_where_it_cannot_be(small_config: Build, tmp_path: Path) -> None:
-    bert = ["model.architecture={model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"]
+    on, auto = small_config(tmp_path, "batching.prefix_sharing=on"), small_config(tmp_path)
+    for config in (on, auto):
+        config.model.architecture = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2}
     with pytest.raises(ConfigError, match=r"batching\.prefix_sharing=on cannot be had: .*no causal decoder"):
-        _prepare(small_config(tmp_path, *bert, "batching.prefix_sharing=on"), tmp_path)
-    assert not _prepare(small_config(tmp_path, *bert), tmp_path).datamodule.shares_prefixes
+        _prepare(on, tmp_path)
+    assert not _prepare(auto, tmp_path).datamodule.shares_prefixes
