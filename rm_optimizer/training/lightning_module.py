@@ -69,6 +69,7 @@ class RewardModelLightning(pl.LightningModule):
         self.pair_ids = pair_ids
         self.last_checkpoint: Path | None = None
         self.step_metrics: dict[str, float | int] = {}
+        self.pairs_seen = 0
         self.validation_metrics: dict[str, float] = {}
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
@@ -99,6 +100,7 @@ class RewardModelLightning(pl.LightningModule):
         self.step_metrics = {f"train/{name}": value for name, value in passes[0].items()}
         self.step_metrics["train/lr"] = learning_rate
         self.step_metrics["train/num_pairs"] = len(batch.pair_index)
+        self.pairs_seen += len(batch.pair_index)
 
     def pair_losses(self, batch: AnyPairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
         """Loss and margin of each pair of a micro-batch."""

@@ -38,6 +38,7 @@ from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.evaluate import (
     PAIR_REWARDS_FILE,
+    PairRewards,
     metrics_of,
     write_evaluation,
     write_pair_rewards,
@@ -86,9 +87,7 @@ def train_reward_model(config: TrainConfig) -> RunResult:
     run = _prepare(config, run_dir)
     with StopSignal() as stop:
         status = _fit(run, stop, checkpoint)
-    result = _finish(run, status)
-    result.save()
-    return result
+    return _finish(run, status)
 
 
 def _begin(config: TrainConfig, run_dir: Path) -> Path | None:
@@ -113,6 +112,7 @@ class _Run:
     evaluation: Evaluation
     fit_seconds: float = 0.0
     steps: int = 0
+    is_first_rank: bool = True
 
 
 def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
@@ -200,6 +200,7 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None) -> RunStatus:
         close_loggers(trainer.loggers)
     run.fit_seconds = time.perf_counter() - before
     run.steps = trainer.global_step
+    run.is_first_rank = trainer.is_global_zero
     if stop.requested and run.steps < run.module.num_steps:
         raise Interrupted(
             f"stopped after step {run.steps} of {run.module.num_steps}; "
@@ -259,25 +260,30 @@ def quiet_libraries() -> None:
 
 
 def _finish(run: _Run, status: RunStatus) -> RunResult:
-    config, model = run.config, run.module.model
-    _, weights = read_checkpoint(run.run_dir / FOLDER / BEST)
-    load_weights(model.model, weights, run.run_dir / FOLDER / BEST)
-    val = run.datamodule.data.val
+    """Evaluate the best weights on every rank; the first one writes them and what is known of them."""
+    config, model, val = run.config, run.module.model, run.datamodule.data.val
+    best = run.run_dir / FOLDER / BEST
+    load_weights(model.model, read_checkpoint(best)[1], best)
     rewards = run.datamodule.score_validation(model)
     metrics = metrics_of(
         rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed
     )
-    write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, run.evaluation.best.step)
-    write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
+    result = _result(run, status, metrics)
+    if run.is_first_rank:
+        write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, run.evaluation.best.step)
+        write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
+        model.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta))
+        result.save()
+    return result
+
+
+def _statistics(rewards: PairRewards, beta: float) -> dict[str, float]:
     both = np.concatenate([rewards.chosen, rewards.rejected])
-    export = run.run_dir / BEST_FOLDER
-    statistics = {"mean": float(both.mean()), "std": float(both.std()), "num": len(both), "beta": config.loss.beta}
-    model.save_pretrained(export, statistics=statistics)
-    return _result(run, status, metrics, export)
+    return {"mean": float(both.mean()), "std": float(both.std()), "num": len(both), "beta": beta}
 
 
-def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics, export: Path) -> RunResult:
-    config, trained = run.config, run.steps * run.config.batching.batch_size
+def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult:
+    config = run.config
     return RunResult(
         status=status,
         run_dir=str(run.run_dir),
@@ -287,12 +293,12 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics, export: Path
         steps=run.steps,
         best_step=run.evaluation.best.step,
         monitor=config.training.monitor,
-        export=str(export),
+        export=str(run.run_dir / BEST_FOLDER),
         metrics=metrics,
         data=_data_summary(run.datamodule),
         parameters=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
         wall_seconds=time.perf_counter() - run.started,
-        pairs_per_second=trained / max(run.fit_seconds - run.evaluation.seconds, 1e-9),
+        pairs_per_second=run.module.pairs_seen / max(run.fit_seconds - run.evaluation.seconds, 1e-9),
         versions=versions(),
         machine=machine(),
         commit=commit(),
