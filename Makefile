@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 USED := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
-# Two workers with one thread each: the suite is many small models, which gain nothing from more threads.
+# Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
 WORKERS ?= 2
 
 .PHONY: help quickstart test check format clean
@@ -23,7 +23,7 @@ quickstart: $(USED)
 	$(BIN)/rm-opt train experiment=quickstart
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -16,9 +16,6 @@ import pytest
 
 from rm_optimizer.schema.describe import BEGIN, END, option_reference
 
-# later commands find what earlier ones left, so one worker runs them all
-pytestmark = pytest.mark.xdist_group("documents")
-
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "doc.md")
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -126,7 +123,8 @@ def test_every_documented_command_is_run_by_this_file():
 
 
 def test_make_quickstart_trains_the_quickstart_experiment():
-    done = subprocess.run(["make", "--dry-run", "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "--dry-run", "quickstart"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].endswith("/rm-opt train experiment=quickstart")
 
 

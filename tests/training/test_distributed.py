@@ -16,8 +16,6 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.recorder import read_rows
 
-pytestmark = pytest.mark.xdist_group("two ranks")
-
 # float32 sums in another order, through six steps of AdamW
 TOLERANCE = 2e-4
 
