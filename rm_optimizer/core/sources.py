@@ -64,8 +64,6 @@ def _model_folder(path: Path) -> Path:
     for folder in (path, path / BEST_FOLDER):
         if (folder / "config.json").is_file():
             return folder
-    if (path / "adapter_config.json").is_file():
-        raise CheckpointError(f"{path} holds a PEFT adapter alone; merge it into its base model and give that folder")
     raise CheckpointError(
         f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder"
     )

@@ -17,7 +17,7 @@ from rm_optimizer.core.batching import evaluation_batches
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.sources import EXPORT_FILE, SourceKind, resolve_source
+from rm_optimizer.core.sources import BEST_FOLDER, EXPORT_FILE
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.config import PrefixSharing
@@ -182,12 +182,11 @@ def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceData
 
 def trained_beta(source: str) -> float:
     """Inverse temperature that an exported model was trained with; 1 where none is recorded."""
-    resolved = resolve_source(source)
-    record = Path(resolved.location) / EXPORT_FILE
-    if resolved.kind != SourceKind.FOLDER or not record.is_file():
-        return 1.0
-    statistics = json.loads(record.read_text(encoding="utf-8")).get("reward_statistics") or {}
-    return float(statistics.get("beta", 1.0))
+    for record in (Path(source, EXPORT_FILE), Path(source, BEST_FOLDER, EXPORT_FILE)):
+        if record.is_file():
+            statistics = json.loads(record.read_text(encoding="utf-8")).get("reward_statistics") or {}
+            return float(statistics.get("beta", 1.0))
+    return 1.0
 
 
 def evaluate_checkpoint(

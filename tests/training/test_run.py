@@ -14,7 +14,7 @@ from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.core.data_loader import load_training_data
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import RunResult, train_reward_model
+from rm_optimizer.training import RunResult, evaluate_checkpoint, train_reward_model
 from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.result import RunStatus
 
@@ -145,3 +145,12 @@ def test_dropped_rows_are_counted_and_listed(small_config: Build, tmp_path: Path
     result = train_reward_model(small_config(tmp_path / "run", *options))
     assert result.data.skipped_rows == 1
     assert "pairs.jsonl, line 5: chosen must not be empty" in (tmp_path / "run" / "skipped_rows.txt").read_text()
+
+
+def test_evaluation_uses_the_beta_a_model_was_trained_with(small_config: Build, tmp_path: Path) -> None:
+    result = train_reward_model(small_config(tmp_path / "run", "loss.beta=2.5"))
+    data = load_training_data(small_config(tmp_path).data).val
+    options = {"token_budget": 4096, "num_bootstrap": 100, "seed": 0}
+    again = evaluate_checkpoint(str(tmp_path / "run"), data, output_dir=tmp_path / "eval", **options)
+    assert again.beta == result.metrics.beta == 2.5
+    assert again.nll.value == pytest.approx(result.metrics.nll.value, abs=1e-5)
