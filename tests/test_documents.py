@@ -58,15 +58,15 @@ WAYS: dict[str, Way] = {
     "make check": Way("make --dry-run check", in_checkout=True, prints="mypy"),
     "rm-opt --help": Way(prints="Commands:"),
     "rm-opt info": Way(prints="presets in"),
-    ".venv/bin/rm-opt data check pairs.jsonl": Way(f"{PAIRS} && rm-opt data check pairs.jsonl", prints="longer wins"),
+    "rm-opt data check pairs.jsonl": Way(f"{PAIRS} && rm-opt data check pairs.jsonl", prints="longer wins"),
     # without a hub the presets that download one are composed, and the embedded one is trained
-    ".venv/bin/rm-opt train model=minilm data.train=pairs.jsonl": Way(
+    "rm-opt train model=minilm data.train=pairs.jsonl hydra.run.dir=outputs/run": Way(
         f"rm-opt train model=minilm data.train=pairs.jsonl --cfg job && "
         f"rm-opt train data.train=pairs.jsonl {FEW} hydra.run.dir=outputs/run",
         prints="sentence-transformers/all-MiniLM-L6-v2",
         slow=True,
     ),
-    ".venv/bin/rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100": Way(
+    "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100": Way(
         "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100 --cfg job", prints="name: muon"
     ),
     "python -m rm_optimizer.train optimizer=muon hardware=h100 --cfg job": Way(prints="precision: bf16-mixed"),
