@@ -7,10 +7,8 @@ it in micro-batches that hold whole pairs within a token budget. A loss that wei
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -18,14 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.packing import epoch_order, micro_batches, pad_sequences, rank_share, row_batches
 from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, shared_length
-from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
-from rm_optimizer.errors import DataError, DataStalled
+from rm_optimizer.core.tokens import TokenizedPairs
+from rm_optimizer.errors import DataError
 
 
 class _Pairs:
@@ -213,6 +210,13 @@ class PackedPairCollator(PairCollator):
         return [positions[batch].tolist() for batch in row_batches(self.tokens(positions), token_budget)]
 
 
+def pair_collator(
+    tokenized: TokenizedPairs, pairs: Sequence[PreferencePair], pad_token_id: int, *, prefix_sharing: bool
+) -> PairCollator:
+    """The collator of micro-batches that share prompts, or of those that pad."""
+    return (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
+
+
 class MacroBatches(Dataset[MacroBatch]):
     """Macro-batches by optimizer step, without end: item k is the same whenever and wherever it is asked for.
 
@@ -277,99 +281,6 @@ class MacroBatches(Dataset[MacroBatch]):
         return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
-class MacroBatchLoader(DataLoader[MacroBatch]):
-    """A data loader over `MacroBatches` that raises, rather than hangs, when a worker process stalls.
-
-    A batch fetched without workers (`num_workers=0`) is not timed: nothing is left to interrupt it.
-    """
-
-    def __iter__(self) -> Iterator[MacroBatch]:  # type: ignore[override]
-        """Macro-batches in the order of steps.
-
-        Raises:
-            DataStalled: if a worker does not deliver a macro-batch in time.
-        """
-        batches = super().__iter__()
-        for count, step in enumerate(self.sampler):
-            try:
-                batch = next(batches)
-            except RuntimeError as error:
-                if "timed out after" not in str(error):
-                    raise
-                # Workers take the steps in turn, and batches come in order.
-                worker = count % self.num_workers
-                raise DataStalled(
-                    f"data-loader worker {worker} did not deliver step {step} within {self.timeout:g} s; look for a "
-                    "slow or lost disk, or raise data.fetch_timeout"
-                ) from error
-            yield batch
-
-
-def create_dataloader(
-    dataset: Sequence[PreferencePair],
-    renderer: ConversationRenderer,
-    *,
-    batch_size: int,
-    micro_token_budget: int,
-    seed: int,
-    epochs: float | None = None,
-    num_steps: int | None = None,
-    start_step: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    fetch_timeout: float = 60.0,
-    cache_dir: Path | None = None,
-    pin_memory: bool = False,
-    prefix_sharing: bool = False,
-) -> DataLoader[MacroBatch]:
-    """Tokenise the pairs, or open their cache, and load them as macro-batches of whole pairs.
-
-    Args:
-        dataset: the pairs.
-        renderer: makes their token ids.
-        batch_size: pairs of a macro-batch, over all ranks.
-        micro_token_budget: tokens of a micro-batch, padding included.
-        seed: seed of the order, not negative.
-        epochs: passes over the pairs, a fraction allowed, rounded up to whole steps; or give `num_steps`.
-        num_steps: optimizer steps of the run; or give `epochs`.
-        start_step: first step to load, when a run resumes.
-        rank: whose share to load, in [0, world_size).
-        world_size: number of ranks.
-        num_workers: loading processes; 0 loads in this one.
-        fetch_timeout: seconds a worker may take for one macro-batch.
-        cache_dir: folder of tokenised data; None is the user's cache folder.
-        pin_memory: put the tensors into page-locked memory.
-        prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
-
-    Raises:
-        ValueError: if not exactly one of `epochs` and `num_steps` is given, or a number is out of its range.
-        DataError: if no pair is left after tokenising, or the chat template refuses one.
-    """
-    if (epochs is None) == (num_steps is None):
-        raise ValueError(f"give either epochs or num_steps, got epochs={epochs} and num_steps={num_steps}")
-    tokenized = tokenize_pairs(dataset, renderer, cache_dir)
-    make = PackedPairCollator if prefix_sharing else PairCollator
-    batches = MacroBatches(
-        make(tokenized, dataset, renderer.pad_token_id),
-        batch_size=batch_size,
-        micro_token_budget=micro_token_budget,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-    )
-    if epochs is not None:
-        num_steps = math.ceil(round(epochs * batches.steps_per_epoch, 6))  # 0.1 x 30 is 3 steps, not 4
-    return MacroBatchLoader(
-        batches,
-        batch_size=None,
-        sampler=range(start_step, num_steps or 0),
-        num_workers=num_workers,
-        timeout=fetch_timeout if num_workers else 0,
-        pin_memory=pin_memory,
-    )
-
-
 def evaluation_batches(
     tokenized: TokenizedPairs,
     pairs: Sequence[PreferencePair],
@@ -389,7 +300,7 @@ def evaluation_batches(
         ValueError: if a number is out of its range.
     """
     _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
-    collator = (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
+    collator = pair_collator(tokenized, pairs, pad_token_id, prefix_sharing=prefix_sharing)
     batches = collator.micro_batches(np.arange(len(tokenized)), token_budget)
     return map(collator, batches[rank::world_size])
 

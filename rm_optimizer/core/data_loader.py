@@ -18,7 +18,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.schema.config import DataConfig, KwiseRule, OnBadRow
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.batching import create_dataloader
+    from rm_optimizer.core.macro_loader import create_dataloader
 
 __all__ = [
     "PreferenceDataset",
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     """`create_dataloader` loads on first use, since it brings transformers along."""
     if name != "create_dataloader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rm_optimizer.core.batching import create_dataloader
+    from rm_optimizer.core.macro_loader import create_dataloader
 
     return create_dataloader
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 
-from rm_optimizer.core.batching import MacroBatch, MacroBatches, MacroBatchLoader, PackedPairCollator, PairCollator
+from rm_optimizer.core.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.macro_loader import MacroBatchLoader
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
@@ -95,8 +96,9 @@ class PreferenceDataModule(pl.LightningDataModule):
         self.train_tokens = _tokenized("training", data.train, renderer, cache)
         self.val_tokens = _tokenized("validation", data.val, renderer, cache)
         self.shares_prefixes = shares_prefixes(model, self.train_tokens, batching.prefix_sharing)
-        collator = PackedPairCollator if self.shares_prefixes else PairCollator
-        self._collator = collator(self.train_tokens, data.train, renderer.pad_token_id)
+        self._collator = pair_collator(
+            self.train_tokens, data.train, renderer.pad_token_id, prefix_sharing=self.shares_prefixes
+        )
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
         self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
 
@@ -106,7 +108,7 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def steps(self, start_step: int, num_steps: int) -> Iterator[MacroBatch]:
         """Macro-batches of steps `start_step` to `num_steps`, this rank's share of each."""
-        trainer, workers = self.trainer, self.config.num_workers
+        trainer = self.trainer
         batches = MacroBatches(
             self._collator,
             batch_size=self.batching.batch_size,
@@ -117,12 +119,9 @@ class PreferenceDataModule(pl.LightningDataModule):
         )
         yield from MacroBatchLoader(
             batches,
-            batch_size=None,
-            sampler=range(start_step, num_steps),
-            num_workers=workers,
-            timeout=self.config.fetch_timeout if workers else 0,
-            # else the loader draws its workers' seed from the global generator, which a resumed run must not touch
-            generator=torch.Generator().manual_seed(self.seed),
+            range(start_step, num_steps),
+            num_workers=self.config.num_workers,
+            fetch_timeout=self.config.fetch_timeout,
         )
 
     def score_validation(self, model: BradleyTerryRM) -> PairRewards:

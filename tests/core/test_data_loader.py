@@ -154,9 +154,9 @@ def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_dataloader_is_reached_from_here() -> None:
-    from rm_optimizer.core import batching, data_loader
+    from rm_optimizer.core import data_loader, macro_loader
 
-    assert data_loader.create_dataloader is batching.create_dataloader
+    assert data_loader.create_dataloader is macro_loader.create_dataloader
     with pytest.raises(AttributeError, match="no_such_name"):
         data_loader.no_such_name  # noqa: B018
 
