@@ -113,6 +113,16 @@ def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(_file_names(model))
 
 
+def stored_name(name: str) -> str:
+    """The name in peft's file of a tensor of the adapter.
+
+    Example:
+        >>> stored_name("layers.0.q_proj.lora_A.default.weight")
+        'base_model.model.layers.0.q_proj.lora_A.weight'
+    """
+    return _PREFIX + ".".join(part for part in name.split(".") if part != ADAPTER_NAME)
+
+
 def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors`, which plain peft loads too."""
     config = copy.deepcopy(lora_config(model))
@@ -219,7 +229,7 @@ def _file_names(model: PreTrainedModel) -> dict[str, str]:
     """For each tensor that belongs to the adapter: its name in the model, and its name in peft's file."""
     whole, biases = saved_modules(model), lora_config(model).bias
     return {
-        name: _PREFIX + ".".join(part for part in name.split(".") if part != ADAPTER_NAME)
+        name: stored_name(name)
         for name in model.state_dict()
         if ADAPTER_NAME in name.split(".")
         or any(_is_under(name, module) for module in whole)

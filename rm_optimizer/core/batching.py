@@ -7,7 +7,7 @@ it in micro-batches that hold whole pairs within a token budget. A loss that wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.packing import epoch_order, micro_batches, pad_sequences, rank_share, row_batches
 from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, shared_length
-from rm_optimizer.core.tokens import TokenizedPairs
+from rm_optimizer.core.tokens import PairTokens
 from rm_optimizer.errors import DataError
 
 
@@ -158,16 +158,43 @@ class MacroBatch:
         return replace(self, micro=tuple(batch.pin_memory() for batch in self.micro))
 
 
-class PairCollator:
-    """Makes a `PairBatch` of any tokenised pairs, with the margins, labels and weights of the pairs they came from."""
+@dataclass(frozen=True, eq=False)
+class PairValues:
+    """The numbers of pairs, beside their tokens.
 
-    def __init__(self, tokenized: TokenizedPairs, pairs: Sequence[PreferencePair], pad_token_id: int) -> None:
+    Args:
+        margin: margins in the source's units, 0 where a pair has none.
+        label: probabilities that chosen is the better one.
+        weight: how many pairs each one counts for.
+    """
+
+    margin: NDArray[np.float32]
+    label: NDArray[np.float32]
+    weight: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, pairs: Iterable[PreferencePair]) -> PairValues:
+        """The numbers of these pairs."""
+        rows = np.array([(pair.margin or 0.0, pair.label, pair.weight) for pair in pairs], dtype=np.float32)
+        margin, label, weight = np.ascontiguousarray(rows.reshape(-1, 3).T)
+        return cls(margin, label, weight)
+
+
+class PairCollator:
+    """Makes a `PairBatch` of any tokenised pairs.
+
+    Args:
+        tokenized: the pairs' tokens.
+        pairs: what they were made of, or the values of each tokenised pair.
+        pad_token_id: the id that fills masked positions.
+    """
+
+    def __init__(self, tokenized: PairTokens, pairs: Sequence[PreferencePair] | PairValues, pad_token_id: int) -> None:
         self.tokenized = tokenized
         self.pad_token_id = pad_token_id
-        kept = [pairs[int(i)] for i in tokenized.pair_index]
-        self.margin = np.array([pair.margin or 0.0 for pair in kept], dtype=np.float32)
-        self.label = np.array([pair.label for pair in kept], dtype=np.float32)
-        self.weight = np.array([pair.weight for pair in kept], dtype=np.float32)
+        kept = tokenized.pair_index.tolist()
+        values = pairs if isinstance(pairs, PairValues) else PairValues.of(pairs[i] for i in kept)
+        self.margin, self.label, self.weight = values.margin, values.label, values.weight
 
     def __call__(self, positions: Sequence[int]) -> AnyPairBatch:
         """The batch of the tokenised pairs at these positions, in this order."""
@@ -211,7 +238,7 @@ class PackedPairCollator(PairCollator):
 
 
 def pair_collator(
-    tokenized: TokenizedPairs, pairs: Sequence[PreferencePair], pad_token_id: int, *, prefix_sharing: bool
+    tokenized: PairTokens, pairs: Sequence[PreferencePair] | PairValues, pad_token_id: int, *, prefix_sharing: bool
 ) -> PairCollator:
     """The collator of micro-batches that share prompts, or of those that pad."""
     return (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
@@ -266,12 +293,8 @@ class MacroBatches(Dataset[MacroBatch]):
     def __getitem__(self, step: int) -> MacroBatch:
         """This rank's share of the macro-batch of one optimizer step."""
         positions = self._positions(step)
-        share = rank_share(self.collator.tokens(positions), positions, self.rank, self.world_size)
-        return MacroBatch(
-            step=step,
-            micro=tuple(map(self.collator, self.collator.micro_batches(share, self.micro_token_budget))),
-            total_weight=float(self.collator.weight[positions].sum(dtype=np.float64)),
-            pair_index=self.collator.tokenized.pair_index[positions],
+        return macro_batch(
+            self.collator, positions, step, self.micro_token_budget, rank=self.rank, world_size=self.world_size
         )
 
     def _positions(self, step: int) -> NDArray[np.int64]:
@@ -281,8 +304,36 @@ class MacroBatches(Dataset[MacroBatch]):
         return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
+def macro_batch(
+    collator: PairCollator,
+    positions: NDArray[np.int64],
+    step: int,
+    micro_token_budget: int,
+    *,
+    rank: int,
+    world_size: int,
+) -> MacroBatch:
+    """One rank's share of the macro-batch that the tokenised pairs at these positions make.
+
+    Args:
+        collator: makes the tensors.
+        positions: the pairs, over all ranks.
+        step: the optimizer step.
+        micro_token_budget: tokens of a micro-batch, padding included.
+        rank: whose share to give, in [0, world_size).
+        world_size: number of ranks.
+    """
+    share = rank_share(collator.tokens(positions), positions, rank, world_size)
+    return MacroBatch(
+        step=step,
+        micro=tuple(map(collator, collator.micro_batches(share, micro_token_budget))),
+        total_weight=float(collator.weight[positions].sum(dtype=np.float64)),
+        pair_index=collator.tokenized.pair_index[positions],
+    )
+
+
 def evaluation_batches(
-    tokenized: TokenizedPairs,
+    tokenized: PairTokens,
     pairs: Sequence[PreferencePair],
     *,
     pad_token_id: int,

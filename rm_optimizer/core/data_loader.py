@@ -7,21 +7,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
-
-import numpy as np
 
 from rm_optimizer.core.base import PreferencePair, Prompt, prompt_id
 from rm_optimizer.core.data_sources import SkippedRow, load_source, mixed, parse_sources
+from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.config import DataConfig, KwiseRule, OnBadRow
 
 if TYPE_CHECKING:
     from rm_optimizer.core.macro_loader import create_dataloader
+    from rm_optimizer.core.ray_dataset import RayPreferenceDataset
 
 __all__ = [
     "PreferenceDataset",
+    "RayPreferenceDataset",
     "SkippedRow",
     "TrainVal",
     "create_dataloader",
@@ -31,14 +33,17 @@ __all__ = [
     "require_disjoint_prompts",
 ]
 
+_HOME = {
+    "create_dataloader": "rm_optimizer.core.macro_loader",
+    "RayPreferenceDataset": "rm_optimizer.core.ray_dataset",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`create_dataloader` loads on first use, since it brings transformers along."""
-    if name != "create_dataloader":
+    """`create_dataloader` and `RayPreferenceDataset` load on first use, since they bring transformers along."""
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rm_optimizer.core.macro_loader import create_dataloader
-
-    return create_dataloader
+    return getattr(import_module(_HOME[name]), name)
 
 
 def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
@@ -150,7 +155,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
             raise ValueError(f"num_pairs must be at least 1, got {num_pairs}")
         if num_pairs >= len(self.pairs):
             return self
-        kept = np.sort(np.random.default_rng(seed).permutation(len(self.pairs))[:num_pairs])
+        kept = random_positions(len(self.pairs), num_pairs, seed)
         return PreferenceDataset(tuple(self.pairs[index] for index in kept), self.skipped)
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.formats import (
     FORMATS,
@@ -21,11 +19,12 @@ from rm_optimizer.core.formats import (
     read_number,
     row_format,
 )
-from rm_optimizer.core.readers import Row, read_rows, row_unit, source_name
+from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.readers import Report, Row, read_rows, row_unit, source_name
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.config import KwiseRule, OnBadRow
 
-_FIRST_ROWS = 50
+FIRST_ROWS = 50
 """Rows that decide the format and the columns."""
 _OPTIONAL = ("margin", "label", "weight")
 _OTHER_NAMES = {
@@ -159,26 +158,58 @@ def load_source(source: DataSource, *, kwise_rule: KwiseRule, on_bad_row: OnBadR
             raise DataError(f"{skipped[-1]}; correct it, or set data.on_bad_row=drop to leave bad rows out")
 
     rows = read_rows(source.path, report)
-    first = list(itertools.islice(rows, _FIRST_ROWS))
+    first = list(itertools.islice(rows, FIRST_ROWS))
     if not first:
         raise DataError(_nothing_left(source, skipped))
-    form = _format_of(source, [row for _, row in first])
-    numbered: Iterable[tuple[int, Row]] = _renamed(itertools.chain(first, rows), source.columns)
-    if form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns:
+    form = format_of(source, [row for _, row in first])
+    numbered: Iterable[tuple[int, Row]] = renamed(itertools.chain(first, rows), source.columns)
+    if has_one_response_a_row(source, form, first[0][1]):
         numbered = gather_responses(numbered, report)
-    maker, pairs = _PairMaker(source, form), list[PreferencePair]()
-    for number, row in numbered:
+
+    def skip(number: int, reason: str) -> None:
+        skipped.append(SkippedRow(source.path, number, reason))
+
+    pairs = tuple(pair for _, pair in numbered_pairs(source, form, numbered, kwise_rule, report=report, skip=skip))
+    if not pairs:
+        raise DataError(_nothing_left(source, skipped))
+    return SourcePairs(pairs, tuple(skipped))
+
+
+def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:
+    """Whether rows of the k-wise format are single responses, which must be gathered by prompt."""
+    return form.name == "kwise" and "responses" not in first and "responses" not in source.columns
+
+
+def numbered_pairs(
+    source: DataSource,
+    form: RowFormat,
+    rows: Iterable[tuple[int, Row]],
+    kwise_rule: KwiseRule,
+    *,
+    report: Report,
+    skip: Report,
+) -> Iterator[tuple[int, PreferencePair]]:
+    """The pairs of rows, each with the number of its row.
+
+    Args:
+        source: where the rows come from.
+        form: their format.
+        rows: numbered rows under our column names.
+        kwise_rule: which pairs a row of many scored responses gives.
+        report: told of bad rows.
+        skip: told of rows that are not bad and give no pair.
+    """
+    maker = _PairMaker(source, form)
+    for number, row in rows:
         try:
             comparisons = form.compare(row, kwise_rule)
-            pairs.extend(maker.pairs(number, row, comparisons))
+            pairs = maker.pairs(number, row, comparisons)
         except ValueError as error:
             report(number, str(error))
             continue
         if not comparisons:
-            skipped.append(SkippedRow(source.path, number, "no pair: no two responses with different scores"))
-    if not pairs:
-        raise DataError(_nothing_left(source, skipped))
-    return SourcePairs(tuple(pairs), tuple(skipped))
+            skip(number, "no pair: no two responses with different scores")
+        yield from ((number, pair) for pair in pairs)
 
 
 def _nothing_left(source: DataSource, skipped: Sequence[SkippedRow]) -> str:
@@ -187,7 +218,8 @@ def _nothing_left(source: DataSource, skipped: Sequence[SkippedRow]) -> str:
     return f"none of {len(skipped)} rows gives a pair; the first: {skipped[0]}"
 
 
-def _renamed(rows: Iterable[tuple[int, Row]], columns: Mapping[str, str]) -> Iterator[tuple[int, Row]]:
+def renamed(rows: Iterable[tuple[int, Row]], columns: Mapping[str, str]) -> Iterator[tuple[int, Row]]:
+    """The rows under our column names; columns without one of ours keep theirs."""
     theirs = set(columns.values())
     for number, row in rows:
         if columns:
@@ -196,16 +228,20 @@ def _renamed(rows: Iterable[tuple[int, Row]], columns: Mapping[str, str]) -> Ite
         yield number, row
 
 
-def _format_of(source: DataSource, first: Sequence[Row]) -> RowFormat:
-    """The format named or detected, once the columns are known to be there."""
+def format_of(source: DataSource, first: Sequence[Row]) -> RowFormat:
+    """The format named or detected, once the columns are known to be there.
+
+    Raises:
+        DataError: if the first rows lack a column, or look like no format.
+    """
     known = list(dict.fromkeys(name for row in first for name in row))
     for name in source.columns.values():
         if name not in known:
             raise DataError(f"{source.path}: data.columns: {did_you_mean('column', name, known)}")
-    renamed = [row for _, row in _renamed(enumerate(first), source.columns)]
-    columns = list(dict.fromkeys(name for row in renamed for name in row))
+    ours = [row for _, row in renamed(enumerate(first), source.columns)]
+    columns = list(dict.fromkeys(name for row in ours for name in row))
     if source.format == "auto":
-        found = detect_format(renamed)
+        found = detect_format(ours)
         if found is None:
             raise DataError(_no_format(source.path, columns, FORMATS.values()))
         return found
@@ -313,7 +349,7 @@ def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[
         for copy in range(whole):
             mixture.extend(_marked(pairs, copy))
         num_more = round((source.weight - whole) * len(pairs))
-        drawn = np.sort(np.random.default_rng([seed, place]).permutation(len(pairs))[:num_more])
+        drawn = random_positions(len(pairs), num_more, [seed, place])
         mixture.extend(_marked([pairs[index] for index in drawn], whole))
     return tuple(mixture)
 

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rm_optimizer.schema import LossConfig
+
 PairLayout = Literal["interleaved", "halves"]
 """How the two sides of a pair lie in one stacked batch: `c0 r0 c1 r1 …`, or all chosen and then all rejected."""
 
@@ -94,6 +96,27 @@ def bradley_terry_pair_losses(
     if reward_l2:
         losses = losses + reward_l2 * (c.square() + r.square()) / 2
     return losses
+
+
+def configured_pair_losses(
+    chosen: Float[Tensor, " pairs"],
+    rejected: Float[Tensor, " pairs"],
+    config: LossConfig,
+    *,
+    margin: Float[Tensor, " pairs"],
+    label: Float[Tensor, " pairs"],
+) -> Float[Tensor, " pairs"]:
+    """`bradley_terry_pair_losses` as a run's options say; margins count by `loss.margin_scale`."""
+    return bradley_terry_pair_losses(
+        chosen,
+        rejected,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        margin=margin * config.margin_scale if config.margin_scale else None,
+        label=label,
+        center_rewards=config.center_rewards,
+        reward_l2=config.reward_l2,
+    )
 
 
 def bradley_terry_loss(

@@ -12,6 +12,9 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+PASS_TOKENS = 256
+"""What a further forward and backward pass is taken to cost, in tokens: where batches end is weighed against it."""
+
 
 def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The order of the pairs in one epoch, a pure function of its arguments.
@@ -21,6 +24,14 @@ def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_pairs)
     return np.argsort(words, kind="stable")
+
+
+def random_positions(num: int, num_drawn: int, seed: int | Sequence[int]) -> NDArray[np.int64]:
+    """Positions below `num` drawn without replacement, ascending; all of them where `num_drawn` is not smaller.
+
+    With one seed, a smaller draw lies within every larger one.
+    """
+    return np.sort(np.random.default_rng(seed).permutation(num)[:num_drawn]).astype(np.int64)
 
 
 def rank_share(
@@ -50,17 +61,20 @@ def rank_share(
 
 
 def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: int) -> list[list[int]]:
-    """Indices of the sequences in batches of like length, longest first.
+    """Indices of the sequences in batches of like length, longest first, that cost the least.
 
     Within a batch, ``sequences x longest <= token_budget``; a sequence longer than the budget stands alone. Memory thus
-    peaks at the first batch. O(n log n).
+    peaks at the first batch. Of all ways to cut the sorted sequences, the one with the fewest tokens is taken, padding
+    included and `PASS_TOKENS` added for every batch. O(n k) for n sequences, k of them in the largest batch.
 
     Raises:
         ValueError: if the budget is not positive.
 
     Example:
         >>> length_batches([3, 9, 4, 3], token_budget=9)
-        [[1], [2, 0], [3]]
+        [[1], [2], [0, 3]]
+        >>> length_batches([900, 100, 100, 800], token_budget=4000)
+        [[0, 3], [1, 2]]
     """
     return _by_width(np.asarray(lengths, dtype=np.int64), token_budget)
 
@@ -70,8 +84,9 @@ def micro_batches(
 ) -> list[list[int]]:
     """The given pairs in batches of like length, longest first, without ever splitting a pair.
 
-    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget stands alone. `indices` are
-    rows of `lengths`, which holds the tokens of all chosen and rejected sequences, shape (all pairs, 2). O(n log n).
+    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget stands alone; where batches
+    end is chosen as in `length_batches`. `indices` are rows of `lengths`, which holds the tokens of all chosen and
+    rejected sequences, shape (all pairs, 2).
 
     Raises:
         ValueError: if the budget is not positive.
@@ -86,11 +101,30 @@ def _by_width(widths: NDArray[np.int64], token_budget: int) -> list[list[int]]:
     order = np.argsort(-widths, kind="stable")
     batches: list[list[int]] = []
     start = 0
-    while start < len(order):
-        size = max(1, token_budget // max(1, int(widths[order[start]])))
+    for size in _cheapest_cuts(widths[order], token_budget):
         batches.append(order[start : start + size].tolist())
         start += size
     return batches
+
+
+def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
+    """Sizes of consecutive batches of descending widths with the least total cost (dynamic programming from the end).
+
+    ``cost(s) = min_k  k widths[s] + PASS_TOKENS + cost(s + k)``; among equals the largest batch.
+    """
+    num = len(widths)
+    cost = np.zeros(num + 1, dtype=np.int64)
+    size = np.ones(num, dtype=np.int64)
+    for start in range(num - 1, -1, -1):
+        most = min(num - start, max(1, token_budget // max(1, int(widths[start]))))
+        totals = widths[start] * np.arange(1, most + 1) + PASS_TOKENS + cost[start + 1 : start + most + 1]
+        size[start] = most - int(np.argmin(totals[::-1]))
+        cost[start] = totals[size[start] - 1]
+    cuts, start = [], 0
+    while start < num:
+        cuts.append(int(size[start]))
+        start += cuts[-1]
+    return cuts
 
 
 def _check_budget(token_budget: int) -> None:

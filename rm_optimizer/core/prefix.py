@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
+from rm_optimizer.core.attention_switch import SWITCHES
 from rm_optimizer.core.packing import assign_rows
 
-KERNELS = ("sdpa", "eager", "flex_attention")
+KERNELS = ("sdpa", "eager", "flex_attention", *SWITCHES)
 """Attention kernels that take a mask of any form."""
 TREE_TOKENS = 1024
 """Most tokens of a tree of many branches; on a CPU and with 12M parameters, 1024 cost 1.3 times what 128 do a token."""
@@ -203,18 +204,24 @@ def tree_mask(packed: PackedTrees, window: int | None = None) -> Bool[Tensor, "r
     return allowed[:, None]
 
 
+def tree_mask_mod(packed: PackedTrees, window: int | None = None) -> Callable[..., Tensor]:
+    """`tree_mask` as a rule over row, head, query and key, which FlexAttention compiles into its kernel.
+
+    Nothing but the window is a number in it, so that rows of another width need no other kernel.
+    """
+    end, position = packed.end, packed.position_ids
+    if window is None:
+        return lambda row, head, query, key: (query >= key) & (query < end[row, key])
+    return lambda row, head, query, key: (
+        (query >= key) & (query < end[row, key]) & (position[row, query] - position[row, key] < window)
+    )
+
+
 def tree_block_mask(packed: PackedTrees, window: int | None = None) -> BlockMask:
     """`tree_mask` for FlexAttention, which skips the blocks where it is empty."""
-    end, position = packed.end, packed.position_ids
     rows, tokens = packed.input_ids.shape
-    reach = tokens if window is None else window
-    return create_block_mask(
-        lambda row, head, query, key: (
-            (query >= key) & (query < end[row, key]) & (position[row, query] - position[row, key] < reach)
-        ),
-        *(rows, None, tokens, tokens),
-        device=str(end.device),
-    )
+    rule = tree_mask_mod(packed, window)
+    return create_block_mask(rule, rows, None, tokens, tokens, device=str(packed.end.device))
 
 
 def attention_masks(packed: PackedTrees, config: Any, dtype: torch.dtype) -> Any:
@@ -233,13 +240,18 @@ def attention_masks(packed: PackedTrees, config: Any, dtype: torch.dtype) -> Any
 
 
 def _kernel_mask(packed: PackedTrees, kernel: str, window: int | None, dtype: torch.dtype) -> Tensor | BlockMask:
-    if kernel == "flex_attention":
+    if takes_blocks(kernel, packed.end.device):
         return tree_block_mask(packed, window)
     mask = tree_mask(packed, window)
-    if kernel == "sdpa":
+    if kernel != "eager":
         return mask
-    assert kernel == "eager", f"sharing_obstacle lets no {kernel} pass"
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def takes_blocks(kernel: str, device: torch.device) -> bool:
+    """Whether shared prompts get a block mask: FlexAttention by name, or a switch that has it, on CUDA."""
+    assert kernel in KERNELS, f"sharing_obstacle lets no {kernel} pass"
+    return kernel == "flex_attention" or (kernel in SWITCHES and SWITCHES[kernel].has_blocks and device.type == "cuda")
 
 
 def last_hidden(hidden: Float[Tensor, "rows tokens hidden"], packed: PackedTrees) -> Float[Tensor, "sequences hidden"]:

@@ -52,7 +52,7 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
     if path.is_dir():
         return _saved_folder(path)
     if path.exists():
-        return _guarded(path, _file_reader(path)(path, report))
+        return guarded(path, _file_reader(path)(path, report))
     if is_hub_name(location):
         return _hub(location)
     raise DataError(_no_such_file(location, path))
@@ -110,8 +110,12 @@ def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row
     return _READERS[suffix]
 
 
-def _guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-    """The rows, with every way a file can be torn told in one sentence."""
+def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    """The rows, with every way a file can be torn told in one sentence.
+
+    Raises:
+        DataError: if the file cannot be read.
+    """
     try:
         yield from rows
     except UnicodeDecodeError as error:
@@ -137,11 +141,24 @@ def _parquet(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
 
 def _json_lines(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
     with _open(path) as lines:
-        yield from _parsed_lines(path, lines, report)
+        yield from parse_lines(path, lines, report)
 
 
-def _parsed_lines(path: Path, lines: Iterable[bytes], report: Report) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(lines, 1):
+def parse_lines(
+    path: Path, lines: Iterable[bytes], report: Report, *, first_line: int = 1
+) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of lines that each hold a JSON object; blank lines are counted and give none.
+
+    Args:
+        path: the file the lines come from.
+        lines: its lines, or a part of them.
+        report: told of lines that hold none.
+        first_line: number of the first of these lines.
+
+    Raises:
+        DataError: if the file is a JSON array.
+    """
+    for number, line in enumerate(lines, first_line):
         if line.isspace():
             continue
         if number == 1 and line.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
@@ -172,7 +189,7 @@ def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
         rows = [json.loads(content)] if is_object else json.loads(content)
     except json.JSONDecodeError as error:
         if is_object and error.msg == "Extra data":
-            yield from _parsed_lines(path, io.BytesIO(content), report)
+            yield from parse_lines(path, io.BytesIO(content), report)
             return
         message = f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
         raise DataError(message) from error
@@ -240,7 +257,7 @@ def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
         dataset = load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: the saved data set cannot be read: {error}") from error
-    return _guarded(path, _dataset_rows(dataset))
+    return guarded(path, _dataset_rows(dataset))
 
 
 def _hub(location: str) -> Iterator[tuple[int, Row]]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,30 @@ class TruncationReport:
     def from_json(cls, text: str) -> TruncationReport:
         """The report that `to_json` wrote."""
         return cls(**json.loads(text))
+
+
+class PairTokens(Protocol):
+    """Token ids of pairs, wherever they lie."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of the chosen and the rejected sequence, shape (pairs, 2)."""
+        ...
+
+    @property
+    def pair_index(self) -> NDArray[np.int64]:
+        """Position of each pair in its data set."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def chosen(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the preferred sequence of pair i."""
+        ...
+
+    def rejected(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the other sequence of pair i."""
+        ...
 
 
 class TokenizedPairs:

@@ -114,6 +114,21 @@ def test_a_batch_is_full_before_the_next_begins() -> None:
     assert micro_batches(np.full((5, 2), 4), range(5), 16) == [[0, 1], [2, 3], [4]]
 
 
+@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=9), budget=st.integers(1, 4000))
+def test_no_other_cut_of_the_sorted_sequences_costs_less(lengths: list[int], budget: int) -> None:
+    def cost(batches: list[list[int]]) -> int:
+        return sum(max(batch) * len(batch) + packing.PASS_TOKENS for batch in batches)
+
+    ordered = sorted(lengths, reverse=True)
+    cheapest = None
+    for cuts in range(2 ** (len(ordered) - 1)):
+        ends = [i + 1 for i in range(len(ordered) - 1) if cuts >> i & 1] + [len(ordered)]
+        batches = [ordered[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        if all(len(batch) == 1 or len(batch) * batch[0] <= budget for batch in batches):
+            cheapest = min(cost(batches), cost(batches) if cheapest is None else cheapest)
+    assert cost([[lengths[i] for i in batch] for batch in length_batches(lengths, budget)]) == cheapest
+
+
 def test_no_sequences_make_no_batches() -> None:
     assert length_batches([], 10) == []
     assert pad_sequences([], PAD)[0].shape == (0, 0)

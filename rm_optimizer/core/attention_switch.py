@@ -1,0 +1,109 @@
+"""Attention that follows its mask: one name for a model's layers, and for each pass the kernel that is fastest for it.
+
+`transformers` reads the kernel from the configuration, once for every pass. A reward model takes passes of several
+kinds: trees of shared prompts, whose masks only FlexAttention takes block by block; padded pairs under autocast, which
+FlashAttention 2 unpads; and passes in float32, which neither serves (the second not at all). A switch looks at each
+pass, and since it goes by the tensors alone, passes recomputed by gradient checkpointing take the same kernel again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
+
+HALF = (torch.float16, torch.bfloat16)
+"""Types that FlashAttention 2 computes in."""
+
+
+@dataclass(frozen=True)
+class AttentionSwitch:
+    """PyTorch's scaled dot product, with what it may be exchanged for.
+
+    Args:
+        has_blocks: the model takes FlexAttention with block masks, on CUDA, for shared prompts.
+        has_varlen: the model takes FlashAttention 2, on CUDA in a half type, for padded sequences.
+    """
+
+    has_blocks: bool
+    has_varlen: bool
+
+    @property
+    def name(self) -> str:
+        """What `transformers` knows it by; it checks names that contain `sdpa` as it does SDPA."""
+        return "sdpa" + "_or_flex" * self.has_blocks + "_or_fa2" * self.has_varlen
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | BlockMask | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention through the kernel that the mask, the device and the type of the pass call for."""
+        dtype = computing_dtype(query.device, value.dtype)
+        found: tuple[Tensor, Tensor | None]
+        if isinstance(attention_mask, BlockMask):
+            found = flex_attention_forward(module, *_cast(dtype, query, key, value), attention_mask, **options)
+        elif self.unpads(query.device, dtype) and (attention_mask is None or attention_mask.ndim == 2):
+            caller = _FlashCaller(getattr(module, "is_causal", True))
+            found = flash_attention_forward(caller, *_cast(dtype, query, key, value), attention_mask, **options)
+        else:
+            found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
+
+    def mask(self, *sizes: Any, device: torch.device, dtype: torch.dtype, **options: Any) -> Tensor | None:
+        """The mask of padded sequences, in the form that the kernel of the pass takes."""
+        unpads = self.unpads(device, computing_dtype(device, dtype))
+        make_mask = flash_attention_mask if unpads else sdpa_mask
+        mask: Tensor | None = make_mask(*sizes, device=device, dtype=dtype, **options)
+        return mask
+
+    def unpads(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether padded sequences go through FlashAttention 2."""
+        return self.has_varlen and torch.device(device).type == "cuda" and dtype in HALF
+
+
+@dataclass(frozen=True)
+class _FlashName:
+    _attn_implementation: str = "flash_attention_2"
+
+
+@dataclass(frozen=True)
+class _FlashCaller:
+    """What `flash_attention_forward` reads of a layer: with its own configuration it would look for our name."""
+
+    is_causal: bool
+    config: _FlashName = _FlashName()
+
+
+def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type that attention computes in: autocast's where that is on, else the tensors' own."""
+    kind = torch.device(device).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in one type: norms of queries and keys leave autocast's."""
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+SWITCHES = {
+    switch.name: switch
+    for switch in (AttentionSwitch(True, True), AttentionSwitch(True, False), AttentionSwitch(False, True))
+}
+"""The switches by name, registered with `transformers`."""
+
+for _name, _switch in SWITCHES.items():
+    AttentionInterface.register(_name, _switch)
+    AttentionMaskInterface.register(_name, _switch.mask)

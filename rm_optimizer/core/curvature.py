@@ -1,0 +1,35 @@
+"""What one look at the curvature of the training loss gives: the type that training logs and the landscape computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.schema import LossConfig
+
+
+@dataclass(frozen=True)
+class CurvatureReading:
+    """Top eigenvalue and trace of the Hessian of the loss on a fixed set of pairs.
+
+    Args:
+        top_eigenvalue: largest algebraic eigenvalue.
+        residual: ``||H v - lambda v||``; some eigenvalue lies within it of `top_eigenvalue`.
+        trace: Hutchinson's estimate over its random probes.
+        num_products: Hessian-vector products spent.
+        num_pairs: pairs that the loss is averaged over.
+    """
+
+    top_eigenvalue: float
+    residual: float
+    trace: Estimate
+    num_products: int
+    num_pairs: int
+
+
+MeasureCurvature = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], Callable[[], CurvatureReading]]
+"""Makes a measurement of a model's curvature on fixed micro-batches; each call measures the weights as they are then,
+and leaves weights, gradients, modes and random generators as they were."""

@@ -1,0 +1,151 @@
+"""Preference pairs that do not fit into memory, streamed from files into the batches that training takes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from functools import cached_property
+
+from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.data_sources import SkippedRow, parse_sources
+from rm_optimizer.core.ray_blocks import BLOCK_BYTES, blocks_of, stream_files
+from rm_optimizer.core.ray_stream import BatchShape, MacroBatchStream, StreamOrder
+from rm_optimizer.core.ray_tokens import BlockReader, BlockTokenizer
+from rm_optimizer.core.ray_workers import TokenizerPool
+from rm_optimizer.core.readers import row_unit
+from rm_optimizer.schema.config import KwiseRule, OnBadRow
+
+WINDOW_BLOCKS = 16
+"""Blocks whose pairs are mixed: about 32 MB of text."""
+
+
+class RayPreferenceDataset:
+    """Pairs in Parquet and JSON Lines files of any size, read and tokenised by Ray workers as they are needed.
+
+    Rows mean what they mean to `PreferenceDataset`, pair for pair. Held in memory are two windows of blocks, whatever
+    the size of the files; nothing is written to disk.
+
+    Args:
+        source: a path, a pattern such as `big/*.parquet`, a mapping `{path, weight, format, columns, label}`, or a list
+            of these; weights are whole numbers.
+        format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
+        columns: column mapping, our name to the file's, of sources that do not bring their own.
+        kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
+        on_bad_row: "error" stops when a bad row is reached, "drop" leaves bad rows out.
+        held_out_prompts: `prompt_id`s that the stream must not hold, those of the validation pairs.
+        block_bytes: text of a block, about.
+
+    Raises:
+        DataError: if a file does not exist, cannot be read in parts, or its columns fit no format.
+        ConfigError: if an option of a source is wrong.
+    """
+
+    def __init__(
+        self,
+        source: object,
+        *,
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        kwise_rule: str = KwiseRule.all,
+        on_bad_row: str = OnBadRow.error,
+        held_out_prompts: Collection[str] = (),
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        files = stream_files(parse_sources(source, format=format, columns=columns))
+        self.reader = BlockReader(files, KwiseRule(kwise_rule), OnBadRow(on_bad_row), frozenset(held_out_prompts))
+        self.blocks = blocks_of(files, block_bytes)
+
+    def __repr__(self) -> str:
+        return f"RayPreferenceDataset({self.num_rows} rows in {len(self.reader.files)} files)"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files; a row may give no pair, or several."""
+        last = self.blocks[-1]
+        return last.stream_row + last.part.first_row - 1 + last.part.num_rows
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of the files' names, sizes and times of change, and of how they are read."""
+        content = hashlib.sha256(repr((self.reader.kwise_rule.value, self.reader.on_bad_row.value)).encode())
+        for file in self.reader.files:
+            found = os.stat(file.source.path)
+            known = (file.source.path, found.st_size, found.st_mtime_ns, file.form.name, sorted(file.source.columns))
+            content.update(repr(known).encode())
+        return content.hexdigest()[:16]
+
+    def first_pairs(self, num_pairs: int) -> PreferenceDataset:
+        """Up to `num_pairs` pairs from the start of the files, read in this process, and the rows skipped among them.
+
+        Raises:
+            DataError: if a row among them is bad and that is not to be passed over.
+        """
+        skipped: list[SkippedRow] = []
+        numbered = (row for block in self.blocks for row in self.reader.pairs(block, skipped.append))
+        pairs = tuple(pair for _, pair in itertools.islice(numbered, num_pairs))
+        return PreferenceDataset(pairs, tuple(skipped))
+
+    def row_name(self, index: int) -> str:
+        """File and row of a pair, by its `pair_index` in a batch."""
+        block = self.blocks[bisect_right([block.stream_row for block in self.blocks], index) - 1]
+        path = self.reader.files[block.file].source.path
+        return f"{path}, {row_unit(path)} {index - block.stream_row + 1}"
+
+    def macro_batches(
+        self,
+        renderer: ConversationRenderer,
+        *,
+        batch_size: int,
+        micro_token_budget: int,
+        seed: int,
+        shuffle: bool = True,
+        start_step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        prefix_sharing: bool = False,
+        num_workers: int = 0,
+        fetch_timeout: float = 60.0,
+        store_mb: int = 256,
+        window_blocks: int = WINDOW_BLOCKS,
+    ) -> MacroBatchStream:
+        """Start workers and stream macro-batches of whole pairs; close the stream, or use it as a context, to end them.
+
+        The order is a function of `seed` and the epoch, whatever the number of workers: the blocks are permuted, and
+        the pairs of each `window_blocks` of them. `pair_index` of a batch is the row of the stream, from 0.
+
+        Args:
+            renderer: makes the token ids.
+            batch_size: pairs of a macro-batch, over all ranks.
+            micro_token_budget: tokens of a micro-batch, padding included.
+            seed: seed of the order, not negative.
+            shuffle: mix blocks and pairs; False keeps the order of the files.
+            start_step: first step to give; pairs before it are counted, which costs as much as giving them. A stream's
+                `position`, kept and set again, costs nothing.
+            rank: whose share to give, in [0, world_size).
+            world_size: number of ranks; each has workers of its own.
+            prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
+            num_workers: Ray workers; 0 is one a core.
+            fetch_timeout: seconds that a block may take.
+            store_mb: memory of Ray's object store, in MB, at least 80.
+            window_blocks: blocks whose pairs are mixed.
+
+        Raises:
+            ValueError: if a number is out of its range.
+            MissingExtra: if Ray is not installed.
+        """
+        shape = BatchShape(batch_size, micro_token_budget, renderer.pad_token_id, rank, world_size, prefix_sharing)
+        order = StreamOrder(self.blocks, window_blocks, seed, shuffle)
+        pool = TokenizerPool(
+            BlockTokenizer(self.reader, renderer),
+            num_workers=num_workers or os.cpu_count() or 1,
+            store_mb=store_mb,
+            fetch_timeout=fetch_timeout,
+        )
+        stream = MacroBatchStream(pool, order, shape)
+        if start_step:
+            stream.seek(start_step)
+        return stream

@@ -1,0 +1,74 @@
+"""What a stream has given so far: pairs, rows left out, and what cutting did, each block counted once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.data_sources import SkippedRow
+from rm_optimizer.core.ray_blocks import Block
+from rm_optimizer.core.ray_tokens import BlockTokens
+from rm_optimizer.core.tokens import TruncationReport
+
+LISTED_ROWS = 10_000
+"""Skipped rows that are kept to be listed; further ones are only counted."""
+_QUANTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+class StreamTally:
+    """Counts of the blocks seen, in memory that does not grow with the pairs.
+
+    Attributes:
+        skipped: the first rows that gave no pair.
+        num_skipped: how many gave none.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: list[SkippedRow] = []
+        self.num_skipped = 0
+        self._kept: dict[Block, int] = {}
+        self._num_pairs = 0
+        self._prompt_cut = 0
+        self._response_cut = 0
+        self._tokens_cut = 0
+        self._of_length: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+
+    @property
+    def num_kept(self) -> int:
+        """Pairs of the blocks seen, those identical after cutting left out."""
+        return sum(self._kept.values())
+
+    def kept(self, block: Block) -> int | None:
+        """Pairs of one block, or None if it was not seen yet."""
+        return self._kept.get(block)
+
+    def add(self, block: Block, tokens: BlockTokens) -> None:
+        """Take a block in, unless it was seen before."""
+        if block in self._kept:
+            return
+        self._kept[block] = len(tokens.pairs)
+        self.num_skipped += len(tokens.skipped)
+        self.skipped += tokens.skipped[: LISTED_ROWS - len(self.skipped)]
+        self._num_pairs += len(tokens.lengths)
+        self._prompt_cut += int((tokens.cuts[:, :, 0] > 0).any(axis=1).sum())
+        self._response_cut += int((tokens.cuts[:, :, 1] > 0).any(axis=1).sum())
+        self._tokens_cut += int(tokens.cuts.sum())
+        counts = np.bincount(tokens.lengths.ravel(), minlength=len(self._of_length))
+        counts[: len(self._of_length)] += self._of_length
+        self._of_length = counts
+
+    def report(self, max_length: int) -> TruncationReport:
+        """What cutting did to the pairs seen; a quantile is the length of one of their sequences."""
+        running = np.cumsum(self._of_length)
+        ranks = [quantile * max(0, running[-1] - 1) for quantile in _QUANTILES]
+        lengths = np.searchsorted(running, ranks, side="right") if running[-1] else np.zeros(4)
+        num_tokens = int((self._of_length * np.arange(len(self._of_length))).sum())
+        return TruncationReport(
+            max_length=max_length,
+            num_pairs=self._num_pairs,
+            num_identical_dropped=self._num_pairs - self.num_kept,
+            num_prompt_cut=self._prompt_cut,
+            num_response_cut=self._response_cut,
+            tokens_cut_share=self._tokens_cut / max(1, num_tokens),
+            length_quantiles={f"{q:g}": float(length) for q, length in zip(_QUANTILES, lengths, strict=True)},
+        )

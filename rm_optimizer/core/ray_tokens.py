@@ -1,0 +1,182 @@
+"""Tokenised pairs of a stream in flat arrays, which travel between processes without a copy of each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.base import PreferencePair
+from rm_optimizer.core.batching import PairValues
+from rm_optimizer.core.chat import ConversationRenderer, Encoding
+from rm_optimizer.core.data_sources import SkippedRow, numbered_pairs, renamed
+from rm_optimizer.core.ray_blocks import Block, StreamFile
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema.config import KwiseRule, OnBadRow
+
+
+@dataclass(frozen=True, eq=False)
+class PairArrays:
+    """Token ids and numbers of pairs.
+
+    Args:
+        tokens: ids of all sequences, chosen and rejected in turn.
+        lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
+        pair_index: row of the stream that each pair comes from, counted from 0.
+        values: margins, labels and weights.
+    """
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    pair_index: NDArray[np.int64]
+    values: PairValues
+
+    def __len__(self) -> int:
+        return len(self.pair_index)
+
+    def chosen(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the preferred sequence of pair i."""
+        return self._sequence(2 * i)
+
+    def rejected(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the other sequence of pair i."""
+        return self._sequence(2 * i + 1)
+
+    def take(self, positions: NDArray[np.int64]) -> PairArrays:
+        """The pairs at these positions, copied."""
+        sides = [side(i) for i in positions.tolist() for side in (self.chosen, self.rejected)]
+        values = (column[positions] for column in vars(self.values).values())
+        return PairArrays(_joined(sides), self.lengths[positions], self.pair_index[positions], PairValues(*values))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[PairArrays]) -> PairArrays:
+        """The pairs of all parts, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*(vars(part.values).values() for part in parts), strict=True)
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.pair_index for part in parts]),
+            PairValues(*map(np.concatenate, columns)),
+        )
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def _sequence(self, i: int) -> NDArray[np.int32]:
+        return self.tokens[self._offsets[i] : self._offsets[i + 1]]
+
+
+def _joined(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(sequences) if sequences else np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTokens:
+    """What a block gives.
+
+    Args:
+        pairs: its pairs in the order of its rows, those identical after cutting left out.
+        lengths: tokens of both sequences of every pair before cutting, shape (all pairs, 2).
+        cuts: tokens cut from prompt and response of both, shape (all pairs, 2, 2).
+        skipped: its rows that gave no pair.
+    """
+
+    pairs: PairArrays
+    lengths: NDArray[np.int64]
+    cuts: NDArray[np.int32]
+    skipped: tuple[SkippedRow, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockReader:
+    """Turns blocks into pairs.
+
+    Args:
+        files: the stream's files.
+        kwise_rule: which pairs a row of many scored responses gives.
+        on_bad_row: stop at a bad row, or leave it out and list it.
+        held_out_prompts: `prompt_id`s that the stream must not hold.
+    """
+
+    files: tuple[StreamFile, ...]
+    kwise_rule: KwiseRule
+    on_bad_row: OnBadRow
+    held_out_prompts: frozenset[str] = frozenset()
+
+    def pairs(self, block: Block, note: Callable[[SkippedRow], None]) -> Iterator[tuple[int, PreferencePair]]:
+        """The block's pairs, each with the number of its row in the file.
+
+        Args:
+            block: what to read.
+            note: told of rows that give no pair.
+
+        Raises:
+            DataError: if a row is bad and that is not to be passed over, or its prompt is held out.
+        """
+        file = self.files[block.file]
+
+        def skip(number: int, reason: str) -> None:
+            note(SkippedRow(file.source.path, number, reason))
+
+        def report(number: int, reason: str) -> None:
+            if self.on_bad_row == OnBadRow.error:
+                row = SkippedRow(file.source.path, number, reason)
+                raise DataError(f"{row}; correct it, or set data.on_bad_row=drop to leave bad rows out")
+            skip(number, reason)
+
+        rows = renamed(file.rows(block.part, report), file.source.columns)
+        for number, pair in numbered_pairs(file.source, file.form, rows, self.kwise_rule, report=report, skip=skip):
+            if self.held_out_prompts and pair.prompt_id in self.held_out_prompts:
+                row = SkippedRow(file.source.path, number, "its prompt also stands in data.val")
+                raise DataError(f"{row}; remove it from one, or set data.allow_prompt_overlap=true")
+            yield number, pair
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTokenizer:
+    """Turns blocks into tokenised pairs; the same in every process.
+
+    Args:
+        reader: makes the pairs.
+        renderer: makes their token ids.
+    """
+
+    reader: BlockReader
+    renderer: ConversationRenderer
+
+    def tokenize(self, block: Block) -> BlockTokens:
+        """The block's pairs as token ids.
+
+        Raises:
+            DataError: if a row is bad, its prompt is held out, or the chat template refuses it.
+        """
+        skipped: list[SkippedRow] = []
+        numbered = list(self.reader.pairs(block, skipped.append))
+        prompts = [pair.prompt for _, pair in numbered for _ in range(2)]
+        texts = [text for _, pair in numbered for text in (pair.chosen, pair.rejected)]
+        encodings = self.renderer.encode_batch(prompts, texts)
+        rows = np.array([block.stream_row + number - 1 for number, _ in numbered], dtype=np.int64)
+        return _block_tokens(encodings, rows, PairValues.of(pair for _, pair in numbered), tuple(skipped))
+
+
+def _block_tokens(
+    encodings: Sequence[Encoding], rows: NDArray[np.int64], values: PairValues, skipped: tuple[SkippedRow, ...]
+) -> BlockTokens:
+    cuts = np.array([(side.prompt_cut, side.response_cut) for side in encodings], dtype=np.int32).reshape(-1, 2, 2)
+    lengths = np.array([len(side.ids) for side in encodings], dtype=np.int64).reshape(-1, 2)
+    sides = zip(encodings[0::2], encodings[1::2], strict=True)
+    kept = np.array([chosen.ids != rejected.ids for chosen, rejected in sides], dtype=bool)
+    tokens = np.fromiter(
+        chain.from_iterable(side.ids for i, side in enumerate(encodings) if kept[i // 2]), dtype=np.int32
+    )
+    numbers = PairValues(*(column[kept] for column in vars(values).values()))
+    return BlockTokens(
+        PairArrays(tokens, lengths[kept], rows[kept], numbers), lengths + cuts.sum(axis=2), cuts, skipped
+    )
