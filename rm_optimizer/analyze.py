@@ -1,0 +1,215 @@
+"""Hydra entry: `python -m rm_optimizer.analyze checkpoint=RUN landscape=density`.
+
+The imports of an analysis stand inside the functions: help, a mistyped option and the processes that share a grid,
+which import this module again, need neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from rm_optimizer.landscape.analysis import Finding
+    from rm_optimizer.schema.landscape import AnalyzeConfig
+
+OnProgress = Callable[[str, int, int | None, str], None]
+"""Told what is being done, how much of it is, of how much, and a remark."""
+
+MAIN_FILE = "analyze"
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        sys.argv[1:] = completed(sys.argv[1:])
+        check_command(sys.argv[1:])
+        _launch()
+    except RMOptimizerError as error:
+        sys.exit(_report(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def completed(arguments: Sequence[str]) -> list[str]:
+    """The arguments with what the run folder among them records, before what the user typed, which wins.
+
+    Args:
+        arguments: options and flags as Hydra takes them, without the program's name.
+
+    Raises:
+        ConfigError: if a flag or an override cannot be read.
+    """
+    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.schema.landscape import AnalyzeConfig
+    from rm_optimizer.schema.recall import recalled
+
+    flags = parse_flags(arguments, AnalyzeConfig)
+    if only_tells(flags) or not flags.overrides:
+        return list(arguments)
+    first = list(arguments).index(flags.overrides[0])
+    return [*arguments[:first], *recalled(flags.overrides), *arguments[first:]]
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """Compose what the arguments ask for, without running it.
+
+    Args:
+        arguments: options and flags as Hydra takes them, without the program's name.
+
+    Raises:
+        ConfigError: if a flag, group, option or value is unknown or out of range, or the folder cannot be written.
+    """
+    from rm_optimizer.schema.command_line import checked
+    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.schema.landscape import AnalyzeConfig
+
+    flags = parse_flags(arguments, AnalyzeConfig)
+    if only_tells(flags):
+        return
+    if flags.multirun:
+        raise ConfigError("rm-opt analyze measures one thing of one model; start a command for each, not --multirun")
+    name = flags.config_name or MAIN_FILE
+    checked(flags.overrides, AnalyzeConfig, name=name, config_dir=flags.config_dir, writable=flags.cfg is None)
+
+
+def run(config: DictConfig) -> None:
+    """Analyse what the composed configuration says.
+
+    Raises:
+        SystemExit: with the error's code, after its sentence.
+    """
+    from rm_optimizer.schema import typed
+    from rm_optimizer.schema.landscape import AnalyzeConfig
+
+    try:
+        analyze(typed(config, AnalyzeConfig))
+    except RMOptimizerError as error:
+        sys.exit(_report(error))
+
+
+def analyze(options: AnalyzeConfig) -> Path:
+    """Measure, print, and leave JSON, pictures and Parquet in `options.output_dir`, which is returned.
+
+    Args:
+        options: the composed options, as `rm_optimizer.schema.typed` returns them.
+
+    Raises:
+        Interrupted: if the user stopped it; what was measured is there, labelled as partial.
+        CheckpointError: if the model cannot be loaded.
+        DataError: if the pairs cannot be used.
+        ConfigError: if an option does not fit the model.
+        TrainingDiverged: if the loss is not finite.
+    """
+    from rm_optimizer.core.files import write_text
+    from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
+
+    folder, kind = Path(options.output_dir), options.landscape.type
+    _record(options, folder)
+    with _progress(options.progress) as on_progress:
+        finding = _measured(options, folder, on_progress)
+    state = "_partial" if finding.is_partial else ""
+    write_text(folder / f"{kind}{state}.json", finding.result.to_json() + "\n")
+    if not finding.is_partial:
+        (folder / f"{kind}_partial.json").unlink(missing_ok=True)
+    draw_result(finding.result, folder)
+    _draw_history(options, folder)
+    print_result(f"{options.checkpoint}: {kind}{' (PARTIAL)' if finding.is_partial else ''}", finding.result)
+    if finding.is_partial:
+        raise Interrupted(f"stopped; partial results, labelled so, are in {folder}; the same command goes on from them")
+    print(f"JSON, pictures and Parquet: {folder}")
+    return folder
+
+
+def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> Finding[Any]:
+    from rm_optimizer.landscape import analysis
+    from rm_optimizer.landscape.loading import load_subject
+    from rm_optimizer.schema.landscape import AnalysisType
+
+    kind = options.landscape.type
+    checkpoints = _run_checkpoints(options.checkpoint) if kind == AnalysisType.trajectory else {}
+    last = str(max(checkpoints.items())[1]) if checkpoints else None
+    subject = load_subject(options, last)
+    analysis.require_finite_loss(subject)
+    study = analysis.Study(subject, options.landscape, folder, on_progress)
+    if kind == AnalysisType.trajectory:
+        return analysis.measure_trajectory(study, checkpoints)
+    return analysis.MEASURES[kind](study)
+
+
+def _run_checkpoints(checkpoint: str) -> dict[int, Path]:
+    """A run's periodic checkpoints by step, ascending."""
+    from rm_optimizer.schema.recall import run_folder_of
+    from rm_optimizer.training.checkpoints import checkpoint_step, periodic_checkpoints
+
+    folder = run_folder_of(checkpoint)
+    if folder is None:
+        raise ConfigError(f"landscape=trajectory needs a run folder with its checkpoints, got '{checkpoint}'")
+    return {checkpoint_step(path): path for path in periodic_checkpoints(folder)}
+
+
+def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
+    """The run's own measurements while it trained, beside its Hessian's spectrum."""
+    from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
+    from rm_optimizer.schema.landscape import AnalysisType
+    from rm_optimizer.schema.recall import run_folder_of
+    from rm_optimizer.training.recorder import read_rows
+
+    run_dir = run_folder_of(options.checkpoint)
+    if run_dir is not None and options.landscape.type == AnalysisType.hessian:
+        caption = f"as measured by the run; seed {options.seed}"
+        draw_training_curvature(read_rows(run_dir / "metrics.csv"), folder, caption)
+
+
+def _record(options: AnalyzeConfig, folder: Path) -> None:
+    """The composed options with what else decides the numbers."""
+    from rm_optimizer.core.files import write_text
+    from rm_optimizer.training.provenance import commit, machine, versions
+
+    recorded = {"options": asdict(options), "commit": commit(), "versions": versions(), "machine": machine()}
+    write_text(folder / "analysis.json", json.dumps(recorded, indent=2, default=str) + "\n")
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[OnProgress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[remark]}"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=not shown)
+    with bar:
+        task = bar.add_task("loading", total=None, remark="")
+        yield lambda what, done, total, remark: bar.update(
+            task, description=what, completed=done, total=total, remark=remark
+        )
+
+
+def _report(error: RMOptimizerError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _launch() -> None:
+    import hydra
+
+    from rm_optimizer.schema import config_root
+    from rm_optimizer.schema.store import register
+
+    register()
+    hydra.main(version_base="1.3", config_path=config_root(), config_name=MAIN_FILE)(run)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Two spectra side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.spectrum import HessianSpectrum
+
+
+@dataclass(frozen=True)
+class SpectrumComparison:
+    """What changed from one spectrum to another.
+
+    Args:
+        ratios: eigenvalues of the second over those of the first, from the top; NaN over an eigenvalue of 0.
+        trace_ratio: likewise of the traces; None where either is missing or the first is 0.
+        subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
+            k / parameters for spaces that know nothing of each other; None where eigenvectors were not kept.
+        num_compared: k.
+        num_pairs: pairs behind each.
+    """
+
+    ratios: tuple[float, ...]
+    trace_ratio: float | None
+    subspace_overlap: float | None
+    num_compared: int
+    num_pairs: tuple[int, int]
+
+    def to_json(self) -> str:
+        """The fields as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SpectrumComparison:
+        """The comparison that `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "ratios": tuple(values["ratios"]), "num_pairs": tuple(values["num_pairs"])})
+
+
+def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: int | None = None) -> SpectrumComparison:
+    """Eigenvalues, trace and top subspace of the second against the first.
+
+    Args:
+        first: the reference, such as an earlier step of a run.
+        second: of the same matrix over the same parameters.
+        top_k: eigenvalues compared; None takes as many as both have.
+
+    Raises:
+        ConfigError: if they are of different matrices or parameters, or have no k eigenvalues each.
+    """
+    kinds = [(spectrum.matrix, spectrum.params, spectrum.num_parameters) for spectrum in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"spectra to compare must be of the same matrix and parameters, got {kinds[0]} and {kinds[1]}"
+        )
+    available = min(len(first.eigenvalues), len(second.eigenvalues))
+    count = available if top_k is None else top_k
+    if not 1 <= count <= available:
+        raise ConfigError(f"top_k must lie in [1, {available}], the eigenvalues that both spectra have, got {count}")
+    values = zip(second.eigenvalues[:count], first.eigenvalues[:count], strict=True)
+    return SpectrumComparison(
+        ratios=tuple(new / old if old else float("nan") for new, old in values),
+        trace_ratio=_trace_ratio(first, second),
+        subspace_overlap=_overlap(first, second, count),
+        num_compared=count,
+        num_pairs=(first.num_pairs, second.num_pairs),
+    )
+
+
+def _trace_ratio(first: HessianSpectrum, second: HessianSpectrum) -> float | None:
+    if first.trace is None or second.trace is None or first.trace.value == 0:
+        return None
+    return second.trace.value / first.trace.value
+
+
+def _overlap(first: HessianSpectrum, second: HessianSpectrum, count: int) -> float | None:
+    if first.eigenvectors is None or second.eigenvectors is None:
+        return None
+    products = (
+        first.eigenvectors[:count].double() @ second.eigenvectors[:count].double().to(first.eigenvectors.device).T
+    )
+    return float(torch.as_tensor(products).square().sum() / count)

@@ -1,0 +1,176 @@
+"""The whole spectrum of the Gauss-Newton matrix, from a matrix of pairs by pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rm_optimizer.core.estimate import CONFIDENCE, Estimate
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.objective import PairObjective
+from rm_optimizer.landscape.operators import OutputCurvature
+from rm_optimizer.landscape.pair_gradients import curvature_rows
+
+_COLUMNS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class GramSpectrum:
+    """`B B^T` for a matrix `B^T B` of few rows `B`: their eigenvalues that are not zero are the same.
+
+    Args:
+        gram: `B B^T`.
+        pair_of_row: the pair that each row belongs to.
+        pair_weights: the pairs' weights in the loss.
+        values: eigenvalues, descending; all others of the large matrix are 0.
+        vectors: unit eigenvectors of the large matrix for the first values, as many as were asked for.
+        num_passes: times that all pairs' gradients were taken, more than one where they did not fit into memory.
+    """
+
+    gram: Float[np.ndarray, "rows rows"]
+    pair_of_row: NDArray[np.int64]
+    pair_weights: Float[np.ndarray, " pairs"]
+    values: Float[np.ndarray, " rows"]
+    vectors: Float[Tensor, "values parameters"]
+    num_passes: int
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs behind it."""
+        return len(self.pair_weights)
+
+    @property
+    def trace(self) -> float:
+        """Trace of the matrix."""
+        return float(np.trace(self.gram))
+
+    def bootstrap(self, num_values: int, *, num_bootstrap: int = 200, seed: int = 0) -> tuple[Estimate, ...]:
+        """The first eigenvalues and, last, the trace, with their sampling error over pairs.
+
+        A resample in which pair i comes `n_i` times scales its rows by `sqrt(n_i W / W')`, with `W'` the resample's
+        weight, so that each costs one small eigenproblem (Efron, 1979). Eigenvalues of few pairs are biased upward; the
+        interval is the basic one, `[2 t - q_high, 2 t - q_low]`, clipped at 0.
+        """
+        rng = np.random.default_rng(seed)
+        draws = rng.multinomial(self.num_pairs, np.full(self.num_pairs, 1 / self.num_pairs), size=num_bootstrap)
+        replicates = np.array([self._resampled(counts, num_values) for counts in draws])
+        values = np.array([*self.values[:num_values], self.trace])
+        return tuple(self._estimate(value, column) for value, column in zip(values, replicates.T, strict=True))
+
+    def _resampled(self, counts: NDArray[np.int64], num_values: int) -> NDArray[np.float64]:
+        share = counts * self.pair_weights.sum() / (counts * self.pair_weights).sum()
+        scale = np.sqrt(share[self.pair_of_row])
+        matrix = self.gram * scale[:, None] * scale
+        return np.array([*np.linalg.eigvalsh(matrix)[::-1][:num_values], np.trace(matrix)])
+
+    def _estimate(self, value: float, replicates: NDArray[np.float64]) -> Estimate:
+        if self.num_pairs < 2:
+            return Estimate(float(value), None, self.num_pairs)
+        low, high = np.quantile(replicates, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        ends = max(0.0, 2 * value - high), 2 * value - low
+        error = float(replicates.std(ddof=1))
+        return Estimate(float(value), error, self.num_pairs, float(ends[0]), float(ends[1]))
+
+
+def gauss_newton_exact(
+    objective: PairObjective,
+    *,
+    curvature: OutputCurvature = "gauss_newton",
+    num_vectors: int = 0,
+    memory_bytes: int = 4_000_000_000,
+) -> GramSpectrum:
+    """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
+
+    With `B` the rows of `pair_gradients.PairRows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
+    many rows as there are pairs, or twice as many with `center_rewards` or `reward_l2`; its eigenvectors are
+    `B^T u / ||.||`. Costs one backward pass a pair for every `memory_bytes` that the rows take.
+
+    Args:
+        objective: the loss; all its pairs in this process.
+        curvature: which matrix.
+        num_vectors: eigenvectors to give.
+        memory_bytes: most memory for rows; more rows are taken again, for some parameters at a time.
+
+    Raises:
+        ConfigError: if the pairs lie in several processes.
+    """
+    if objective.group is not None:
+        raise ConfigError("gauss_newton_exact needs all pairs in one process; give it all of them and no group")
+    objective.require_still()
+    rows = _Rows(objective, curvature, memory_bytes)
+    gram = torch.zeros(rows.count, rows.count, dtype=torch.float64)
+    for block in rows:
+        gram += _inner(block)
+    objective.checked(gram)
+    values, small = torch.linalg.eigh(gram)
+    values, small = values.flip(0).clamp(min=0), small.flip(1)
+    weights = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
+    wanted = min(num_vectors, rows.count)
+    vectors = rows.combined(small[:, :wanted].T) if wanted else torch.empty(0, objective.subset.num_parameters)
+    return GramSpectrum(gram.numpy(), np.array(rows.pair_of_row), weights, values.numpy(), vectors, rows.num_passes)
+
+
+class _Rows:
+    """The rows `B`, in blocks of columns that fit into memory."""
+
+    def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int) -> None:
+        self.objective = objective
+        self.curvature: OutputCurvature = curvature
+        rewarded = curvature == "gauss_newton" and (objective.loss.center_rewards or objective.loss.reward_l2)
+        rows_most = objective.num_pairs * (2 if rewarded else 1)
+        size = objective.subset.num_parameters
+        columns = max(1, memory_bytes // (rows_most * torch.finfo(objective.dtype).bits // 8))
+        self.spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]
+        self.pair_of_row: list[int] = []
+        self.num_passes = 0
+        self._first = self._block(self.spans[0], rows_most)
+        self.count = len(self._first)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for span in self.spans:
+            yield self._first if span == self.spans[0] else self._block(span, self.count)
+
+    def combined(self, weights: Tensor) -> Tensor:
+        """Unit vectors along combinations of the rows."""
+        parts = [weights.to(block) @ block for block in self]
+        vectors = torch.cat(parts, dim=1)
+        length = vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
+        return torch.div(vectors, length)
+
+    def _block(self, span: tuple[int, int], rows_most: int) -> Tensor:
+        parameters, inner = _covering(self.objective, span)
+        block = torch.empty(rows_most, span[1] - span[0], dtype=self.objective.dtype, device=self.objective.device)
+        pair_of_row: list[int] = []
+        for pair in curvature_rows(self.objective, self.curvature):
+            for gradient in pair.gradients(parameters):
+                block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in gradient])[inner]
+                pair_of_row.append(pair.number)
+        self.pair_of_row = pair_of_row
+        self.num_passes += 1
+        return block[: len(pair_of_row)]
+
+
+def _covering(objective: PairObjective, span: tuple[int, int]) -> tuple[list[Tensor], slice]:
+    """The parameters that a span of columns touches, and where the span lies in them."""
+    chosen: list[Tensor] = []
+    start, first = 0, None
+    for parameter in objective.parameters:
+        stop = start + parameter.numel()
+        if stop > span[0] and start < span[1]:
+            first = start if first is None else first
+            chosen.append(parameter)
+        start = stop
+    assert first is not None, "a span lies inside the parameters"
+    return chosen, slice(span[0] - first, span[1] - first)
+
+
+def _inner(block: Tensor) -> Tensor:
+    """`B B^T` with sums over long stretches in float64."""
+    parts = torch.split(block, _COLUMNS_AT_ONCE, dim=1)
+    return torch.stack([(part @ part.T).double() for part in parts]).sum(dim=0).cpu()

@@ -1,0 +1,124 @@
+"""The basis that Lanczos builds: orthonormal vectors, and the matrix they reduce the operator to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy.linalg import eigh_tridiagonal
+from torch import Tensor
+
+from rm_optimizer.errors import CheckpointError
+
+_ROWS_OF_A_BLOCK = 16
+
+
+class OrthonormalBasis:
+    """Vectors kept orthonormal, in blocks that grow without copying what is there."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, vector: Float[Tensor, " parameters"]) -> None:
+        """Add a unit vector that is orthogonal to those here."""
+        row = self._size % _ROWS_OF_A_BLOCK
+        if row == 0:
+            self._blocks.append(vector.new_empty(_ROWS_OF_A_BLOCK, vector.shape[0]))
+        self._blocks[-1][row] = vector
+        self._size += 1
+
+    def rows(self) -> list[Float[Tensor, "rows parameters"]]:
+        """The vectors, in blocks."""
+        counts = [min(_ROWS_OF_A_BLOCK, self._size - start) for start in range(0, self._size, _ROWS_OF_A_BLOCK)]
+        return [block[:count] for block, count in zip(self._blocks, counts, strict=True)]
+
+    def last(self) -> Float[Tensor, " parameters"]:
+        """The newest vector."""
+        return self._blocks[-1][(self._size - 1) % _ROWS_OF_A_BLOCK]
+
+    def orthogonalise(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
+        """What is left of a vector without its part in the basis; twice is enough (Giraud et al., 2005)."""
+        for _ in range(2):
+            for rows in self.rows():
+                vector = vector - rows.T @ (rows @ vector)
+        return vector
+
+    def combine(self, weights: Float[Tensor, "vectors basis"]) -> Float[Tensor, "vectors parameters"]:
+        """Linear combinations of the vectors."""
+        blocks = self.rows()
+        parts = torch.split(weights.to(blocks[0]), [len(rows) for rows in blocks], dim=1)
+        return torch.stack([part @ rows for part, rows in zip(parts, blocks, strict=True)]).sum(dim=0)
+
+    def orthogonality_loss(self) -> float:
+        """Largest entry of `Q Q^T - I` in magnitude."""
+        blocks = self.rows()  # block by block: the basis may be most of what memory holds
+        gram = torch.cat([torch.cat([row @ column.T for column in blocks], dim=1) for row in blocks]).double()
+        return float((gram - torch.eye(len(gram), dtype=torch.float64, device=gram.device)).abs().max())
+
+
+@dataclass
+class KrylovState:
+    """Where a Lanczos iteration stands; it can be saved between any two products and continued.
+
+    Args:
+        basis: the orthonormal vectors.
+        diagonal: of the tridiagonal matrix.
+        off_diagonal: below it; its last entry belongs to the vector that comes next.
+        num_products: products spent.
+        num_restarts: times that the space was exhausted and a random vector was drawn.
+        identity: names the matrix, so that a saved iteration is not continued on another.
+    """
+
+    basis: OrthonormalBasis = field(default_factory=OrthonormalBasis)
+    diagonal: list[float] = field(default_factory=list)
+    off_diagonal: list[float] = field(default_factory=list)
+    num_products: int = 0
+    num_restarts: int = 0
+    identity: str = ""
+
+    def ritz(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Eigenvalues, ascending, and eigenvectors (columns) of the tridiagonal matrix, in float64."""
+        size = len(self.diagonal)
+        values, vectors = eigh_tridiagonal(np.array(self.diagonal), np.array(self.off_diagonal[: size - 1]))
+        return values, vectors
+
+    def save(self, path: Path) -> None:
+        """Write the state atomically."""
+        payload = {
+            "basis": torch.cat(self.basis.rows()).cpu(),
+            "diagonal": self.diagonal,
+            "off_diagonal": self.off_diagonal,
+            "num_products": self.num_products,
+            "num_restarts": self.num_restarts,
+            "identity": self.identity,
+        }
+        work = path.with_name(f"{path.name}.part")
+        torch.save(payload, work)
+        os.replace(work, path)
+
+    @classmethod
+    def load(cls, path: Path, *, identity: str = "", device: torch.device | None = None) -> KrylovState:
+        """The state that `save` wrote.
+
+        Raises:
+            CheckpointError: if the file is missing or torn, or belongs to another matrix.
+        """
+        try:
+            payload = torch.load(path, map_location=device, weights_only=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{path} holds no Lanczos state that can be read; start without it") from error
+        if payload["identity"] != identity:
+            raise CheckpointError(f"{path} belongs to other weights, pairs or options; remove it or restore those")
+        basis = OrthonormalBasis()
+        for vector in payload.pop("basis"):
+            basis.append(vector)
+        return cls(basis, **payload)

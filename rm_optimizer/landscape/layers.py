@@ -1,0 +1,118 @@
+"""Curvature layer by layer: top eigenvalue and trace of each diagonal block of the Hessian."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.landscape.lanczos import Progress, lanczos
+from rm_optimizer.landscape.operators import HessianOperator
+from rm_optimizer.landscape.parameters import parameter_blocks, select_parameters
+from rm_optimizer.landscape.products import ProductName
+from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.trace import deflated_trace
+
+
+@dataclass(frozen=True)
+class BlockCurvature:
+    """Curvature over the parameters of one layer, all others held.
+
+    Args:
+        block: `embeddings`, `layer 1` … or `head`.
+        num_parameters: numbers in it.
+        top_eigenvalue: largest algebraic eigenvalue of the block.
+        error_bound: how far it may be off.
+        converged: whether that is within the tolerance asked for.
+        trace: of the block, with the error of its probes.
+        num_products: Hessian-vector products spent.
+    """
+
+    block: str
+    num_parameters: int
+    top_eigenvalue: float
+    error_bound: float
+    converged: bool
+    trace: Estimate
+    num_products: int
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """Curvature of each layer of a model.
+
+    Args:
+        blocks: from the input to the head.
+        missing: blocks that an interruption left out.
+        num_pairs: pairs that the loss is averaged over.
+        num_prompts: different prompts among them.
+        seed: of the pairs, starting vectors and probes.
+    """
+
+    blocks: tuple[BlockCurvature, ...]
+    missing: tuple[str, ...]
+    num_pairs: int
+    num_prompts: int
+    seed: int
+
+    def to_json(self) -> str:
+        """The fields as JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerCurvature:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        blocks = [BlockCurvature(**{**block, "trace": Estimate(**block["trace"])}) for block in fields["blocks"]]
+        return cls(**{**fields, "blocks": tuple(blocks), "missing": tuple(fields["missing"])})
+
+
+def block_names(subject: Subject) -> dict[str, tuple[str, ...]]:
+    """The parameters of each layer, as far as they may move; layers without any are left out."""
+    chosen = set(select_parameters(subject.model, subject.params).names)
+    blocks = {name: tuple(chosen.intersection(block.names)) for name, block in parameter_blocks(subject.model).items()}
+    return {name: names for name, names in blocks.items() if names}
+
+
+def curvature_of_blocks(
+    subject: Subject,
+    *,
+    tolerance: float,
+    num_probes: int,
+    max_products: int | None = None,
+    on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
+) -> Iterator[BlockCurvature]:
+    """Measure one block after the other; what was given before an interruption stays valid.
+
+    Args:
+        subject: what is measured; its `params` limit the blocks.
+        tolerance: relative error of a top eigenvalue.
+        num_probes: probes of a trace, one product each.
+        max_products: products at most of a top eigenvalue.
+        on_iteration: told after each product of a top eigenvalue.
+    """
+    way: ProductName = "auto"
+    for block, names in block_names(subject).items():
+        with replace(subject, params=names).measuring() as objective:
+            hessian = HessianOperator(objective, product=way)
+            way = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
+            top = lanczos(
+                hessian,
+                1,
+                tolerance=tolerance,
+                max_products=max_products,
+                seed=subject.sample.seed,
+                on_iteration=lambda progress, block=block: on_iteration(block, progress),  # type: ignore[misc]
+            )
+            trace = deflated_trace(hessian, top, num_probes, seed=subject.sample.seed)
+            yield BlockCurvature(
+                block=block,
+                num_parameters=hessian.dimension,
+                top_eigenvalue=float(top.values[0]),
+                error_bound=float(top.error_bounds[0]),
+                converged=top.converged[0],
+                trace=trace,
+                num_products=top.num_products + num_probes,
+            )

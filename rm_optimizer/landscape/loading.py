@@ -1,0 +1,54 @@
+"""From the options of `rm-opt analyze` to the model, the pairs and the loss that are measured."""
+
+from __future__ import annotations
+
+import torch
+
+from rm_optimizer.core.data_loader import PreferenceDataset, load_pairs, load_training_data
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.parameters import select_parameters
+from rm_optimizer.landscape.sample import Subject, draw_pairs
+from rm_optimizer.schema.landscape import AnalyzeConfig, Split
+from rm_optimizer.schema.recall import run_folder_of
+
+
+def load_subject(options: AnalyzeConfig, checkpoint: str | None = None) -> Subject:
+    """The model of a checkpoint on its device, and pairs drawn as the options say.
+
+    Args:
+        options: the composed options.
+        checkpoint: loaded in place of `options.checkpoint`, of the same run.
+
+    Raises:
+        CheckpointError: if the model cannot be loaded.
+        ConfigError: if no pairs are named, or no parameter is selected.
+        DataError: if the pairs cannot be read, or fewer than two are left.
+    """
+    model = BradleyTerryRM.from_pretrained(checkpoint or options.checkpoint, max_length=options.max_length)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    wanted = options.landscape.params
+    params = wanted if isinstance(wanted, str) else tuple(map(str, wanted))
+    select_parameters(model, params)
+    sample = draw_pairs(
+        _pairs(options).pairs,
+        model.renderer,
+        num_pairs=options.landscape.num_pairs,
+        seed=options.seed,
+        token_budget=options.landscape.token_budget,
+    )
+    dtype = getattr(torch, options.landscape.dtype.value)
+    return Subject(model.eval(), sample, options.loss, params, dtype)
+
+
+def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
+    if options.data.train is None and run_folder_of(options.checkpoint) is None:
+        raise ConfigError(
+            f"data.train must name pairs, for {options.checkpoint} is in no run folder that records its own; "
+            "add --data PAIRS (data.train=PAIRS)"
+        )
+    if options.split == Split.all and options.data.train is not None:
+        return load_pairs(options.data.train, options.data)
+    data = load_training_data(options.data)
+    return data.val if options.split == Split.val else data.train

@@ -1,0 +1,200 @@
+"""Symmetric matrices known by their products: Hessian, Gauss-Newton and empirical Fisher of a reward model's loss."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.landscape.objective import PairObjective
+from rm_optimizer.landscape.products import ProductName, choose_product
+
+OutputCurvature = Literal["gauss_newton", "fisher"]
+
+
+class SymmetricOperator(Protocol):
+    """A symmetric matrix that multiplies vectors."""
+
+    @property
+    def dimension(self) -> int:
+        """Rows of the matrix."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the vectors."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors are."""
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row."""
+
+
+class MatrixOperator:
+    """A symmetric matrix that is given.
+
+    Example:
+        >>> MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))).apply(torch.ones(1, 2))
+        tensor([[1., 2.]])
+    """
+
+    def __init__(self, matrix: Float[Tensor, "parameters parameters"]) -> None:
+        self.matrix = matrix
+        self.dimension = matrix.shape[0]
+        self.dtype = matrix.dtype
+        self.device = matrix.device
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row."""
+        return vectors @ self.matrix
+
+
+class _LossOperator:
+    """What operators of a loss have in common."""
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+        self.num_products = 0
+        self.dimension = objective.subset.num_parameters
+        self.dtype = objective.dtype
+        self.device = objective.device
+
+    def _local(self, vectors: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row, summed over all processes.
+
+        Raises:
+            RMOptimizerError: if a weight changed since the measurement began, or it has ended.
+            TrainingDiverged: if a product is not finite.
+        """
+        self.objective.require_still()
+        self.num_products += len(vectors)
+        products = self.objective.summed(self._local(vectors.to(self.device, self.dtype)))
+        return self.objective.checked(products)
+
+
+class HessianOperator(_LossOperator):
+    """The Hessian of the loss over a subset of parameters.
+
+    Args:
+        objective: the loss.
+        product: way to multiply; `auto` measures and takes the cheapest, and `choice` says what it found.
+        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+    """
+
+    def __init__(
+        self, objective: PairObjective, *, product: ProductName = "auto", graph_memory_bytes: int | None = None
+    ) -> None:
+        super().__init__(objective)
+        self.choice = choose_product(objective, product, graph_memory_bytes=graph_memory_bytes)
+
+    @property
+    def product(self) -> str:
+        """Name of the way to multiply."""
+        return self.choice.product.name
+
+    def _local(self, vectors: Tensor) -> Tensor:
+        return self.choice.product(vectors)
+
+
+class OutputOperator(_LossOperator):
+    """`J^T C J` with `J` the derivative of all rewards and `C` a small matrix for the two rewards of each pair.
+
+    Gauss-Newton has `C_i = w_i / W  d^2 l_i / d(c, r)^2`, exact for the loss with everything in it that is a function
+    of rewards: smoothing, soft labels, margins and both regularisers (Schraudolph, 2002). The empirical Fisher has
+    `C_i = w_i / W (d l_i / d(c, r)) (d l_i / d(c, r))^T`: it is `sum_i w_i g_i g_i^T / W` with a pair's gradient `g_i`.
+
+    Args:
+        objective: the loss.
+        curvature: which of the two.
+        keep_graph: keep the graphs of all micro-batches from the first product on; takes memory.
+    """
+
+    def __init__(self, objective: PairObjective, curvature: OutputCurvature, *, keep_graph: bool = False) -> None:
+        super().__init__(objective)
+        self.curvature = curvature
+        self._kept: list[_RewardGraph] | None = [] if keep_graph else None
+
+    def _local(self, vectors: Tensor) -> Tensor:
+        total = torch.zeros_like(vectors)
+        for index, batch in enumerate(self.objective.batches):
+            graph = self._graph(index, batch)
+            for row, vector in enumerate(vectors):
+                tangent = graph.push(vector)
+                total[row] += graph.pull(apply_blocks(graph.blocks, tangent))
+        return total
+
+    def _graph(self, index: int, batch: AnyPairBatch) -> _RewardGraph:
+        if self._kept is None:
+            return _RewardGraph(self.objective, batch, self.curvature)
+        if index == len(self._kept):
+            self._kept.append(_RewardGraph(self.objective, batch, self.curvature))
+        return self._kept[index]
+
+
+class _RewardGraph:
+    """Rewards of a micro-batch with their graph: directional derivatives and gradients through them.
+
+    The directional derivative is that of the gradient `J^T u` by `u`, at any `u` (the double-backward trick of
+    Townsend, 2017, https://j-towns.github.io/2017/06/12/A-new-trick.html).
+    """
+
+    def __init__(self, objective: PairObjective, batch: AnyPairBatch, curvature: OutputCurvature) -> None:
+        self.objective = objective
+        self.rewards = objective.model.rewards_of(batch)
+        self.blocks = output_blocks(objective, batch, self.rewards.detach(), curvature)
+        self.dummy = torch.zeros_like(self.rewards, requires_grad=True)
+        self.linear = self._gradient(self.dummy, create_graph=True)
+
+    def push(self, vector: Tensor) -> Tensor:
+        """`J v`."""
+        parts = self.objective.subset.unflatten(vector)
+        pairs = [(out, part) for out, part in zip(self.linear, parts, strict=True) if out.requires_grad]
+        outputs, seeds = [out for out, _ in pairs], [part for _, part in pairs]
+        return torch.autograd.grad(outputs, self.dummy, seeds, retain_graph=True)[0]
+
+    def pull(self, rewards: Tensor) -> Tensor:
+        """`J^T r`."""
+        return self.objective.subset.flatten(self._gradient(rewards))
+
+    def _gradient(self, seed: Tensor, *, create_graph: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            self.rewards,
+            self.objective.parameters,
+            seed,
+            create_graph=create_graph,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+
+def output_blocks(
+    objective: PairObjective, batch: AnyPairBatch, rewards: Float[Tensor, " sequences"], curvature: OutputCurvature
+) -> Float[Tensor, "pairs 2 2"]:
+    """The matrix `C_i` of each pair, its weight included: rows and columns are the chosen and the rejected reward."""
+    rewards = rewards.clone().requires_grad_()
+    losses = objective.pair_losses(rewards, batch)
+    (slope,) = torch.autograd.grad(losses.sum(), rewards, create_graph=curvature == "gauss_newton")
+    if curvature == "fisher":
+        pair_slope = slope.detach().view(-1, 2)
+        blocks = pair_slope[:, :, None] * pair_slope[:, None, :]
+    else:
+        chosen, rejected = slope.view(-1, 2).unbind(dim=1)
+        rows = [torch.autograd.grad(side.sum(), rewards, retain_graph=True)[0] for side in (chosen, rejected)]
+        blocks = torch.stack([row.view(-1, 2) for row in rows], dim=1)
+    share = batch.weight.to(blocks.dtype) / objective.total_weight
+    return torch.einsum("p,pij->pij", share, blocks)
+
+
+def apply_blocks(
+    blocks: Float[Tensor, "pairs 2 2"], rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, " sequences"]:
+    """Each pair's matrix times its two entries."""
+    return torch.einsum("pij,pj->pi", blocks, rewards.view(-1, 2)).reshape(-1)

@@ -1,0 +1,86 @@
+"""Pairs, in whatever form they come, as fixed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from rm_optimizer.core.base import PreferencePair
+from rm_optimizer.core.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch, pair_collator
+from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.errors import ConfigError, DataError
+
+PairSource: TypeAlias = Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
+"""Pairs, or a loader of batches or macro-batches of pairs that ends."""
+FEWEST = 2
+"""Pairs below which curvature is that of one preference, not of a loss over preferences."""
+
+
+def fixed_batches(
+    model: BradleyTerryRM,
+    source: PairSource,
+    *,
+    token_budget: int,
+    num_pairs: int | None,
+    seed: int,
+    fewest: int = FEWEST,
+) -> list[AnyPairBatch]:
+    """All pairs of the source, or some drawn once, in micro-batches.
+
+    Args:
+        model: whose tokens they become.
+        source: the pairs; batches of a loader are taken as they are.
+        token_budget: tokens with padding of a micro-batch that is made here.
+        num_pairs: pairs to draw; None takes all. Pairs of a loader are all taken.
+        seed: of the draw.
+        fewest: pairs that must be left; 0 for a process that may have a share of none.
+
+    Raises:
+        ConfigError: if pairs of a loader shall be drawn.
+        DataError: if fewer pairs are left.
+    """
+    batches = _of_pairs(model, source, token_budget, num_pairs, seed) if _are_pairs(source) else _of_loader(source)
+    if num_pairs is not None and not _are_pairs(source):
+        raise ConfigError(
+            "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
+        )
+    count = sum(batch.num_pairs for batch in batches)
+    if count < fewest:
+        raise DataError(
+            f"curvature of a loss over pairs needs at least {fewest} pairs, got {count}; 64 or more are useful"
+        )
+    return batches
+
+
+def _are_pairs(source: PairSource) -> bool:
+    return isinstance(source, Sequence) and (len(source) == 0 or isinstance(source[0], PreferencePair))
+
+
+def _of_pairs(
+    model: BradleyTerryRM, source: PairSource, token_budget: int, num_pairs: int | None, seed: int
+) -> list[AnyPairBatch]:
+    pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
+    if num_pairs is not None and num_pairs < len(pairs):
+        drawn = random_positions(len(pairs), num_pairs, seed)
+        pairs = [pairs[index] for index in drawn.tolist()]
+    if not pairs:
+        return []
+    tokens = tokenize_pairs(pairs, model.renderer, None)
+    collator = pair_collator(tokens, pairs, model.renderer.pad_token_id, prefix_sharing=False)
+    return [collator(batch) for batch in collator.micro_batches(np.arange(len(tokens)), token_budget)]
+
+
+def _of_loader(source: PairSource) -> list[AnyPairBatch]:
+    batches: list[AnyPairBatch] = []
+    for item in source:
+        if isinstance(item, MacroBatch):
+            batches += item.micro
+        elif isinstance(item, PairBatch | PackedPairBatch):
+            batches.append(item)
+        else:
+            raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
+    return batches

@@ -1,0 +1,259 @@
+"""Ways to multiply the Hessian of a loss with vectors, and the choice among them by trying them on the model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call, grad, jvp, vmap
+
+from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.landscape.forward import RewardsModule, load_forward_rules
+from rm_optimizer.landscape.objective import PairObjective
+
+ProductName = Literal["auto", "kept_graph", "reverse", "forward"]
+GRAPH_SHARE = 0.5
+"""Largest share of the free memory that kept graphs may take."""
+VECTORS_AT_ONCE = 4
+"""Vectors of one batched forward-over-reverse pass; memory grows with it."""
+
+
+class Product(Protocol):
+    """Multiplies this process's part of the Hessian with vectors."""
+
+    @property
+    def name(self) -> str:
+        """One of `ProductName`, short of `auto`."""
+
+    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The products, in the order of the vectors."""
+
+
+class ReverseOverReverse:
+    """Gradient of `g(θ) · v`, with the graph of the gradient `g` built anew in every call (Pearlmutter, 1994).
+
+    Holds one micro-batch's graph at a time. A block of vectors shares it.
+    """
+
+    name = "reverse"
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+
+    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The products, in the order of the vectors."""
+        total = torch.zeros_like(vectors)
+        for batch in self.objective.batches:
+            gradient = self.objective.batch_gradient(batch, create_graph=True)
+            _add_products(self.objective, gradient, vectors, total, keep=False)
+        return total
+
+
+class KeptGraph:
+    """Reverse-over-reverse with the graphs of all micro-batches' gradients kept from the first call on."""
+
+    name = "kept_graph"
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+        self._gradients: list[tuple[Tensor, ...]] | None = None
+
+    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The products, in the order of the vectors."""
+        if self._gradients is None:
+            batches = self.objective.batches
+            self._gradients = [self.objective.batch_gradient(batch, create_graph=True) for batch in batches]
+        total = torch.zeros_like(vectors)
+        for gradient in self._gradients:
+            _add_products(self.objective, gradient, vectors, total, keep=True)
+        return total
+
+
+class ForwardOverReverse:
+    """Directional derivative of the gradient, for several directions in one pass.
+
+    Needs forward derivatives of every operation of the backward pass, which not all models have.
+    """
+
+    name = "forward"
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+        load_forward_rules()
+        self._rewards = RewardsModule(objective.model)
+        names = [f"reward_model.{name}" for name in objective.subset.names]
+        self._point = {name: p.detach() for name, p in zip(names, objective.parameters, strict=True)}
+
+    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The products, in the order of the vectors."""
+        total = torch.zeros_like(vectors)
+        for batch in self.objective.batches:
+            for start in range(0, len(vectors), VECTORS_AT_ONCE):
+                part = slice(start, start + VECTORS_AT_ONCE)
+                total[part] += self._products(batch, vectors[part])
+        return total
+
+    def _products(self, batch: AnyPairBatch, vectors: Tensor) -> Tensor:
+        subset = self.objective.subset
+
+        def share(point: dict[str, Tensor]) -> Tensor:
+            return self.objective.share(functional_call(self._rewards, point, (batch,)), batch)
+
+        def product(vector: Tensor) -> Tensor:
+            direction = dict(zip(self._point, subset.unflatten(vector), strict=True))
+            derivative: dict[str, Tensor] = jvp(grad(share), (self._point,), (direction,))[1]
+            return subset.flatten(list(derivative.values()))
+
+        return product(vectors[0])[None] if len(vectors) == 1 else vmap(product)(vectors)
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """Which way was chosen, and what was measured.
+
+    Args:
+        product: the way chosen.
+        gradients_per_product: cost of one product in gradients of the same pairs, by way; those tried and able.
+        graph_bytes: memory that the graphs of all micro-batches would take; 0 where it was not measured.
+        reason: why, in words.
+    """
+
+    product: Product
+    gradients_per_product: dict[str, float] = field(default_factory=dict)
+    graph_bytes: int = 0
+    reason: str = "asked for"
+
+
+WAYS: dict[str, Callable[[PairObjective], Product]] = {
+    way.name: way for way in (KeptGraph, ReverseOverReverse, ForwardOverReverse)
+}
+
+
+def choose_product(
+    objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
+) -> ProductChoice:
+    """The way of that name, or the cheapest by time on one micro-batch among those that the model and memory allow.
+
+    Args:
+        objective: the loss.
+        name: a way, or `auto` to try them.
+        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+
+    Raises:
+        ConfigError: if the name is unknown.
+    """
+    if name in WAYS:
+        return ProductChoice(WAYS[name](objective))
+    if name != "auto":
+        raise ConfigError(did_you_mean("product", name, ("auto", *WAYS)))
+    if not objective.batches:
+        return ProductChoice(ReverseOverReverse(objective), reason="this process holds no pairs")
+    return _cheapest(objective, graph_memory_bytes)
+
+
+def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> ProductChoice:
+    trial = _trial(objective)
+    needed = graph_bytes(objective)
+    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
+    gradient_seconds = _seconds(trial.gradient, objective.device)
+    ways = [name for name in WAYS if name != "kept_graph" or needed <= free]
+    costs: dict[str, float] = {}
+    for name in ways:
+        seconds = _trial_seconds(WAYS[name](trial))
+        if seconds is not None:
+            costs[name] = seconds / gradient_seconds
+    best = min(costs, key=costs.__getitem__)
+    note = "" if "kept_graph" in ways else f"; graphs of {needed / 1e9:.1f} GB do not fit"
+    return ProductChoice(WAYS[best](objective), costs, needed, f"cheapest of those tried{note}")
+
+
+def _trial(objective: PairObjective) -> PairObjective:
+    """The same loss on the micro-batch of middle size alone."""
+    batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
+    middle = batches[len(batches) // 2]
+    return PairObjective(objective.model, [middle], objective.loss, objective.subset, group=None)
+
+
+def _trial_seconds(product: Product) -> float | None:
+    """Seconds of a product after a first one, or None where the model cannot be differentiated this way."""
+    objective: PairObjective = product.objective  # type: ignore[attr-defined]
+    vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
+    try:
+        product(vector)
+        return _seconds(lambda: product(vector), objective.device)
+    except (RuntimeError, NotImplementedError):  # what autograd raises for an operation it cannot differentiate so
+        return None
+
+
+def _seconds(compute: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(2):
+        _wait(device)
+        start = time.perf_counter()
+        compute()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def graph_bytes(objective: PairObjective) -> int:
+    """Memory that the graphs of all gradients take, from the tensors that one saves, with a quarter to spare."""
+    trial = _trial(objective)
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = trial.batch_gradient(trial.batches[0], create_graph=True)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in objective.model.parameters()}
+    saved = sum(size for address, size in sizes.items() if address not in weights)
+    del kept
+    tokens = sum(batch.num_padded_tokens for batch in objective.batches)
+    return int(1.25 * saved * tokens / trial.batches[0].num_padded_tokens)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
+
+
+def _add_products(
+    objective: PairObjective, gradient: tuple[Tensor, ...], vectors: Tensor, total: Tensor, *, keep: bool
+) -> None:
+    """Add the products of one micro-batch's Hessian; parts of the gradient that no weight changes give nothing."""
+    varying = [index for index, part in enumerate(gradient) if part.requires_grad]
+    if not varying:
+        return
+    outputs = [gradient[index] for index in varying]
+    for row, vector in enumerate(vectors):
+        parts = objective.subset.unflatten(vector)
+        products = torch.autograd.grad(
+            outputs,
+            objective.parameters,
+            [parts[index] for index in varying],
+            retain_graph=keep or row + 1 < len(vectors),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        total[row] += objective.subset.flatten(products)

@@ -1,0 +1,124 @@
+"""What is measured: a model, its loss, and the fixed pairs that the loss is averaged over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rm_optimizer.core.base import PreferencePair, digest
+from rm_optimizer.core.batching import AnyPairBatch, PairCollator
+from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.errors import DataError
+from rm_optimizer.landscape.objective import PairObjective, measuring
+from rm_optimizer.landscape.parameters import TRAINABLE
+from rm_optimizer.schema import LossConfig
+
+
+@dataclass(frozen=True)
+class PairSample:
+    """Pairs in micro-batches, the same for every evaluation.
+
+    Args:
+        batches: the pairs, each in one micro-batch.
+        prompts: number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent.
+        seed: of the draw.
+        fingerprint: digest of the pairs.
+    """
+
+    batches: tuple[AnyPairBatch, ...]
+    prompts: Mapping[int, int]
+    seed: int
+    fingerprint: str
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in all micro-batches."""
+        return sum(batch.num_pairs for batch in self.batches)
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts among them."""
+        return len(set(self.prompts.values()))
+
+
+def draw_pairs(
+    pairs: Sequence[PreferencePair],
+    renderer: ConversationRenderer,
+    *,
+    num_pairs: int,
+    seed: int,
+    token_budget: int,
+    cache_dir: Path | None = None,
+) -> PairSample:
+    """Draw pairs by a seed, as the training callback draws them, in padded micro-batches.
+
+    Args:
+        pairs: what to draw from.
+        renderer: the model's.
+        num_pairs: how many to draw; all of them where there are fewer.
+        seed: of the draw.
+        token_budget: tokens of a micro-batch, padding included; bounds memory and changes no result.
+        cache_dir: where tokens are kept; see `tokenize_pairs`.
+
+    Raises:
+        DataError: if fewer than two pairs are left after truncation: one says nothing about sampling error.
+    """
+    tokenized = tokenize_pairs(pairs, renderer, cache_dir)
+    if min(num_pairs, len(tokenized)) < 2:
+        raise DataError(
+            f"the landscape needs at least 2 pairs to know its sampling error, got {min(num_pairs, len(tokenized))} "
+            f"({len(pairs)} were read, {len(tokenized)} are left after truncation to {renderer.max_length} tokens)"
+        )
+    collator = PairCollator(tokenized, pairs, renderer.pad_token_id)
+    drawn = random_positions(len(tokenized), num_pairs, seed)
+    batches = collator.micro_batches(drawn, token_budget)
+    chosen = sorted(int(tokenized.pair_index[position]) for position in drawn)
+    numbers: dict[str, int] = {}
+    prompts = {index: numbers.setdefault(pairs[index].prompt_id, len(numbers)) for index in chosen}
+    fingerprint = digest([pairs[index].pair_id for index in chosen])
+    return PairSample(tuple(map(collator, batches)), prompts, seed, fingerprint)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model at one point of weight space, and the loss that its landscape is taken of. Crosses processes.
+
+    Args:
+        model: the reward model.
+        sample: the pairs.
+        loss: what is minimised.
+        params: the parameters that may move; see `select_parameters`.
+        dtype: type to compute in, float32 or float64.
+    """
+
+    model: BradleyTerryRM
+    sample: PairSample
+    loss: LossConfig
+    params: str | tuple[str, ...] = TRAINABLE
+    dtype: torch.dtype = torch.float32
+
+    @contextmanager
+    def measuring(self) -> Iterator[PairObjective]:
+        """The loss over the pairs, with the model held still.
+
+        Raises:
+            ConfigError: if no parameter is selected, or the model cannot be differentiated twice.
+        """
+        with measuring(self.model, self.sample.batches, self.loss, params=self.params, dtype=self.dtype) as objective:
+            yield objective
+
+    def fingerprint(self) -> str:
+        """Digest of everything that a measurement depends on: weights, pairs, loss, parameters and type."""
+        weights = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            weights.update(name.encode())
+            weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest([weights.hexdigest(), self.sample.fingerprint, vars(self.loss), self.params, str(self.dtype)])

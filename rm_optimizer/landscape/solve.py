@@ -1,0 +1,200 @@
+"""From a loss held still to the eigenvalues of its curvature, by the method asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.landscape.dense import full_spectrum
+from rm_optimizer.landscape.gauss_newton import GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.krylov import KrylovState
+from rm_optimizer.landscape.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos
+from rm_optimizer.landscape.objective import PairObjective
+from rm_optimizer.landscape.operators import HessianOperator, OutputCurvature, OutputOperator
+from rm_optimizer.landscape.power import power_iteration
+from rm_optimizer.landscape.products import ProductName
+from rm_optimizer.landscape.pyhessian_method import pyhessian_eigenpairs
+
+Matrix = Literal["hessian", "gauss_newton", "fisher"]
+MATRICES = ("hessian", "gauss_newton", "fisher")
+Method = Literal["lanczos", "power_iteration", "full", "gauss_newton_exact", "pyhessian"]
+METHODS = ("lanczos", "power_iteration", "full", "gauss_newton_exact", "pyhessian")
+SAVE_EVERY = 10
+"""Products between two writings of an iteration's state."""
+LossOperator = HessianOperator | OutputOperator
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectrumOptions:
+    """What to find, and how exactly.
+
+    Args:
+        which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each.
+        tolerance: relative error of each eigenvalue, by its bound.
+        max_products: most products of the solver; None is its own.
+        trace_products: products for the trace, the found eigenpairs taken out; 0 estimates none.
+        density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
+        density_steps: products of each.
+        num_sampled: eigenvalues from the top that get their error over pairs.
+        state_file: where `lanczos` keeps its state and continues from after a kill; removed at the end.
+        memory_bytes: most memory for the rows of `gauss_newton_exact`.
+        product: way to multiply with the Hessian; `auto` tries them on the model and takes the cheapest.
+        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+    """
+
+    which: End = "both"
+    tolerance: float = 1e-3
+    max_products: int | None = None
+    trace_products: int = 0
+    density_probes: int = 0
+    density_steps: int = 5
+    num_sampled: int = 0
+    state_file: Path | None = None
+    memory_bytes: int = 4_000_000_000
+    product: ProductName = "auto"
+    graph_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Args:
+        pairs: eigenpairs.
+        is_exhaustive: whether all eigenvalues that are not listed are 0.
+        is_interrupted: whether the user stopped it.
+        trace: where the method gives it exactly.
+        sampling: the first eigenvalues with their error over pairs, where the method gives it.
+    """
+
+    pairs: Eigenpairs
+    is_exhaustive: bool = False
+    is_interrupted: bool = False
+    trace: Estimate | None = None
+    sampling: tuple[Estimate, ...] = ()
+
+
+def check_choices(method: str, matrix: str) -> None:
+    """Make sure that both are known and fit each other.
+
+    Raises:
+        ConfigError: if not.
+    """
+    for name, got, known in (("method", method, METHODS), ("matrix", matrix, MATRICES)):
+        if got not in known:
+            raise ConfigError(did_you_mean(name, got, known))
+    if method == "gauss_newton_exact" and matrix == "hessian":
+        raise ConfigError(
+            "method=gauss_newton_exact is of matrix=gauss_newton or fisher, got hessian; use method=lanczos"
+        )
+    if method == "pyhessian" and matrix != "hessian":
+        raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
+
+
+def make_operator(objective: PairObjective, matrix: str, options: SpectrumOptions) -> LossOperator:
+    """The operator of that name."""
+    if matrix == "hessian":
+        return HessianOperator(objective, product=options.product, graph_memory_bytes=options.graph_memory_bytes)
+    return OutputOperator(objective, cast("OutputCurvature", matrix))
+
+
+def solve(
+    operator: LossOperator,
+    method: str,
+    top_k: int,
+    options: SpectrumOptions,
+    *,
+    seed: int,
+    start: Float[Tensor, "vectors parameters"] | None = None,
+    on_iteration: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Eigenvalues by the method of that name.
+
+    Raises:
+        ConfigError: if more are wanted than there are.
+    """
+    if method == "full":
+        found = full_spectrum(operator)
+        return Solution(found, is_exhaustive=True, trace=_exact(float(found.values.sum()), operator.objective))
+    if method == "gauss_newton_exact":
+        assert isinstance(operator, OutputOperator), "check_choices lets no other pass"
+        return _by_gram(operator, top_k, options, seed)
+    if method == "power_iteration":
+        most = options.max_products or 2000
+        return Solution(power_iteration(operator, top_k, tolerance=options.tolerance, max_products=most, seed=seed))
+    if method == "pyhessian":
+        assert isinstance(operator, HessianOperator), "check_choices lets no other pass"
+        return Solution(pyhessian_eigenpairs(operator, top_k, tolerance=options.tolerance, seed=seed))
+    return _by_lanczos(operator, top_k, options, seed, start, on_iteration)
+
+
+def _by_gram(operator: OutputOperator, top_k: int, options: SpectrumOptions, seed: int) -> Solution:
+    gram = gauss_newton_exact(
+        operator.objective, curvature=operator.curvature, num_vectors=top_k, memory_bytes=options.memory_bytes
+    )
+    sampling = gram.bootstrap(options.num_sampled, seed=seed)[:-1] if options.num_sampled else ()
+    trace = _exact(gram.trace, operator.objective)
+    return Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=trace, sampling=sampling)
+
+
+def _gram_pairs(gram: GramSpectrum, operator: OutputOperator) -> Eigenpairs:
+    """All values of the small matrix; only the first have vectors."""
+    rounding = torch.finfo(operator.dtype).eps * float(np.abs(gram.values).max(initial=0.0))
+    values = torch.from_numpy(gram.values.copy())
+    bounds = torch.full_like(values, rounding)
+    return Eigenpairs(values, gram.vectors, bounds, bounds, (True,) * len(values), 0, 0.0)
+
+
+def _by_lanczos(
+    operator: LossOperator,
+    top_k: int,
+    options: SpectrumOptions,
+    seed: int,
+    start: Tensor | None,
+    on_iteration: Callable[[Progress], None] | None,
+) -> Solution:
+    identity = f"{operator.objective.identity()} {getattr(operator, 'curvature', 'hessian')} {seed}"
+    file = options.state_file
+    resumed = file is not None and file.exists()
+    state = KrylovState.load(file, identity=identity, device=operator.device) if file and resumed else KrylovState()
+    state.identity = identity
+
+    def after(progress: Progress) -> None:
+        if file is not None and state.num_products % SAVE_EVERY == 0:
+            state.save(file)
+        if on_iteration is not None:
+            on_iteration(progress)
+
+    try:
+        pairs = lanczos(
+            operator,
+            top_k,
+            which=options.which,
+            tolerance=options.tolerance,
+            max_products=options.max_products,
+            seed=seed,
+            start=start,
+            state=state,
+            on_iteration=after,
+        )
+    except KeyboardInterrupt:
+        if not state.diagonal:
+            raise
+        found = eigenpairs_so_far(operator, state, top_k, options.which, options.tolerance)
+        return Solution(found, is_interrupted=True)
+    if file is not None:
+        file.unlink(missing_ok=True)
+    return Solution(pairs)
+
+
+def _exact(value: float, objective: PairObjective) -> Estimate:
+    return Estimate(value, 0.0, objective.num_pairs, value, value)

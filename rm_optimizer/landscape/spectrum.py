@@ -1,0 +1,97 @@
+"""The spectrum of a loss's curvature at one point: what was found, how far to trust it, and what it rests on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.landscape.density import SpectralDensity
+
+
+class SpectrumStatus(StrEnum):
+    """How a computation ended."""
+
+    complete = "complete"
+    """As asked for; single values may still say that they did not converge."""
+    interrupted = "interrupted"
+    """The user stopped it; what is here was found until then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianSpectrum:
+    """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs. Derived numbers: `quantities`.
+
+    Args:
+        eigenvalues: those computed, descending.
+        residuals: `||A v - lambda v||` of each.
+        error_bounds: bound on the error of each, from residual and gap, rounding included.
+        converged: whether each error bound is within the tolerance.
+        is_exhaustive: whether every eigenvalue that is not listed is 0.
+        trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
+        density: of all eigenvalues; None where it was not estimated.
+        sampling: the first eigenvalues with their error over pairs, as many as were asked for.
+        matrix: `hessian`, `gauss_newton` or `fisher`.
+        method: how the eigenvalues were found.
+        params: which parameters.
+        num_parameters: eigenvalues in all.
+        num_pairs: pairs that the loss is averaged over.
+        loss: the loss.
+        num_products: products with vectors, those of trace and density included.
+        product: way to multiply.
+        gradients_per_product: cost of a product in gradients, where it was measured.
+        wall_seconds: time of it all.
+        dtype: type computed in.
+        seed: of all random vectors.
+        status: how it ended.
+        eigenvectors: one row for each eigenvalue, where they were kept; not part of the JSON text.
+    """
+
+    eigenvalues: tuple[float, ...]
+    residuals: tuple[float, ...]
+    error_bounds: tuple[float, ...]
+    converged: tuple[bool, ...]
+    is_exhaustive: bool
+    trace: Estimate | None
+    density: SpectralDensity | None
+    sampling: tuple[Estimate, ...]
+    matrix: str
+    method: str
+    params: str
+    num_parameters: int
+    num_pairs: int
+    loss: float
+    num_products: int
+    product: str
+    gradients_per_product: float | None
+    wall_seconds: float
+    dtype: str
+    seed: int
+    status: SpectrumStatus = SpectrumStatus.complete
+    eigenvectors: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def to_json(self) -> str:
+        """The fields as JSON text, eigenvectors left out."""
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        del values["eigenvectors"]
+        values["trace"] = None if self.trace is None else asdict(self.trace)
+        values["density"] = None if self.density is None else asdict(self.density)
+        values["sampling"] = [asdict(estimate) for estimate in self.sampling]
+        return json.dumps(values, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> HessianSpectrum:
+        """The spectrum that `to_json` wrote."""
+        values = json.loads(text)
+        for name in ("eigenvalues", "residuals", "error_bounds", "converged"):
+            values[name] = tuple(values[name])
+        values["trace"] = None if values["trace"] is None else Estimate(**values["trace"])
+        density = values["density"]
+        values["density"] = None if density is None else SpectralDensity.from_json(json.dumps(density))
+        values["sampling"] = tuple(Estimate(**estimate) for estimate in values["sampling"])
+        values["status"] = SpectrumStatus(values["status"])
+        return cls(**values)

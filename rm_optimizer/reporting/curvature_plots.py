@@ -1,0 +1,184 @@
+"""Pictures of curvature: the top of the spectrum, its density, its course during training, and layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import SymLogNorm
+from numpy.typing import NDArray
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.landscape.density_curve import DensityCurve
+from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
+from rm_optimizer.reporting.landscape_plots import captioned_figure, save_both, two_panels
+from rm_optimizer.reporting.plots import History
+from rm_optimizer.reporting.style import BLUE, GREY, INK, ORANGE, VERMILION, count_ticks, draw_legend
+
+_EMPTY = ("", None)
+CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
+"""Columns of `metrics.csv` that a run with `training.hessian.every` has."""
+
+
+def plot_spectrum(
+    values: Sequence[float],
+    errors: Sequence[float],
+    stem: Path,
+    *,
+    title: str,
+    caption: str,
+    sampling: Sequence[Estimate] = (),
+) -> list[Path]:
+    """Eigenvalues by rank, positive and negative ones apart, with bars of how far each may be off.
+
+    Args:
+        values: eigenvalues, descending.
+        errors: how far each may be off.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+        title: what the matrix is.
+        caption: pairs, parameters, seed.
+        sampling: the first eigenvalues with their interval over pairs, as many as are known.
+    """
+    figure, (axes,) = captioned_figure(title, caption)
+    heights, bars = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
+    rank = np.arange(1, len(heights) + 1)
+    for members, colour, word in ((heights >= 0, BLUE, "positive"), (heights < 0, VERMILION, "negative")):
+        if members.any():
+            axes.vlines(rank[members], 0, heights[members], color=colour, linewidth=1.0, alpha=0.35)
+            axes.errorbar(
+                rank[members], heights[members], yerr=bars[members], color=colour, marker="o", markersize=5,
+                linestyle="none", elinewidth=1.3, capsize=3, label=f"{word}; bar: error bound",
+            )  # fmt: skip
+    intervals = [(i + 1, e.low, e.high) for i, e in enumerate(sampling) if e.low is not None and e.high is not None]
+    if intervals:
+        where, low, high = zip(*intervals, strict=True)
+        axes.vlines(where, low, high, color=ORANGE, linewidth=6, alpha=0.45, label="95 % interval over pairs", zorder=1)
+    axes.axhline(0.0, color=GREY, linewidth=1.0)
+    axes.set_yscale("symlog", linthresh=_linear_below(heights))
+    axes.set(xlabel="rank, by value", ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))
+    lowest, highest = float(heights.min()), float(heights.max())
+    axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
+    count_ticks(axes.xaxis)
+    draw_legend(axes)
+    return save_both(figure, stem)
+
+
+def plot_density(curve: DensityCurve, stem: Path, *, top: Sequence[float], title: str, caption: str) -> list[Path]:
+    """Share of eigenvalues at each value, on a logarithmic axis, with the computed eigenvalues marked.
+
+    Args:
+        curve: the density.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+        top: eigenvalues that were computed one by one.
+        title: what the matrix is.
+        caption: pairs, parameters, probes, seed.
+    """
+    figure, (axes,) = captioned_figure(title, caption)
+    highest = float(curve.density.max())
+    floor = max(float(curve.density[curve.density > 0].min()), 1e-9 * highest)
+    axes.plot(curve.grid, np.maximum(curve.density, floor / 2), color=BLUE, linewidth=1.7, label="density")
+    low, high = (np.maximum(curve.density + side * curve.standard_error, floor / 2) for side in (-1, 1))
+    if np.isfinite(curve.standard_error).all():
+        axes.fill_between(curve.grid, low, high, color=BLUE, alpha=0.25, lw=0, label="± 1 standard error over probes")
+    for members, colour, word in (
+        ([value for value in top if value >= 0], VERMILION, "positive"),
+        ([value for value in top if value < 0], INK, "negative"),
+    ):
+        if members:
+            axes.plot(
+                members, np.full(len(members), 2 * floor), color=colour, marker="|", markersize=11, markeredgewidth=1.4,
+                linestyle="none", label=f"{len(members)} {word} eigenvalues, computed",
+            )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set(xlabel="eigenvalue", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
+    draw_legend(axes, "upper right")
+    return save_both(figure, stem)
+
+
+def plot_training_curvature(history: History, stem: Path, *, caption: str) -> list[Path]:
+    """Top eigenvalue with its residual, and trace with its standard error, over the steps of a run.
+
+    Args:
+        history: rows of `metrics.csv` with the columns of `training.hessian.every`.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+        caption: pairs, seed.
+    """
+    figure, (upper, lower) = two_panels("Curvature during training", caption, ratios=(1, 1))
+    rows = [row for row in history if row.get(CURVATURE) not in _EMPTY]
+    _draw_course(upper, rows, CURVATURE, f"{CURVATURE}_residual", "top eigenvalue; bar: residual", VERMILION)
+    _draw_course(lower, rows, TRACE, f"{TRACE}_standard_error", "trace; bar: standard error", BLUE)
+    upper.set_ylabel("top eigenvalue")
+    lower.set(xlabel="optimizer step", ylabel="trace")
+    return save_both(figure, stem)
+
+
+def plot_layers(result: LayerCurvature, stem: Path) -> list[Path]:
+    """Heat map of the top eigenvalue and the trace of each layer's block, numbers with their errors in the cells.
+
+    Args:
+        result: the measured layers.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+    """
+    partial = f"PARTIAL, without {', '.join(result.missing)}; " if result.missing else ""
+    pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
+    starred = "" if all(item.converged for item in result.blocks) else "; *: not converged"
+    caption = f"{partial}{pairs}; ±: error bound, standard error of probes{starred}; colour: within its column"
+    figure, (axes,) = captioned_figure("Curvature layer by layer", caption)
+    figure.set_size_inches(7.0, max(3.2, 1.7 + 0.36 * len(result.blocks)))
+    columns = {
+        "top eigenvalue": [item.top_eigenvalue for item in result.blocks],
+        "trace": [item.trace.value for item in result.blocks],
+        "trace / parameters": [item.trace.value / item.num_parameters for item in result.blocks],
+    }
+    for position, values in enumerate(columns.values()):
+        _draw_column(axes, position, np.array(values), [_cells(item)[position] for item in result.blocks])
+    axes.set_xticks(range(len(columns)), list(columns))
+    axes.set_yticks(range(len(result.blocks)), [f"{item.block} ({item.num_parameters:,})" for item in result.blocks])
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(result.blocks) - 0.5, -0.5))
+    axes.grid(False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    return save_both(figure, stem)
+
+
+def has_training_curvature(history: History) -> bool:
+    """Whether a run measured its curvature."""
+    return any(row.get(CURVATURE) not in _EMPTY for row in history)
+
+
+def _draw_course(axes: Axes, rows: History, value: str, error: str, label: str, colour: str) -> None:
+    steps = [float(row["step"] or 0) for row in rows]
+    values = [float(row[value] or math.nan) for row in rows]
+    errors = [float(row.get(error) or math.nan) for row in rows]
+    axes.errorbar(steps, values, yerr=np.nan_to_num(errors), color=colour, marker="o", markersize=4, linewidth=1.6,
+                  elinewidth=1.0, capsize=2, label=label)  # fmt: skip
+    axes.axhline(0.0, color=GREY, linewidth=0.8)
+    count_ticks(axes.xaxis)
+    draw_legend(axes)
+
+
+def _draw_column(axes: Axes, position: int, values: NDArray[np.float64], texts: Sequence[str]) -> None:
+    """One column of cells, coloured on its own scale, logarithmic for both signs."""
+    largest = float(np.abs(values).max()) or 1.0
+    norm = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
+    extent = (position - 0.48, position + 0.48, len(values) - 0.5, -0.5)
+    axes.imshow(values[:, None], aspect="auto", cmap="RdBu_r", norm=norm, extent=extent)
+    for row, (value, text) in enumerate(zip(values, texts, strict=True)):
+        colour = "white" if abs(value) > 0.03 * largest else INK
+        axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=colour)
+
+
+def _cells(item: BlockCurvature) -> tuple[str, str, str]:
+    top = f"{item.top_eigenvalue:.3g} ± {item.error_bound:.1g}" + ("" if item.converged else " *")
+    error = "" if item.trace.standard_error is None else f" ± {item.trace.standard_error:.2g}"
+    return top, f"{item.trace.value:.3g}{error}", f"{item.trace.value / item.num_parameters:.2g}"
+
+
+def _linear_below(values: NDArray[np.float64]) -> float:
+    """Where the logarithmic axis becomes linear: at the smallest magnitude that is not rounding."""
+    magnitudes = np.abs(values)
+    largest = float(magnitudes.max(initial=0.0)) or 1.0
+    return float(magnitudes[magnitudes > 1e-4 * largest].min(initial=largest))

@@ -1,0 +1,210 @@
+"""The pictures, tables and tabular data of one analysis, from its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from rm_optimizer.landscape.density_curve import density_curve
+from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
+from rm_optimizer.landscape.quantities import Quantity, summarise
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.surface import Row, Slice, Surface, Trajectory, write_rows
+from rm_optimizer.reporting.curvature_plots import (
+    has_training_curvature,
+    plot_density,
+    plot_layers,
+    plot_spectrum,
+    plot_training_curvature,
+)
+from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
+from rm_optimizer.reporting.plots import History
+from rm_optimizer.reporting.tables import Cell, summary_table
+
+LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum
+_SHOWN = 10
+"""Eigenvalues of each end that the table lists."""
+
+
+def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
+    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet.
+
+    Args:
+        result: of one analysis.
+        folder: where to.
+
+    Returns:
+        The files.
+    """
+    match result:
+        case Slice():
+            return [*plot_slices(result, folder / "slices"), write_rows(folder / "slices.parquet", [*result.rows()])]
+        case Surface():
+            return _draw_surface(result, folder)
+        case Trajectory():
+            pictures = plot_trajectory(result, folder / "trajectory")
+            rows = write_rows(folder / "trajectory.parquet", [*result.rows()])
+            return [*pictures, rows, *_draw_surface(result.surface, folder)]
+        case HessianSpectrum():
+            return _draw_spectrum(result, folder)
+        case LayerCurvature():
+            return [*plot_layers(result, folder / "layers"), write_rows(folder / "layers.parquet", _layer_rows(result))]
+
+
+def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
+    """Draw the top eigenvalue and the trace during training, if the run measured them.
+
+    Args:
+        history: rows of the run's `metrics.csv`.
+        folder: where to.
+        caption: pairs and seed.
+    """
+    if not has_training_curvature(history):
+        return []
+    return plot_training_curvature(history, folder / "during_training", caption=caption)
+
+
+def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
+    """Print the numbers of a result.
+
+    Args:
+        title: what was analysed.
+        result: of one analysis.
+        console: where to; standard output unless given.
+    """
+    (console or Console()).print(summary_table(title, summary_rows(result)))
+
+
+def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
+    """Rows for `summary_table`."""
+    match result:
+        case Slice():
+            return _slice_rows(result)
+        case Surface():
+            return _surface_rows(result)
+        case Trajectory():
+            return _trajectory_rows(result)
+        case HessianSpectrum():
+            return _spectrum_rows(result)
+        case LayerCurvature():
+            return _sizes(result) | {f"{item.block}: top eigenvalue, trace": _block(item) for item in result.blocks}
+
+
+def _draw_surface(result: Surface, folder: Path) -> list[Path]:
+    pictures = [*plot_contour(result, folder / "contour"), *plot_surface(result, folder / "surface")]
+    return [*pictures, write_rows(folder / "surface.parquet", [*result.rows()])]
+
+
+def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
+    matrix = result.matrix.replace("_", "-").capitalize().replace("newton", "Newton")
+    partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
+    caption = (
+        f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
+        f"{result.method}, {result.num_products} products; seed {result.seed}"
+    )
+    values, bounds = result.eigenvalues, result.error_bounds
+    files = plot_spectrum(
+        values, bounds, folder / "spectrum", title=f"{matrix}: eigenvalues", caption=caption, sampling=result.sampling
+    )
+    rows: list[Row] = [
+        {"eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
+        for value, residual, bound, done in zip(values, result.residuals, bounds, result.converged, strict=True)
+    ]
+    files.append(write_rows(folder / "spectrum.parquet", rows))
+    if result.density is not None:
+        curve = density_curve(result.density)
+        probes = f"{len(result.density.nodes)} probes; {caption}"
+        title = f"{matrix}: spectral density"
+        files += plot_density(curve, folder / "density", top=result.density.exact, title=title, caption=probes)
+        columns = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
+        named: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in columns]
+        files.append(write_rows(folder / "density.parquet", named))
+    return files
+
+
+def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
+    rows: dict[str, Cell] = {
+        "matrix, method": f"{result.matrix}, {result.method}",
+        "parameters": f"{result.num_parameters:,} ({result.params})",
+        "pairs": result.num_pairs,
+        "loss": f"{result.loss:.4f}",
+        "products": f"{result.num_products:,} ({result.product}), {result.wall_seconds:.1f} s",
+    }
+    total = len(result.eigenvalues)
+    for index, value in enumerate(result.eigenvalues):
+        if index < _SHOWN or index >= total - _SHOWN:
+            rows[f"eigenvalue {index + 1}"] = _eigenvalue(result, index, value)
+    rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
+    for name, quantity in summarise(result).items():
+        rows[name.replace("_", " ")] = _quantity(quantity)
+    return rows
+
+
+def _quantity(quantity: Quantity) -> str:
+    """A number with its error, alone where it is exact, or why there is none."""
+    estimate = quantity.estimate
+    if estimate is None:
+        return f"n/a: {quantity.reason}"
+    return f"{estimate.value:.4g}" if estimate.standard_error == 0 else f"{estimate:.4g}"
+
+
+def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:
+    text = f"{value:.5g} ± {result.error_bounds[index]:.1g}" + ("" if result.converged[index] else " (not converged)")
+    sampled = result.sampling[index] if index < len(result.sampling) else None
+    if sampled is None or sampled.low is None or sampled.high is None:
+        return text
+    return f"{text}; over pairs [{sampled.low:.3g}, {sampled.high:.3g}]"
+
+
+def _sizes(result: Slice | Surface | LayerCurvature) -> dict[str, Cell]:
+    counted = result if isinstance(result, LayerCurvature) else result.measured
+    return {"pairs / prompts": f"{counted.num_pairs:,} / {counted.num_prompts:,}", "seed": str(counted.seed)}
+
+
+def _slice_rows(result: Slice) -> dict[str, Cell]:
+    middle = len(result.steps) // 2
+    rows: dict[str, Cell] = {"directions": result.measured.method, **_sizes(result)}
+    centre = result.points[0][middle]
+    rows["loss at the weights"] = f"{centre.loss:.4f} ± {centre.loss_standard_error:.4f}"
+    for name, line in zip(result.measured.names, result.points, strict=True):
+        ends = f"{line[0].loss:.3f} and {line[-1].loss:.3f}"
+        rows[f"{name}: loss at ±{result.steps[-1]:.3g}"] = ends
+    return rows
+
+
+def _surface_rows(result: Surface) -> dict[str, Cell]:
+    losses = [point.loss for row in result.points for point in row if point.loss == point.loss]
+    rows: dict[str, Cell] = {"directions": result.measured.method, **_sizes(result)}
+    rows["lowest and highest loss"] = f"{min(losses):.4f} and {max(losses):.4f}" if losses else None
+    rows["points"] = f"{len(losses):,} of {len(result.x) * len(result.y):,}"
+    return rows
+
+
+def _trajectory_rows(result: Trajectory) -> dict[str, Cell]:
+    rows: dict[str, Cell] = {**_surface_rows(result.surface), "checkpoints": len(result.steps)}
+    shares = result.surface.measured.values or ()
+    parts = ", ".join(f"{share:.1%}" for share in shares)
+    rows["share of the squared way in the plane"] = f"{sum(shares):.1%} ({parts})"
+    for step, point, off in zip(result.steps, result.points, result.off_plane, strict=True):
+        rows[f"step {step:,}: loss, distance from the plane"] = f"{point.loss:.4f}, {off:.3g}"
+    return rows
+
+
+def _block(item: BlockCurvature) -> str:
+    return f"{item.top_eigenvalue:.4g} ± {item.error_bound:.1g}, {item.trace:.3g}"
+
+
+def _layer_rows(result: LayerCurvature) -> list[Row]:
+    return [
+        {
+            "block": item.block,
+            "num_parameters": item.num_parameters,
+            "top_eigenvalue": item.top_eigenvalue,
+            "error_bound": item.error_bound,
+            "converged": item.converged,
+            "trace": item.trace.value,
+            "trace_standard_error": item.trace.standard_error,
+        }
+        for item in result.blocks
+    ]

@@ -1,0 +1,237 @@
+"""Pictures of the loss around the weights: lines, contours, surfaces and the way training took."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.contour import QuadContourSet
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from rm_optimizer.landscape.loss_at import PointLoss
+from rm_optimizer.landscape.surface import Measured, Slice, Surface, Trajectory
+from rm_optimizer.reporting.style import (
+    BLUE,
+    DPI,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    VERMILION,
+    draw_legend,
+    new_figure,
+)
+
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, INK)
+_CROSS: dict[str, Any] = {
+    "marker": "P", "color": VERMILION, "markeredgecolor": "white", "markersize": 11, "linestyle": "none",
+}  # fmt: skip
+_CHANCE_LOSS = math.log(2)
+_CAPTION_WIDTH = 92
+"""Characters of a caption's line."""
+_WIDE = 30.0
+"""Ratio of largest to smallest loss from which colours go by its logarithm."""
+
+
+def plot_slices(result: Slice, stem: Path) -> list[Path]:
+    """Loss and accuracy along each direction, with bands of one standard error over pairs.
+
+    Args:
+        result: the measured slices.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+    """
+    figure, (upper, lower) = two_panels("Loss along directions", _caption(result.measured, result), ratios=(2, 1))
+    steps = np.array(result.steps)
+    for index, (name, line) in enumerate(zip(result.measured.names, result.points, strict=True)):
+        colour, style = COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else "--"
+        for axes, value in ((upper, "loss"), (lower, "accuracy")):
+            values, errors = _column(line, value), _column(line, f"{value}_standard_error")
+            axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=name)
+            axes.fill_between(steps, values - errors, values + errors, color=colour, alpha=0.15, linewidth=0)
+    for axes, chance in ((upper, _CHANCE_LOSS), (lower, 0.5)):
+        axes.axhline(chance, color=GREY, linestyle=(0, (2, 2)), linewidth=1.1, label="chance")
+        axes.axvline(0.0, color=GREY, linewidth=0.8)
+    upper.set_ylabel("loss (nats a pair)")
+    lower.set(xlabel=f"step along the direction ({_unit(result.measured)})", ylabel="accuracy")
+    upper.plot([], [], color=GREY, alpha=0.3, linewidth=7, label="± 1 standard error")
+    draw_legend(upper)
+    return save_both(figure, stem)
+
+
+def plot_contour(result: Surface, stem: Path) -> list[Path]:
+    """Lines of equal loss over a plane through the weights.
+
+    Args:
+        result: the measured surface.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+    """
+    figure, (axes,) = captioned_figure("Loss over a plane through the weights", _caption(result.measured, result))
+    _draw_contour(figure, axes, result)
+    axes.plot(0.0, 0.0, label="trained weights", **_CROSS)
+    draw_legend(axes, "upper right")
+    return save_both(figure, stem)
+
+
+def plot_surface(result: Surface, stem: Path) -> list[Path]:
+    """The same plane in three dimensions.
+
+    Args:
+        result: the measured surface.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+    """
+    figure = Figure(figsize=(7.0, 5.6))
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
+    figure.text(0.03, 0.95, "Loss over a plane through the weights", fontsize=12, fontweight="bold", color=INK)
+    caption = f"{_caption(result.measured, result)}; axes: {_unit(result.measured)}"
+    figure.text(0.03, 0.915, caption, fontsize=9, color=GREY)
+    x, y = np.meshgrid(result.x, result.y)
+    loss = _losses(result.points)
+    axes.plot_surface(x, y, loss, cmap="viridis", rcount=60, ccount=60, linewidth=0.2, edgecolor=(1, 1, 1, 0.35))
+    axes.set(xlabel=result.measured.names[0], ylabel=result.measured.names[1], zlabel="loss (nats a pair)")
+    axes.set_box_aspect(None, zoom=0.92)
+    axes.tick_params(labelsize=8, labelcolor=INK)
+    axes.locator_params(nbins=5)
+    axes.view_init(elev=32, azim=-55)
+    return save_both(figure, stem)
+
+
+def plot_trajectory(result: Trajectory, stem: Path) -> list[Path]:
+    """The checkpoints of a run over lines of equal loss, in the plane they stay closest to.
+
+    Args:
+        result: the measured trajectory.
+        stem: the pictures' path without its ending; `.png` and `.svg` are written.
+    """
+    surface = result.surface
+    figure, (axes,) = captioned_figure("The way training took", _caption(surface.measured, result))
+    _draw_contour(figure, axes, surface)
+    x, y = np.array(result.coordinates).T
+    axes.plot(x, y, color="white", linewidth=3.2)
+    path: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 4.5,
+        "markeredgecolor": "white",
+        "label": "checkpoints (with their loss)",
+    }
+    axes.plot(x, y, color=INK, linewidth=1.4, **path)
+    axes.plot(x[-1], y[-1], label="last checkpoint", **_CROSS)
+    for index in _labelled(len(x)):
+        is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
+        axes.annotate(
+            f"step {result.steps[index]:,}: {result.points[index].loss:.3f}", (x[index], y[index]),
+            (-7 if is_right else 7, 9), textcoords="offset points", ha="right" if is_right else "left", fontsize=8,
+            bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+        )  # fmt: skip
+    draw_legend(axes)
+    return save_both(figure, stem)
+
+
+def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
+    """Like `new_figure`, with a caption of several parts over two lines where one is too short.
+
+    Args:
+        title: what is shown.
+        caption: parts joined by `; `.
+        strip: whether a second axes lies under the first.
+    """
+    lines = [""]
+    for part in caption.split("; "):
+        joined = f"{lines[-1]}; {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= _CAPTION_WIDTH else [*lines, part]
+    figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
+    axes[0].texts[0].set(va="bottom", in_layout=False)
+    return figure, axes
+
+
+def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Figure, list[Axes]]:
+    """Like `new_figure` with a strip, in which both axes have room for a curve.
+
+    Args:
+        title: what is shown.
+        caption: sample size and anything needed to read it.
+        ratios: heights of the upper and the lower axes.
+    """
+    figure, axes = captioned_figure(title, caption, strip=True)
+    figure.set_size_inches(7.0, 5.6)
+    grid = axes[0].get_gridspec()
+    assert grid is not None, "the axes of a strip stand in a grid"
+    grid.set_height_ratios(ratios)
+    return figure, axes
+
+
+def save_both(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PNG and as SVG, each under a temporary name first; equal figures give equal files."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        path = stem.with_name(f"{stem.name}.{ending}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with matplotlib.rc_context({"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}):
+            figure.savefig(temporary, format=ending, dpi=DPI, metadata=metadata)
+        os.replace(temporary, path)
+        written.append(path)
+    return written
+
+
+def _caption(measured: Measured, result: Slice | Surface | Trajectory) -> str:
+    partial = f"PARTIAL, {result.num_missing} points missing; " if result.num_missing else ""
+    where = "" if measured.params == "trainable" else f" of {measured.params}"
+    return (
+        f"{partial}{measured.method}{where}; n = {measured.num_pairs:,} pairs of {measured.num_prompts:,} prompts; "
+        f"seed {measured.seed}"
+    )
+
+
+def _unit(measured: Measured) -> str:
+    """A filter-normalised direction is as long as the weights, the others are of unit length."""
+    return "parameter distance" if measured.values else "1 = length of the weights"
+
+
+def _axis_label(measured: Measured, index: int) -> str:
+    return f"{measured.names[index]} ({_unit(measured)})"
+
+
+def _column(points: Sequence[PointLoss], name: str) -> NDArray[np.float64]:
+    return np.array([getattr(point, name) for point in points], dtype=np.float64)
+
+
+def _losses(points: Sequence[Sequence[PointLoss]]) -> NDArray[np.float64]:
+    values = np.array([_column(line, "loss") for line in points])
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _norm(loss: NDArray[np.float64]) -> Normalize:
+    low, high = (float(np.nanmin(loss)), float(np.nanmax(loss))) if np.isfinite(loss).any() else (0.0, 1.0)
+    return LogNorm(low, high) if low > 0 and high > _WIDE * low else Normalize(low, high)
+
+
+def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> QuadContourSet:
+    loss = _losses(surface.points)
+    norm = _norm(loss)
+    spaced = np.geomspace if isinstance(norm, LogNorm) else np.linspace
+    low, high = float(norm.vmin or 0.0), float(norm.vmax or 1.0)
+    levels = spaced(low, max(high, low + 1e-9), 15)
+    shown = np.ma.masked_invalid(loss)
+    filled = axes.contourf(surface.x, surface.y, shown, levels=levels, norm=norm, cmap="viridis")
+    lines = axes.contour(surface.x, surface.y, shown, levels=levels[1:-1:2], colors="white", linewidths=0.7)
+    axes.clabel(lines, fontsize=7, fmt="%.3g")
+    bar = figure.colorbar(filled, ax=axes, label="loss (nats a pair)", format="%.3g")
+    bar.ax.tick_params(labelsize=8)
+    axes.grid(False)
+    axes.set(xlabel=_axis_label(surface.measured, 0), ylabel=_axis_label(surface.measured, 1))
+    return filled
+
+
+def _labelled(count: int) -> list[int]:
+    """First, middle and last."""
+    return sorted({0, count // 2, count - 1})

@@ -1,0 +1,136 @@
+"""The options of `rm-opt analyze`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.config import DataConfig, LossConfig
+
+
+class AnalysisType(StrEnum):
+    """What is measured of the loss's landscape."""
+
+    hessian = "hessian"
+    gauss_newton = "gauss_newton"
+    density = "density"
+    slices = "slices"
+    surface = "surface"
+    layers = "layers"
+    trajectory = "trajectory"
+
+
+class SpectrumMethod(StrEnum):
+    """How eigenvalues are computed."""
+
+    lanczos = "lanczos"
+    power_iteration = "power_iteration"
+    full = "full"
+    gauss_newton_exact = "gauss_newton_exact"
+
+
+class DirectionKind(StrEnum):
+    """Along which directions the loss is looked at: filter-normalised random ones, or the Hessian's eigenvectors."""
+
+    random = "random"
+    eigenvectors = "eigenvectors"
+
+
+class Split(StrEnum):
+    """Which pairs are drawn from: those that training saw, its validation pairs, or all of `data.train`."""
+
+    train = "train"
+    val = "val"
+    all = "all"
+
+
+class Precision(StrEnum):
+    """Type that derivatives are computed in."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+@dataclass(kw_only=True)
+class LandscapeConfig:
+    """What is measured, over which parameters, on how many pairs; `landscape=TYPE` sets what suits the type."""
+
+    type: AnalysisType = AnalysisType.hessian
+    """hessian, gauss_newton, density, slices, surface, layers or trajectory."""
+    params: Any = "trainable"
+    """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of patterns."""
+    num_pairs: int = 64
+    """Pairs that the loss is averaged over, drawn by the seed; all of them where there are fewer."""
+    token_budget: int = 4096
+    """Tokens, padding included, of one pass; bounds memory and changes no result."""
+    dtype: Precision = Precision.float32
+    """float32, or float64 for four times the time."""
+    method: SpectrumMethod = SpectrumMethod.lanczos
+    """lanczos, power_iteration, full (small models), or gauss_newton_exact, which is of that matrix alone."""
+    top_k: int = 20
+    """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
+    num_sampled: int = 0
+    """Eigenvalues from the top that get an error over pairs; the Hessian's need a model with forward derivatives."""
+    tolerance: float = 1e-3
+    """Relative error at which an eigenvalue is done."""
+    max_products: int | None = None
+    """Hessian-vector products at most; null is enough for most spectra."""
+    num_probes: int = 20
+    """Random probes for the trace and the density."""
+    probe_steps: int = 5
+    """Lanczos steps of each probe of the density."""
+    directions: DirectionKind = DirectionKind.random
+    """Slices and surfaces run along filter-normalised random directions, or along the top eigenvectors."""
+    num_directions: int = 3
+    """Lines of `slices`."""
+    num_points: int = 21
+    """Points along each direction; odd, so that the weights themselves are among them."""
+    span: float | None = None
+    """How far to go; null is 1 for random directions, for eigenvectors where the top one's parabola rises by 1 nat."""
+    processes: int = 1
+    """Processes that share the points of slices, surfaces and trajectories; CPU only."""
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.params, str) or (isinstance(self.params, list) and len(self.params) > 0)
+        require(named, "landscape.params", "be a name, a pattern or a list of patterns", self.params)
+        least_of = {"num_pairs": 2, "token_budget": 1, "top_k": 1, "num_sampled": 0, "num_probes": 2, "probe_steps": 1}
+        for name, least in least_of.items():
+            require(getattr(self, name) >= least, f"landscape.{name}", f"be at least {least}", getattr(self, name))
+        require(0 < self.tolerance < 1, "landscape.tolerance", "lie in (0, 1)", self.tolerance)
+        require(self.num_directions >= 1, "landscape.num_directions", "be at least 1", self.num_directions)
+        is_odd = self.num_points >= 3 and self.num_points % 2 == 1
+        require(is_odd, "landscape.num_points", "be odd and at least 3", self.num_points)
+        require(self.processes >= 1, "landscape.processes", "be at least 1", self.processes)
+        require(self.span is None or self.span > 0, "landscape.span", "be positive", self.span)
+        most = self.max_products
+        require(most is None or most >= 1, "landscape.max_products", "be at least 1", most)
+
+
+@dataclass(kw_only=True)
+class AnalyzeConfig:
+    """Everything `rm-opt analyze` composes; for a run of ours, data, loss and seed are the run's unless given."""
+
+    checkpoint: str = MISSING
+    """Run folder, exported folder, Lightning .ckpt or hub id."""
+    output_dir: str = MISSING
+    """Where results go: `landscape/TYPE` in the run folder, below `outputs/analyze` for other models."""
+    seed: int = 0
+    """Seed of pairs, random directions, starting vectors and probes."""
+    max_length: int | None = None
+    """Tokens kept of a sequence; null takes the number stored with the model."""
+    progress: bool = True
+    """Show progress bars."""
+    split: Split = Split.all
+    """Pairs to draw from: all of `data.train`, or its train or val part as training splits it; a run's own: train."""
+    data: DataConfig = MISSING
+    loss: LossConfig = MISSING
+    landscape: LandscapeConfig = MISSING
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.seed, str) or self.seed >= 0, "seed", "not be negative", self.seed)
+        shortest = self.max_length is None or self.max_length >= 8
+        require(shortest, "max_length", "be at least 8", self.max_length)

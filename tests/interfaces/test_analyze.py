@@ -1,0 +1,195 @@
+"""`rm-opt analyze` from a trained run to its tables, JSON, pictures and Parquet."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rm_optimizer import analyze as entry
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingDiverged
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.landscape.layers import LayerCurvature
+from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.landscape.surface import Slice, Surface, Trajectory
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.command_line import checked
+from rm_optimizer.schema.landscape import AnalyzeConfig
+from rm_optimizer.training import train_reward_model
+
+SMALL = [
+    "hardware=cpu",
+    "hardware.num_threads=1",
+    "model.architecture.hidden_size=16",
+    "model.architecture.intermediate_size=32",
+    "model.architecture.num_hidden_layers=1",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=2",
+    "model.vocab_size=300",
+    "model.max_length=96",
+    "data.synthetic.num_train=48",
+    "data.synthetic.num_val=8",
+    "batching.batch_size=16",
+    "batching.micro_token_budget=2048",
+    "training.evals_per_epoch=1",
+    "training.checkpoint_every=1",
+    "training.keep_checkpoints=9",
+    "training.num_bootstrap=100",
+    "training.progress=false",
+    "logger.tensorboard=false",
+]
+QUICK = ["landscape.num_pairs=8", "progress=false"]
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("analyzed") / "run"
+    train_reward_model(typed(compose([*SMALL, f"output_dir={folder}"]), TrainConfig))
+    return folder
+
+
+def analyzed(checkpoint: str | Path, *overrides: str, quick: list[str] = QUICK) -> Path:
+    arguments = entry.completed([f"checkpoint='{checkpoint}'", *quick, *overrides])
+    return entry.analyze(checked(arguments, AnalyzeConfig, name="analyze"))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_slices_end_in_the_run_folder_with_the_trained_loss_in_the_middle(run_dir, capsys):
+    folder = analyzed(run_dir, "landscape=slices", "landscape.num_points=3", "landscape.num_directions=2")
+    assert folder == run_dir / "landscape" / "slices"
+    assert {"slices.json", "slices.png", "slices.svg", "slices.parquet", "analysis.json"} <= names(folder)
+    result = Slice.from_json((folder / "slices.json").read_text())
+    spectrum = analyzed(run_dir, "landscape=gauss_newton", "landscape.top_k=2")
+    loss = HessianSpectrum.from_json((spectrum / "gauss_newton.json").read_text()).loss
+    assert [line[1].loss for line in result.points] == pytest.approx([loss, loss], abs=1e-6)
+    assert result.measured.num_pairs == 8
+    assert len(pq.read_table(folder / "slices.parquet")) == 6
+    recorded = json.loads((folder / "analysis.json").read_text())
+    assert recorded["options"]["data"]["synthetic"]["num_train"] == 48
+    printed = capsys.readouterr().out
+    assert "loss at the weights" in printed
+    assert str(folder) in printed.replace("\n", "")
+
+
+def test_hessian_gives_eigenvalues_of_both_ends(run_dir, capsys):
+    folder = analyzed(run_dir / "best", "landscape.top_k=2", "landscape.num_probes=2", "landscape.params=head")
+    result = HessianSpectrum.from_json((folder / "hessian.json").read_text())
+    assert (result.matrix, result.params, result.num_pairs, len(result.eigenvalues)) == ("hessian", "head", 8, 4)
+    assert result.eigenvalues == tuple(sorted(result.eigenvalues, reverse=True))
+    assert {"spectrum.png", "spectrum.svg", "spectrum.parquet"} <= names(folder)
+    assert "eigenvalue 1" in capsys.readouterr().out
+
+
+def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
+    folder = analyzed(
+        run_dir, "landscape=density", "landscape.top_k=2", "landscape.num_probes=2", "landscape.params=head"
+    )
+    assert HessianSpectrum.from_json((folder / "density.json").read_text()).density is not None
+    assert {"density.png", "density.parquet", "spectrum.png"} <= names(folder)
+
+
+def test_layers_go_from_the_input_to_the_head(run_dir):
+    folder = analyzed(run_dir, "landscape=layers", "landscape.num_probes=2", "landscape.tolerance=0.1")
+    result = LayerCurvature.from_json((folder / "layers.json").read_text())
+    assert [block.block for block in result.blocks] == ["embeddings", "layer 1", "head"]
+    assert {"layers.png", "layers.parquet"} <= names(folder)
+
+
+def test_a_trajectory_ends_at_the_last_checkpoint(run_dir):
+    folder = analyzed(run_dir, "landscape=trajectory", "landscape.num_points=3")
+    result = Trajectory.from_json((folder / "trajectory.json").read_text())
+    assert result.steps == (1, 2, 3)
+    assert result.coordinates[-1] == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert {"trajectory.png", "trajectory.parquet", "contour.png", "surface.png", "surface.parquet"} <= names(folder)
+
+
+def test_ctrl_c_leaves_a_labelled_part_and_the_same_command_completes_it(run_dir, tmp_path, monkeypatch):
+    options = ["landscape=surface", "landscape.num_points=3", f"output_dir={tmp_path}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rm_optimizer.landscape.analysis.Study.on_point", stop_after(4))
+        with pytest.raises(Interrupted, match="partial results, labelled so, are in") as caught:
+            analyzed(run_dir, *options)
+    assert caught.value.exit_code == 130
+    assert Surface.from_json((tmp_path / "surface_partial.json").read_text()).num_missing == 5
+    before = (tmp_path / "points.jsonl").read_text().splitlines()
+    analyzed(run_dir, *options)
+    assert (tmp_path / "points.jsonl").read_text().splitlines()[:5] == before
+    assert Surface.from_json((tmp_path / "surface.json").read_text()).num_missing == 0
+    assert "surface_partial.json" not in names(tmp_path)
+
+
+def stop_after(count: int):
+    def on_point(self, done: int, total: int) -> None:
+        if done == count:
+            raise KeyboardInterrupt
+
+    return on_point
+
+
+def test_pairs_of_ones_own_are_all_drawn_from(run_dir, tmp_path):
+    rows = [{"prompt": f"one {i}", "chosen": f"two {i}", "rejected": "three"} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [f"data.train={tmp_path / 'pairs.jsonl'}", f"output_dir={tmp_path / 'out'}", "landscape.num_points=3"]
+    analyzed(run_dir, "landscape=slices", *options)
+    assert Slice.from_json((tmp_path / "out" / "slices.json").read_text()).measured.num_pairs == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        (["landscape.params=lora"], ConfigError, "needs a model with a LoRA adapter"),
+        (["landscape.params=*.layer.9.*"], ConfigError, "matches no parameter"),
+        (["landscape.params=head", "landscape.top_k=9"], ConfigError, "top_k at each end must lie in"),
+        (["data.synthetic.num_train=2", "data.max_pairs=1"], DataError, "at least 2 pairs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_measured_is_one_sentence(run_dir, tmp_path, options, kind, sentence):
+    with pytest.raises(kind, match=sentence.replace("*", r"\*")) as caught:
+        analyzed(run_dir, f"output_dir={tmp_path}", *options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_outside_of_a_run_needs_pairs(run_dir, tmp_path):
+    BradleyTerryRM.from_pretrained(run_dir).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"data\.train must name pairs, .*; add --data PAIRS"):
+        analyzed(tmp_path / "model", f"output_dir={tmp_path / 'out'}")
+
+
+def test_a_missing_checkpoint_is_said_first(tmp_path):
+    with pytest.raises(CheckpointError, match="the path does not exist"):
+        analyzed(tmp_path / "nowhere", f"output_dir={tmp_path / 'out'}")
+
+
+def test_a_loss_that_is_not_finite_names_its_pairs(run_dir, tmp_path):
+    model = BradleyTerryRM.from_pretrained(run_dir)
+    with torch.no_grad():
+        model.reward_head.weight.fill_(float("nan"))
+    model.model.save_pretrained(tmp_path / "model")
+    model.tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"one {i}", "chosen": f"two {i}", "rejected": "three"} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(TrainingDiverged, match="NaN or infinite on pairs 0, 1, 2"):
+        analyzed(tmp_path / "model", f"data.train={tmp_path / 'pairs.jsonl'}", f"output_dir={tmp_path / 'out'}")
+
+
+def test_flags_become_overrides_of_the_hydra_entry(monkeypatch):
+    became = []
+    monkeypatch.setattr(os, "execv", lambda program, command: became.append(command[1:]))
+    flags = ["--checkpoint", "runs/a", "--type", "density", "--data", "p.jsonl", "--top-k", "5", "--method", "full"]
+    result = CliRunner().invoke(
+        app, ["analyze", *flags, "--pairs", "32", "--params", "*.layers.0.*", "seed=1", "--cfg", "job"]
+    )
+    assert result.exit_code == 0, result.output
+    overrides = ["checkpoint=runs/a", "landscape=density", "data.train=p.jsonl", "landscape.top_k=5"]
+    overrides += ["landscape.method=full", "landscape.num_pairs=32", "landscape.params='*.layers.0.*'"]
+    assert became == [["-m", "rm_optimizer.analyze", *overrides, "seed=1", "--cfg", "job"]]

@@ -1,0 +1,214 @@
+"""Estimates come near the truth at their rate, and their intervals hold it as often as they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.combined import DifferenceOperator
+from rm_optimizer.landscape.density import SpectralDensity, spectral_density
+from rm_optimizer.landscape.lanczos import Eigenpairs, lanczos
+from rm_optimizer.landscape.objective import measuring
+from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
+from rm_optimizer.landscape.random_vectors import RandomVectors
+from rm_optimizer.landscape.sampling import pair_curvatures, sampling_error
+from rm_optimizer.landscape.trace import (
+    TRACE_ESTIMATORS,
+    control_variate_trace,
+    deflated_trace,
+    frobenius_norm,
+    hutchinson_trace,
+    xtrace,
+)
+from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
+
+SIZE, SEEDS = 120, 200
+COVERAGE = (0.90, 0.99)
+Make = Callable[[int], Estimate]
+
+
+@cache
+def spectra() -> dict[str, Tensor]:
+    rank = torch.arange(1, SIZE + 1, dtype=torch.float64)
+    signs = torch.where(torch.rand(SIZE, generator=torch.Generator().manual_seed(0)) < 0.4, -1.0, 1.0)
+    return {"decaying": 10 / rank, "indefinite": 10 * rank**-0.7 * signs, "flat": 1 + rank / SIZE}
+
+
+@cache
+def operator(name: str) -> MatrixOperator:
+    drawn = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    basis = torch.linalg.qr(drawn)[0]
+    return MatrixOperator((basis * spectra()[name]) @ basis.T)
+
+
+@cache
+def top(name: str) -> Eigenpairs:
+    return lanczos(operator(name), 10, which="magnitude", tolerance=1e-4)
+
+
+def coverage(make: Make, truth: float) -> float:
+    estimates = [make(seed) for seed in range(SEEDS)]
+    return float(np.mean([estimate.low <= truth <= estimate.high for estimate in estimates]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["decaying", "indefinite", "flat"])
+@pytest.mark.parametrize("method", TRACE_ESTIMATORS)
+def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: str) -> None:
+    truth = float(spectra()[name].sum())
+    for products in (12, 42):
+        share = coverage(lambda seed, m=products: TRACE_ESTIMATORS[method](operator(name), m, seed=seed), truth)
+        assert COVERAGE[0] <= share <= COVERAGE[1], (products, share)
+
+
+@pytest.mark.parametrize("name", ["decaying", "indefinite"])
+def test_intervals_of_deflated_estimates_hold_the_truth(name: str) -> None:
+    values, found = spectra()[name], top(name)
+    truths_and_estimates: dict[str, tuple[float, Make]] = {
+        "trace": (float(values.sum()), lambda seed: deflated_trace(operator(name), found, 10, seed=seed)),
+        "frobenius": (float(values.norm()), lambda seed: frobenius_norm(operator(name), 10, seed=seed, found=found)),
+        "density's trace": (
+            float(values.sum()),
+            lambda seed: spectral_density(operator(name), num_probes=10, num_steps=2, seed=seed, found=found).moment(1),
+        ),
+    }
+    for what, (truth, make) in truths_and_estimates.items():
+        share = coverage(make, truth)
+        assert COVERAGE[0] <= share <= COVERAGE[1], (what, share)
+
+
+def test_the_bound_from_one_vector_holds_at_least_as_often() -> None:
+    for name in ("decaying", "indefinite"):
+        truth, found = float(spectra()[name].sum()), top(name)
+        assert (
+            coverage(lambda seed, n=name, f=found: deflated_trace(operator(n), f, 1, seed=seed), truth) >= COVERAGE[0]
+        )
+
+
+def test_intervals_hold_the_trace_of_a_models_hessian() -> None:
+    known = dense("llama")
+    matrix = MatrixOperator(known.hessian)
+    truth = float(known.hessian.trace())
+    for method in ("hutchinson", "xtrace"):
+        share = coverage(lambda seed, name=method: TRACE_ESTIMATORS[name](matrix, 30, seed=seed), truth)
+        assert COVERAGE[0] <= share <= COVERAGE[1], (method, share)
+
+
+def root_mean_square_error(make: Make, truth: float) -> float:
+    return float(np.sqrt(np.mean([(make(seed).value - truth) ** 2 for seed in range(100)])))
+
+
+def test_hutchinsons_error_falls_with_the_root_of_its_products() -> None:
+    truth = float(spectra()["indefinite"].sum())
+    errors = [
+        root_mean_square_error(lambda seed, m=m: hutchinson_trace(operator("indefinite"), m, seed=seed), truth)
+        for m in (10, 160)
+    ]
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.35)  # 100 repetitions know a ratio of errors to about 10 %
+
+
+def test_xtraces_error_falls_faster_where_eigenvalues_decay() -> None:
+    truth = float(spectra()["decaying"].sum())
+    errors = [
+        root_mean_square_error(lambda seed, m=m: xtrace(operator("decaying"), m, seed=seed), truth) for m in (12, 96)
+    ]
+    assert errors[0] / errors[1] > 8  # in proportion to the products, where Hutchinson's falls by 2.8
+
+
+def test_xtrace_is_exact_for_a_matrix_of_low_rank() -> None:
+    values = torch.zeros(60, dtype=torch.float64)
+    values[:4] = torch.tensor([5.0, 3.0, -2.0, 1.0])
+    basis = torch.linalg.qr(torch.randn(60, 60, generator=torch.Generator().manual_seed(2), dtype=torch.float64))[0]
+    found = xtrace(MatrixOperator((basis * values) @ basis.T), 16, seed=0)
+    assert found.value == pytest.approx(7.0, abs=1e-8)
+
+
+def test_xtrace_equals_leaving_each_vector_out() -> None:
+    matrix = operator("indefinite").matrix
+    probes = RandomVectors(operator("indefinite"), 3).signs(6)
+    samples = []
+    for index in range(6):
+        others = torch.cat([probes[:index], probes[index + 1 :]])
+        basis = torch.linalg.qr((others @ matrix).T)[0]
+        rest = probes[index] - basis @ (basis.T @ probes[index])
+        samples.append(float((basis.T @ matrix @ basis).trace() + rest @ matrix @ rest))
+    assert xtrace(operator("indefinite"), 12, seed=3).value == pytest.approx(float(np.mean(samples)), rel=1e-10)
+
+
+def test_taking_out_eigenpairs_makes_the_trace_surer() -> None:
+    truth = float(spectra()["decaying"].sum())
+    plain = root_mean_square_error(lambda seed: hutchinson_trace(operator("decaying"), 10, seed=seed), truth)
+    deflated = root_mean_square_error(
+        lambda seed: deflated_trace(operator("decaying"), top("decaying"), 10, seed=seed), truth
+    )
+    assert deflated < plain / 2
+
+
+def test_gauss_newton_makes_the_hessians_trace_surer() -> None:
+    known = dense("llama")
+    whole, similar = MatrixOperator(known.hessian), MatrixOperator(known.gauss_newton)
+    truth, rest = float(known.hessian.trace()), float(known.gauss_newton.trace())
+    found = control_variate_trace(whole, similar, rest, 40, seed=0)
+    direct = xtrace(DifferenceOperator(whole, similar), 40, seed=0)
+    assert found.value == pytest.approx(direct.value + rest)
+    assert found.low <= truth <= found.high  # type: ignore[operator]
+
+
+def test_too_few_products_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the xtrace estimator needs at least 6 products, got 4"):
+        xtrace(operator("flat"), 4, seed=0)
+
+
+def test_a_full_quadrature_has_the_moments_of_the_matrix() -> None:
+    values = spectra()["indefinite"][:12]
+    basis = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    matrix = (basis * values) @ basis.T
+    density = spectral_density(MatrixOperator(matrix), num_probes=600, num_steps=4, seed=0)
+    for power in (0, 1, 2, 3, 4):
+        moment = density.moment(power)
+        error = moment.standard_error or 1e-9
+        assert abs(moment.value - float((values**power).sum())) < 4 * error + 1e-9
+
+
+def test_density_moments_of_a_models_hessian() -> None:
+    known = dense("bert")
+    matrix = MatrixOperator(known.hessian)
+    found = lanczos(matrix, 20, which="both", tolerance=1e-5)
+    density = spectral_density(matrix, num_probes=20, num_steps=5, seed=0, found=found)
+    assert density.num_products == 100
+    frobenius = float(known.hessian.norm())
+    assert density.moment(2).value ** 0.5 == pytest.approx(frobenius, rel=0.01)
+    trace = density.moment(1)
+    assert abs(trace.value - float(known.hessian.trace())) < 3 * trace.standard_error  # type: ignore[operator]
+
+
+def test_the_density_on_a_grid_integrates_to_one_and_survives_json() -> None:
+    density = spectral_density(operator("decaying"), num_probes=3, num_steps=5, seed=0, found=top("decaying"))
+    grid = np.linspace(-5, 15, 4001)
+    assert float(np.trapezoid(density.on_grid(grid, width=0.2), grid)) == pytest.approx(1, abs=1e-6)
+    assert SpectralDensity.from_json(density.to_json()) == density
+
+
+def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
+    model = reward_model("llama")
+    with measuring(model, micro_batches(model, 120), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
+        operator_ = HessianOperator(objective, product="reverse")
+        vectors = torch.linalg.qr(
+            torch.randn(operator_.dimension, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        )[0].T
+        quotients = (vectors * operator_.apply(vectors)).sum(dim=1)
+        curvatures = pair_curvatures(objective, vectors)
+        estimates = sampling_error(objective, vectors)
+        weights = torch.cat([batch.weight for batch in objective.batches])
+    averaged = (curvatures * weights[:, None]).sum(dim=0) / weights.sum()
+    torch.testing.assert_close(averaged, quotients, rtol=1e-5, atol=1e-8)  # differences over steps of 1e-4
+    for estimate, quotient in zip(estimates, quotients, strict=True):
+        assert estimate.value == pytest.approx(float(quotient), rel=1e-5)
+        assert estimate.num_samples == len(pairs())
+        assert estimate.standard_error > 0  # type: ignore[operator]

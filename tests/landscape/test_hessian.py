@@ -1,0 +1,174 @@
+"""The front door gives the spectrum of the dense matrix by every method, and says what it rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rm_optimizer.core.base import PreferencePair
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.landscape import (
+    HessianAnalyzer,
+    HessianSpectrum,
+    SpectrumComparison,
+    SpectrumOptions,
+    compare_spectra,
+    summarise,
+)
+from rm_optimizer.landscape.lanczos import Progress
+from rm_optimizer.landscape.spectrum import SpectrumStatus
+from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
+
+FIVE = pairs()[:5]
+BOTH = SpectrumOptions(tolerance=1e-6, product="kept_graph")
+
+
+def analyzer(family: str = "llama", **options) -> HessianAnalyzer:  # type: ignore[no-untyped-def]
+    model = dense(family).model
+    return HessianAnalyzer(model, **{"loss": EVERYTHING, "params": INNER, "dtype": torch.float64} | options)
+
+
+def test_lanczos_gives_both_ends_with_trace_and_density() -> None:
+    truth = torch.linalg.eigvalsh(dense("llama").hessian).flip(0)
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", density_probes=10, num_sampled=2)
+    found = analyzer().compute_spectrum(FIVE, top_k=4, options=options)
+    wanted = torch.cat([truth[:4], truth[-4:]])
+    torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), wanted, rtol=1e-5, atol=0)
+    assert found.trace is not None
+    assert abs(found.trace.value - float(truth.sum())) < 3 * found.trace.standard_error  # type: ignore[operator]
+    assert found.density is not None
+    assert found.density.exact == found.eigenvalues
+    assert [estimate.value for estimate in found.sampling] == pytest.approx(list(found.eigenvalues[:2]), rel=1e-4)
+    assert (found.num_pairs, found.num_parameters, found.matrix) == (5, len(truth), "hessian")
+    assert found.product == "kept_graph"
+    assert found.status == SpectrumStatus.complete
+
+
+def test_full_and_gram_spectra_are_exhaustive() -> None:
+    known = dense("llama")
+    full = analyzer().compute_spectrum(FIVE, "full", options=SpectrumOptions(product="kept_graph"))
+    assert full.is_exhaustive
+    assert full.trace is not None
+    assert full.trace.value == pytest.approx(float(known.hessian.trace()))
+    gram = analyzer().compute_spectrum(FIVE, "gauss_newton_exact", top_k=3, options=SpectrumOptions(num_sampled=2))
+    values = torch.linalg.eigvalsh(known.gauss_newton).flip(0)
+    assert gram.eigenvalues == pytest.approx(values[:10].tolist(), rel=1e-6)
+    assert gram.trace is not None
+    assert gram.trace.standard_error == 0
+    assert len(gram.sampling) == 2
+    by_lanczos = analyzer().compute_spectrum(
+        FIVE, matrix="gauss_newton", top_k=3, options=SpectrumOptions(which="largest", tolerance=1e-6)
+    )
+    assert by_lanczos.eigenvalues == pytest.approx(gram.eigenvalues[:3], rel=1e-5)
+
+
+def test_json_brings_back_the_same_spectrum() -> None:
+    options = SpectrumOptions(density_probes=2, num_sampled=1, product="reverse")
+    found = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=options)
+    assert HessianSpectrum.from_json(found.to_json()) == found
+
+
+def test_a_loader_of_batches_gives_what_pairs_give() -> None:
+    model = dense("bert").model
+    from_pairs = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=BOTH)
+    batches = micro_batches(model, 60, data=FIVE)
+    from_loader = analyzer("bert").compute_spectrum(batches, top_k=2, options=BOTH)
+    assert from_loader.eigenvalues == pytest.approx(from_pairs.eigenvalues, rel=1e-6)
+
+
+def test_the_draw_of_pairs_is_fixed_by_the_seed() -> None:
+    model = reward_model("bert")
+    spectra = [
+        HessianAnalyzer(model, params="head", seed=seed).compute_spectrum(
+            pairs(), "full", num_pairs=4, options=SpectrumOptions(product="reverse")
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert spectra[0].eigenvalues == spectra[1].eigenvalues
+    assert spectra[0].eigenvalues != spectra[2].eigenvalues
+    assert spectra[0].num_pairs == 4
+
+
+def test_blocks_are_those_of_the_dense_hessian() -> None:
+    model = reward_model("bert")
+    whole = HessianAnalyzer(model, dtype=torch.float64, loss=EVERYTHING)
+    blocks = whole.compute_block_spectra(FIVE, top_k=1, options=BOTH)
+    assert list(blocks) == ["embeddings", "layer 1", "head"]
+    head = HessianAnalyzer(model, dtype=torch.float64, loss=EVERYTHING, params=["*pooler*", "*classifier*"])
+    alone = head.compute_spectrum(FIVE, "full", options=SpectrumOptions(product="reverse"))
+    assert blocks["head"].eigenvalues == pytest.approx((alone.eigenvalues[0], alone.eigenvalues[-1]), rel=1e-5)
+
+
+def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(tmp_path: Path) -> None:
+    file = tmp_path / "lanczos.pt"
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=file)
+
+    def stop(progress: Progress) -> None:
+        if progress.num_products == 15:
+            raise KeyboardInterrupt
+
+    partial = analyzer().compute_spectrum(FIVE, top_k=4, options=options, on_iteration=stop)
+    assert partial.status == SpectrumStatus.interrupted
+    assert not all(partial.converged)
+    assert partial.num_products == 15
+    assert file.exists()
+    resumed = analyzer().compute_spectrum(FIVE, top_k=4, options=options)
+    whole = analyzer().compute_spectrum(FIVE, top_k=4, options=BOTH)
+    assert resumed.eigenvalues == whole.eigenvalues
+    assert resumed.num_products == whole.num_products - 10  # the state is written every ten products
+    assert not file.exists()
+
+
+def test_a_spectrum_equals_itself_and_overlaps_with_itself() -> None:
+    first = analyzer("bert").compute_spectrum(FIVE, top_k=3, options=BOTH)
+    comparison = compare_spectra(first, first, top_k=3)
+    assert comparison.ratios == (1.0, 1.0, 1.0)
+    assert comparison.subspace_overlap == pytest.approx(1.0)
+    assert SpectrumComparison.from_json(comparison.to_json()) == comparison
+    assert first.eigenvectors is not None
+    assert compare_spectra(HessianSpectrum.from_json(first.to_json()), first).subspace_overlap is None
+    with pytest.raises(ConfigError, match=r"top_k must lie in \[1, 6\]"):
+        compare_spectra(first, first, top_k=7)
+
+
+def test_an_earlier_spectrum_is_a_start_for_the_next() -> None:
+    options = SpectrumOptions(which="largest", tolerance=1e-4, product="kept_graph")
+    first = analyzer().compute_spectrum(FIVE, top_k=1, options=options)
+    again = analyzer().compute_spectrum(FIVE, top_k=1, options=options, start=first)
+    assert again.num_products < first.num_products
+    assert again.eigenvalues == pytest.approx(first.eigenvalues, rel=1e-4)
+
+
+def test_geometry_is_measured_through_the_same_door() -> None:
+    geometry = analyzer("bert").compute_geometry(FIVE, rho=0.01)
+    assert geometry.num_pairs == 5
+    assert geometry.sam_sharpness == pytest.approx(0.01 * geometry.gradient_norm, rel=0.3)
+
+
+def test_mistakes_are_told_in_one_sentence() -> None:
+    door = analyzer("bert")
+    with pytest.raises(ConfigError, match="unknown method 'lanczso'; did you mean 'lanczos'"):
+        door.compute_spectrum(FIVE, "lanczso")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown matrix 'hesian'; did you mean 'hessian'"):
+        door.compute_spectrum(FIVE, matrix="hesian")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="use method=lanczos"):
+        door.compute_spectrum(FIVE, "gauss_newton_exact", matrix="hessian")
+    with pytest.raises(DataError, match="needs at least 2 pairs, got 1"):
+        door.compute_spectrum(FIVE[:1])
+    with pytest.raises(DataError, match="needs at least 2 pairs, got 0"):
+        door.compute_spectrum([])
+    with pytest.raises(DataError, match="must give batches of pairs, got str"):
+        door.compute_spectrum(iter(["a"]))  # type: ignore[arg-type]
+    head = analyzer("bert", params="head")
+    with pytest.raises(ConfigError, match=r"top_k at each end must lie in \[1, 4\], got 20"):
+        head.compute_spectrum(FIVE, options=SpectrumOptions(product="reverse"))
+
+
+def test_every_quantity_has_a_value_or_a_reason() -> None:
+    top = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=BOTH)
+    assert isinstance(FIVE[0], PreferencePair)
+    for name, quantity in summarise(top).items():
+        assert (quantity.value is None) != (quantity.reason is None), name
+    assert summarise(top)["entropy_rank"].value is None

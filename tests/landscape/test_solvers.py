@@ -1,0 +1,237 @@
+"""Eigenpairs equal those of dense matrices, with error bounds that hold, and iterations can stop and go on."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator, eigsh
+from torch import Tensor
+
+from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.landscape.dense import full_spectrum
+from rm_optimizer.landscape.gauss_newton import gauss_newton_exact
+from rm_optimizer.landscape.krylov import KrylovState
+from rm_optimizer.landscape.lanczos import Progress, lanczos
+from rm_optimizer.landscape.objective import measuring
+from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
+from rm_optimizer.landscape.pair_gradients import single_pairs
+from rm_optimizer.landscape.power import power_iteration
+from rm_optimizer.schema import LossConfig
+from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, PLAIN, dense, micro_batches, pairs, reward_model
+
+
+@cache
+def rotation(size: int) -> Tensor:
+    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(drawn)[0]
+
+
+def with_eigenvalues(values: Tensor, dtype: torch.dtype = torch.float64) -> MatrixOperator:
+    basis = rotation(len(values))
+    matrix = (basis * values) @ basis.T
+    return MatrixOperator(((matrix + matrix.T) / 2).to(dtype))
+
+
+def indefinite(size: int = 200) -> Tensor:
+    """Decaying magnitudes of either sign and a cloud at zero, as Hessians of trained models have."""
+    values = torch.arange(1, size + 1, dtype=torch.float64) ** -1.0
+    values[1::3] *= -0.8
+    return 10 * values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lanczos_equals_the_dense_hessian_of_a_transformer(family: str) -> None:
+    known = dense(family)
+    truth = torch.linalg.eigvalsh(known.hessian).flip(0)
+    with measuring(known.model, known.batches, EVERYTHING, params=INNER, dtype=torch.float64) as objective:
+        operator = HessianOperator(objective, product="kept_graph")
+        found = lanczos(operator, 5, which="both", tolerance=1e-6)
+        images = operator.apply(found.vectors)
+    torch.testing.assert_close(found.values, torch.cat([truth[:5], truth[-5:]]), rtol=1e-5, atol=0)
+    residuals = (images - found.values[:, None] * found.vectors).norm(dim=1)
+    torch.testing.assert_close(residuals, found.residuals, rtol=1e-3, atol=1e-9 * float(truth[0]))
+    assert all(found.converged)
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_end_is_found_within_its_error_bound(which: str, dtype: torch.dtype) -> None:
+    values = indefinite()
+    found = lanczos(with_eigenvalues(values, dtype), 6, which=which, tolerance=1e-3)  # type: ignore[arg-type]
+    ascending = values.sort().values
+    wanted = {
+        "largest": ascending[-6:],
+        "smallest": ascending[:6],
+        "magnitude": values[:6],
+        "both": torch.cat([ascending[:6], ascending[-6:]]),
+    }[which]
+    errors = (found.values - wanted.sort(descending=True).values).abs()
+    rounding = 1e-5 if dtype == torch.float32 else 1e-10
+    assert (errors <= found.error_bounds + rounding).all()
+    assert (found.error_bounds <= 1e-3 * found.values.abs() + 1e-5).all()
+    assert all(found.converged)
+
+
+def test_equals_scipy_on_the_same_operator() -> None:
+    model = reward_model("llama")
+    with measuring(model, micro_batches(model), PLAIN, dtype=torch.float64) as objective:
+        operator = HessianOperator(objective, product="kept_graph")
+        found = lanczos(operator, 5, which="magnitude", tolerance=1e-7)
+
+        def multiply(vector: np.ndarray) -> np.ndarray:
+            return operator.apply(torch.from_numpy(vector.reshape(1, -1)))[0].numpy()
+
+        size = operator.dimension
+        scipy_operator = LinearOperator((size, size), matvec=multiply, dtype=np.float64)
+        reference = eigsh(scipy_operator, k=5, which="LM", tol=1e-10, return_eigenvectors=False)
+    np.testing.assert_allclose(found.values.numpy(), np.sort(reference)[::-1], rtol=1e-6)
+
+
+def test_the_residual_bound_stops_it_early() -> None:
+    assert lanczos(with_eigenvalues(indefinite(400)), 5, tolerance=1e-3).num_products <= 45
+
+
+def test_repeated_and_zero_eigenvalues_are_all_found() -> None:
+    values = torch.tensor([3.0, 3.0, 3.0, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
+    found = lanczos(with_eigenvalues(values), 8, tolerance=1e-6)
+    torch.testing.assert_close(found.values, values.sort(descending=True).values, rtol=0, atol=1e-9)
+
+
+def test_the_zero_matrix_has_zero_eigenvalues() -> None:
+    found = lanczos(MatrixOperator(torch.zeros(6, 6, dtype=torch.float64)), 2)
+    assert found.values.tolist() == [0.0, 0.0]
+
+
+def test_the_basis_stays_orthogonal_in_float32() -> None:
+    found = lanczos(with_eigenvalues(indefinite(), torch.float32), 20, which="both", tolerance=1e-6)
+    assert found.orthogonality_loss < 1e-5
+
+
+def test_more_eigenvalues_than_the_dimension_are_refused() -> None:
+    operator = with_eigenvalues(indefinite(10))
+    with pytest.raises(ConfigError, match=r"top_k must lie in \[1, 10\], got 11"):
+        lanczos(operator, 11)
+    with pytest.raises(ConfigError, match=r"top_k at each end must lie in \[1, 5\], got 6"):
+        lanczos(operator, 6, which="both")
+    with pytest.raises(ConfigError, match=r"top_k must lie in \[1, 10\], got 11"):
+        power_iteration(operator, 11)
+
+
+def test_what_did_not_converge_says_so() -> None:
+    found = lanczos(with_eigenvalues(indefinite()), 20, tolerance=1e-8, max_products=25)
+    assert found.num_products == 25
+    assert not all(found.converged)
+
+
+def test_progress_is_told_after_each_product() -> None:
+    told: list[Progress] = []
+    found = lanczos(with_eigenvalues(indefinite()), 3, on_iteration=told.append)
+    assert [progress.num_products for progress in told] == list(range(1, found.num_products + 1))
+    assert told[-1].num_converged == told[-1].num_wanted == 3
+    assert told[-1].worst_error <= 1e-3
+
+
+def test_a_warm_start_from_a_similar_matrix_saves_products() -> None:
+    values = indefinite()
+    cold = lanczos(with_eigenvalues(values), 1, tolerance=1e-4)
+    noise = 1e-3 * torch.randn(200, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moved = MatrixOperator(with_eigenvalues(values).matrix + noise + noise.T)
+    again = lanczos(moved, 1, tolerance=1e-4, seed=1)
+    warm = lanczos(moved, 1, tolerance=1e-4, start=cold.vectors)
+    assert warm.num_products < again.num_products
+    assert float(warm.values[0]) == pytest.approx(float(torch.linalg.eigvalsh(moved.matrix)[-1]), rel=1e-4)
+
+
+def test_an_interrupted_iteration_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    operator, file = with_eigenvalues(indefinite(), torch.float32), tmp_path / "state.pt"
+    whole = lanczos(operator, 5)
+    state = KrylovState(identity="a")
+
+    def stop(progress: Progress) -> None:
+        if progress.num_products == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lanczos(operator, 5, state=state, on_iteration=stop)
+    state.save(file)
+    resumed = lanczos(operator, 5, state=KrylovState.load(file, identity="a"))
+    assert torch.equal(resumed.values, whole.values)
+    assert torch.equal(resumed.vectors, whole.vectors)
+    assert resumed.num_products == whole.num_products
+    with pytest.raises(CheckpointError, match="belongs to other weights"):
+        KrylovState.load(file, identity="b")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="holds no Lanczos state"):
+        KrylovState.load(file, identity="a")
+
+
+def test_power_iteration_finds_the_largest_magnitudes() -> None:
+    values = torch.tensor([5.0, -4.0, 2.5, -1.0, 0.3, 0.1], dtype=torch.float64)
+    found = power_iteration(with_eigenvalues(values), 3, tolerance=1e-6)
+    torch.testing.assert_close(found.values, torch.tensor([5.0, 2.5, -4.0], dtype=torch.float64), rtol=1e-6, atol=0)
+    assert all(found.converged)
+
+
+def test_power_iteration_does_not_call_a_standstill_convergence() -> None:
+    values = torch.tensor([5.0, -4.99, 1.0, 0.5], dtype=torch.float64)
+    found = power_iteration(with_eigenvalues(values), 1, tolerance=1e-3, max_products=50)
+    assert not any(found.converged)
+
+
+def test_the_full_spectrum_is_that_of_the_matrix() -> None:
+    values = indefinite(50)
+    torch.testing.assert_close(
+        full_spectrum(with_eigenvalues(values)).values, values.sort(descending=True).values, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
+@pytest.mark.parametrize(("family", "packed"), [("bert", False), ("llama", True)])
+@pytest.mark.parametrize("loss", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+def test_the_gram_spectrum_is_that_of_the_dense_matrix(
+    family: str, packed: bool, curvature: str, loss: LossConfig
+) -> None:
+    known = dense(family, loss is EVERYTHING)
+    matrix = getattr(known, curvature)
+    batches = micro_batches(known.model, 90, packed=packed, data=pairs()[:5])
+    with measuring(known.model, batches, loss, params=INNER, dtype=torch.float64) as objective:
+        gram = gauss_newton_exact(objective, curvature=curvature, num_vectors=3)  # type: ignore[arg-type]
+        streamed = gauss_newton_exact(objective, curvature=curvature, memory_bytes=8_000)  # type: ignore[arg-type]
+    rows = 10 if loss is EVERYTHING and curvature == "gauss_newton" else 5
+    values = torch.linalg.eigvalsh(matrix).flip(0)
+    assert len(gram.values) == rows
+    np.testing.assert_allclose(gram.values, values[:rows].numpy(), rtol=1e-6, atol=1e-12)
+    assert float(values[rows:].abs().max()) < 1e-10
+    assert gram.trace == pytest.approx(float(matrix.trace()), rel=1e-9)
+    expected = torch.from_numpy(gram.values[:3].copy())[:, None] * gram.vectors
+    torch.testing.assert_close(gram.vectors @ matrix, expected, rtol=1e-6, atol=1e-9)
+    assert streamed.num_passes > 1
+    np.testing.assert_allclose(streamed.gram, gram.gram, rtol=1e-9, atol=1e-12)
+
+
+def test_the_bootstrap_of_the_gram_matrix_equals_measuring_the_resample() -> None:
+    model = reward_model("bert")
+    with measuring(model, micro_batches(model), PLAIN, params=INNER, dtype=torch.float64) as objective:
+        gram = gauss_newton_exact(objective)
+    counts = np.array([2, 0, 1, 1, 3, 0, 1, 0])
+    singles = list(single_pairs(micro_batches(model)[0]))
+    drawn = [single for single, count in zip(singles, counts, strict=True) for _ in range(count)]
+    with measuring(model, drawn, PLAIN, params=INNER, dtype=torch.float64) as objective:
+        direct = gauss_newton_exact(objective)
+    resampled = gram._resampled(counts, 3)
+    np.testing.assert_allclose(resampled, [*direct.values[:3], direct.trace], rtol=1e-9)
+
+
+def test_bootstrap_intervals_hold_the_estimate() -> None:
+    model = reward_model("bert")
+    with measuring(model, micro_batches(model), PLAIN, params=INNER, dtype=torch.float64) as objective:
+        found = gauss_newton_exact(objective).bootstrap(2)
+    assert len(found) == 3
+    for estimate in found:
+        assert estimate.num_samples == 8
+        assert estimate.low <= estimate.value <= estimate.high  # type: ignore[operator]
+        assert estimate.standard_error > 0  # type: ignore[operator]

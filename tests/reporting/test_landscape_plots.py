@@ -1,0 +1,186 @@
+"""Pictures of landscapes show the numbers they were given, and say on how many pairs and which seed they rest."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.landscape.density import SpectralDensity
+from rm_optimizer.landscape.density_curve import density_curve
+from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
+from rm_optimizer.landscape.loss_at import PointLoss
+from rm_optimizer.landscape.surface import Measured, Slice, Surface, Trajectory
+from rm_optimizer.reporting import curvature_plots, landscape_plots
+from rm_optimizer.reporting.curvature_plots import (
+    has_training_curvature,
+    plot_density,
+    plot_layers,
+    plot_spectrum,
+    plot_training_curvature,
+)
+from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
+
+MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
+STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0)
+
+
+def measured(values: tuple[float, ...] | None = None) -> Measured:
+    return Measured(
+        method="any", names=("first", "second"), values=values, params="trainable",
+        num_parameters=12, num_pairs=64, num_prompts=60, seed=7,
+    )  # fmt: skip
+
+
+def point(x: float, y: float = 0.0) -> PointLoss:
+    return PointLoss(0.3 + x * x + 2 * y * y, 0.05, 0.8 - 0.1 * abs(x), 0.02)
+
+
+SLICE = Slice(measured(), STEPS, (tuple(map(point, STEPS)), tuple(point(0.0, x) for x in STEPS)))
+SURFACE = Surface(measured((0.9, 0.1)), STEPS, STEPS, tuple(tuple(point(x, y) for x in STEPS) for y in STEPS))
+TRAJECTORY = Trajectory(
+    SURFACE, (0, 5, 9), ((-0.8, 0.2), (-0.3, -0.1), (0.0, 0.0)), (0.1, 0.1, 0.0), (point(0.8), point(0.3), point(0.0))
+)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    figures: list[Figure] = []
+    save = landscape_plots.save_both
+
+    def keep(figure: Figure, stem: Path) -> list[Path]:
+        figures.append(figure)
+        return save(figure, stem)
+
+    for module in (landscape_plots, curvature_plots):
+        monkeypatch.setattr(module, "save_both", keep)
+    return figures
+
+
+def labels(axes: Axes) -> list[str]:
+    return axes.get_legend_handles_labels()[1]
+
+
+def test_slices_show_loss_and_accuracy_with_bands_of_one_standard_error(drawn, tmp_path):
+    files = plot_slices(SLICE, tmp_path / "slices")
+    upper, lower = drawn[0].axes
+    assert "n = 64 pairs of 60 prompts; seed 7" in upper.texts[0].get_text()
+    assert "± 1 standard error" in labels(upper)
+    line = next(line for line in upper.get_lines() if line.get_label() == "first")
+    assert line.get_ydata().tolist() == [p.loss for p in SLICE.points[0]]
+    band = upper.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.25, 1.35))
+    assert lower.get_lines()[0].get_ydata().tolist() == [p.accuracy for p in SLICE.points[0]]
+    assert "1 = length of the weights" in lower.get_xlabel()
+    assert [file.suffix for file in files] == [".png", ".svg"]
+    assert imread(files[0]).shape[:2] == (840, 1050)
+    assert files[1].read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_equal_results_give_equal_files(tmp_path):
+    first, second = ([f.read_bytes() for f in plot_slices(SLICE, tmp_path / n / "slices")] for n in ("a", "b"))
+    assert first == second
+
+
+def test_a_contour_covers_the_plane_and_marks_the_weights(drawn, tmp_path):
+    plot_contour(SURFACE, tmp_path / "contour")
+    axes, bar = drawn[0].axes
+    assert (axes.get_xlim(), axes.get_ylim()) == ((-1, 1), (-1, 1))
+    cross = next(line for line in axes.get_lines() if line.get_label() == "trained weights")
+    assert (cross.get_xdata(), cross.get_ydata()) == ([0.0], [0.0])
+    assert bar.get_ylabel() == "loss (nats a pair)"
+    assert bar.get_ylim() == pytest.approx((0.3, 3.3))
+    assert axes.get_xlabel() == "first (parameter distance)"
+
+
+def test_what_is_missing_is_left_blank_and_said(drawn, tmp_path):
+    rows = (SURFACE.points[0], SURFACE.points[1], (MISSING,) * 5, *SURFACE.points[3:])
+    partial = Surface(measured(), STEPS, STEPS, rows)
+    plot_contour(partial, tmp_path / "contour")
+    plot_surface(partial, tmp_path / "surface")
+    assert drawn[0].axes[0].texts[0].get_text().startswith("PARTIAL, 5 points missing; any; n = 64")
+    assert any(text.get_text().startswith("PARTIAL") for text in drawn[1].texts)
+
+
+def test_a_surface_has_the_grid_it_was_given(drawn, tmp_path):
+    plot_surface(SURFACE, tmp_path / "surface")
+    (axes,) = drawn[0].axes
+    assert axes.get_zlabel() == "loss (nats a pair)"
+    assert axes.get_zlim()[0] <= 0.3 <= 3.3 <= axes.get_zlim()[1]
+    assert "n = 64 pairs of 60 prompts; seed 7" in drawn[0].texts[1].get_text()
+
+
+def test_a_trajectory_goes_through_its_checkpoints_with_their_losses(drawn, tmp_path):
+    plot_trajectory(TRAJECTORY, tmp_path / "trajectory")
+    axes = drawn[0].axes[0]
+    path = next(line for line in axes.get_lines() if str(line.get_label()).startswith("checkpoints"))
+    assert list(zip(path.get_xdata(), path.get_ydata(), strict=True)) == list(TRAJECTORY.coordinates)
+    written = [text.get_text() for text in axes.texts]
+    assert {"step 0: 0.940", "step 5: 0.390", "step 9: 0.300"} <= set(written)
+
+
+def test_a_long_caption_takes_two_lines_and_leaves_the_axes_their_width(drawn, tmp_path):
+    blocks = (BlockCurvature("layer 1", 10, 5.0, 0.1, False, Estimate(9.0, 1.0, 4), 8),)
+    plot_layers(LayerCurvature(blocks, ("head",), 64, 60, 7), tmp_path / "layers")
+    axes = drawn[0].axes[0]
+    caption = axes.texts[0].get_text()
+    assert caption.count("\n") == 1
+    assert caption.startswith("PARTIAL, without head; n = 64 pairs of 60 prompts; seed 7")
+    drawn[0].canvas.draw()
+    assert axes.get_position().width > 0.7
+
+
+def test_layers_show_every_block_with_its_errors(drawn, tmp_path):
+    blocks = tuple(
+        BlockCurvature(name, 100, top, 0.01, name != "head", Estimate(3 * top, 0.5, 4), 8)
+        for name, top in (("embeddings", 1.0), ("layer 1", 4.0), ("head", -0.5))
+    )
+    plot_layers(LayerCurvature(blocks, (), 64, 60, 7), tmp_path / "layers")
+    axes = drawn[0].axes[0]
+    cells = {text.get_text() for text in axes.texts}
+    assert {"1 ± 0.01", "4 ± 0.01", "-0.5 ± 0.01 *", "3 ± 0.5", "12 ± 0.5"} <= cells
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["embeddings (100)", "layer 1 (100)", "head (100)"]
+    assert axes.images[0].get_array().ravel().tolist() == [1.0, 4.0, -0.5]
+
+
+def test_a_spectrum_shows_both_signs_with_bounds_and_sampling(drawn, tmp_path):
+    values, bounds = (5.0, 2.0, -0.1, -3.0), (0.01, 0.02, 0.05, 0.1)
+    sampling = (Estimate(5.0, 1.0, 64, 3.0, 7.0),)
+    plot_spectrum(values, bounds, tmp_path / "s", title="Hessian", caption="n = 64 pairs", sampling=sampling)
+    axes = drawn[0].axes[0]
+    assert axes.get_yscale() == "symlog"
+    assert [c.get_label() for c in axes.containers] == ["positive; bar: error bound", "negative; bar: error bound"]
+    assert [c.lines[0].get_ydata().tolist() for c in axes.containers] == [[5.0, 2.0], [-0.1, -3.0]]
+    interval = next(c for c in axes.collections if c.get_label() == "95 % interval over pairs")
+    assert interval.get_segments()[0].tolist() == [[1.0, 3.0], [1.0, 7.0]]
+    assert axes.get_ylim()[0] < -3 < 5 < axes.get_ylim()[1]
+
+
+def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed(drawn, tmp_path):
+    density = SpectralDensity((4.0, -2.0), ((0.0, 1.0), (0.1, 0.9)), ((7.0, 1.0), (6.0, 2.0)), 10, 4)
+    curve = density_curve(density)
+    assert np.trapezoid(curve.density, curve.grid) == pytest.approx(1.0, abs=1e-6)
+    plot_density(curve, tmp_path / "d", top=density.exact, title="Hessian", caption="n = 64 pairs")
+    axes = drawn[0].axes[0]
+    assert axes.get_yscale() == "log"
+    marks = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
+    assert marks["1 positive eigenvalues, computed"] == [4.0]
+    assert marks["1 negative eigenvalues, computed"] == [-2.0]
+    assert "± 1 standard error over probes" in labels(axes)
+
+
+def test_curvature_during_training_takes_the_rows_that_have_it(drawn, tmp_path):
+    row = {"step": "5", "curvature_top_eigenvalue": "3.0", "curvature_top_eigenvalue_residual": "0.5"}
+    history = [{"step": "1"}, row | {"curvature_trace": "8.0", "curvature_trace_standard_error": "nan"}]
+    assert has_training_curvature(history)
+    assert not has_training_curvature(history[:1])
+    plot_training_curvature(history, tmp_path / "during", caption="seed 7")
+    upper, lower = drawn[0].axes
+    assert upper.containers[0].lines[0].get_xydata().tolist() == [[5.0, 3.0]]
+    assert lower.containers[0].lines[0].get_xydata().tolist() == [[5.0, 8.0]]

@@ -1,0 +1,101 @@
+"""`rm-opt analyze` composes for every type, and takes from a run folder what the user does not say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rm_optimizer.analyze import completed
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import TrainConfig, config_root
+from rm_optimizer.schema.command_line import checked
+from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split
+from rm_optimizer.schema.recall import recalled, run_folder_of
+
+
+def composed(*arguments: str) -> AnalyzeConfig:
+    return checked(completed(arguments), AnalyzeConfig, name="analyze", writable=False)
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch) -> str:
+    overrides = [
+        'data.train=[{path: "it\'s here.csv", weight: 2}]',
+        "data.columns={prompt: question}",
+        "data.synthetic.noise=2",
+        "loss.beta=0.5",
+        "seed=7",
+        "output_dir=any",
+    ]
+    options = asdict(checked(overrides, TrainConfig, writable=False))
+    options["data"]["gone"] = "an option of an earlier version"
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my run, really")
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "options.json").write_text(json.dumps(options, default=str))
+    return str(folder)
+
+
+def test_every_type_has_a_preset_of_its_name_and_no_other_is_there():
+    names = {file.stem for file in Path(config_root(), "landscape").glob("*.yaml")}
+    assert names == {kind.value for kind in AnalysisType}
+    assert all(composed("checkpoint=a", f"landscape={name}").landscape.type == name for name in names)
+
+
+def test_a_run_gives_its_pairs_loss_seed_and_folder(run_folder):
+    config = composed(f"checkpoint='{run_folder}'", "landscape=density")
+    assert (config.seed, config.loss.beta, config.split) == (7, 0.5, Split.train)
+    assert config.data.train == [{"path": "it's here.csv", "weight": 2}]
+    assert (config.data.columns, config.data.synthetic.noise) == ({"prompt": "question"}, 2.0)
+    assert config.output_dir == f"{run_folder}/landscape/density"
+
+
+def test_what_the_user_says_wins(run_folder):
+    config = composed(f"checkpoint='{run_folder}'", "loss.beta=2", "seed=1", "output_dir=mine", "split=val")
+    assert (config.seed, config.loss.beta, config.output_dir, config.split) == (1, 2.0, "mine", Split.val)
+
+
+def test_pairs_of_the_users_own_are_not_read_as_the_runs(run_folder):
+    config = composed(f"checkpoint='{run_folder}'", "data.train=other.jsonl")
+    assert (config.data.train, config.data.columns, config.split) == ("other.jsonl", None, Split.all)
+    assert config.loss.beta == 0.5
+
+
+@pytest.mark.parametrize("inside", ["", "/best", "/checkpoints/step-00000002.ckpt"])
+def test_the_run_is_found_from_its_parts(run_folder, inside):
+    assert run_folder_of(run_folder + inside) == Path(run_folder)
+
+
+def test_other_models_are_in_no_run(tmp_path, run_folder):
+    assert run_folder_of("org/name") is None
+    assert recalled(["checkpoint=org/name"]) == recalled(["seed=1"]) == []
+    (tmp_path / "options.json").write_text(json.dumps({"checkpoint": "an analysis"}))
+    assert run_folder_of(str(tmp_path)) is None
+
+
+def test_flags_may_stand_before_and_after(run_folder):
+    arguments = completed(["--cfg", "job", f"checkpoint='{run_folder}'", "seed=3"])
+    assert arguments[:2] == ["--cfg", "job"]
+    assert arguments[-2:] == [f"checkpoint='{run_folder}'", "seed=3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["checkpoint=a", "landscape=slice"], "unknown landscape 'slice'; did you mean 'slices'?"),
+        (["checkpoint=a", "landscape.method=lanczo"], "unknown landscape.method 'lanczo'; did you mean 'lanczos'?"),
+        (["checkpoint=a", "landscape.num_points=4"], "landscape.num_points must be odd and at least 3, got 4"),
+        (["checkpoint=a", "landscape.num_pairs=1"], "landscape.num_pairs must be at least 2, got 1"),
+        (["checkpoint=a", "landscape.topk=4"], "unknown option 'landscape.topk'; did you mean 'landscape.top_k'?"),
+        (["landscape=slices"], "checkpoint must be given"),
+        (["--checkpoint", "a"], "options are set without dashes: checkpoint=VALUE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(arguments, sentence):
+    with pytest.raises(ConfigError) as caught:
+        composed(*arguments)
+    assert sentence in str(caught.value)
