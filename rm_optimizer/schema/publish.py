@@ -1,0 +1,60 @@
+"""The options of sending weights to a reward server, and the words that both sides use for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rm_optimizer.schema.checks import require
+
+
+class RewardModelTrainingMode(StrEnum):
+    """What is sent to a reward server: the whole plain classifier, its final layer, or the LoRA adapter."""
+
+    full = "full"
+    head_only = "head_only"
+    lora = "lora"
+
+
+class Transport(StrEnum):
+    """How it travels: one HTTP body, a file on one machine's disk, or a process group on CPUs or GPUs."""
+
+    inline = "inline"
+    path = "path"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class OnFailure(StrEnum):
+    """Whether weights that do not reach the server end the run or are warned of."""
+
+    error = "error"
+    warn = "warn"
+
+
+@dataclass(kw_only=True)
+class PublishConfig:
+    """Weights sent to a running reward server while training; they change nothing in the run."""
+
+    url: str | None = None
+    """Reward server, as http://127.0.0.1:8000; null sends nothing."""
+    every_n_steps: int = 100
+    """Optimizer steps between two versions; the last step is always sent."""
+    mode: RewardModelTrainingMode = RewardModelTrainingMode.full
+    """What is sent: full, head_only or lora; the server must serve such a model."""
+    transport: Transport = Transport.inline
+    """inline; path below the server's weights root on this machine; gloo or nccl between machines."""
+    host: str = "127.0.0.1"
+    """Address of this machine that the server reaches, for gloo and nccl."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's API key."""
+    timeout_seconds: float = 120.0
+    """Longest that one version may take to serve."""
+    on_failure: OnFailure = OnFailure.error
+    """End the run when the server does not take a version, or warn and train on."""
+
+    def __post_init__(self) -> None:
+        is_http = self.url is None or self.url.startswith(("http://", "https://"))
+        require(is_http, "publish.url", "start with http:// or https://", self.url)
+        require(self.every_n_steps >= 1, "publish.every_n_steps", "be at least 1", self.every_n_steps)
+        require(self.timeout_seconds > 0, "publish.timeout_seconds", "be positive", self.timeout_seconds)

@@ -1,0 +1,23 @@
+"""Answering with a reward model: wire types, engines, the server, its client and live weight updates.
+
+Modules are imported by name; the server's need the extra `serve`. What users call loads on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "AsyncRewardClient": "rm_optimizer.serving.async_client",
+    "RMPublisherAdapter": "rm_optimizer.serving.publisher",
+    "RewardClient": "rm_optimizer.serving.client",
+    "create_rm_publisher": "rm_optimizer.serving.publisher",
+}
+__all__ = ["AsyncRewardClient", "RMPublisherAdapter", "RewardClient", "create_rm_publisher"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,110 @@
+"""Failures of a request: an HTTP status, and a typed body that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
+
+
+class ApiError(RMOptimizerError):
+    """A request that is not answered.
+
+    Args:
+        message: what was expected, what was got, what to do.
+        param: the field at fault.
+    """
+
+    status = 400
+    kind = "BadRequest"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers beside the body."""
+        return {}
+
+    def body(self) -> ErrorBody:
+        """The answer's body."""
+        return error_body(str(self), self.kind, self.status, self.param)
+
+
+class InvalidRequest(ApiError):
+    """A field has the wrong type, is empty or unknown, or the body is no JSON."""
+
+    kind = "InvalidRequest"
+
+
+class TooLong(ApiError):
+    """A sequence has more tokens than the model reads; nothing is ever cut without a word."""
+
+    kind = "TooLong"
+
+
+class Unauthorized(ApiError):
+    """The API key is missing or wrong."""
+
+    status, kind = 401, "Unauthorized"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The scheme to use."""
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class UnknownModel(ApiError):
+    """The request names a model that is not served."""
+
+    status, kind = 404, "UnknownModel"
+
+
+class TooLarge(ApiError):
+    """One request alone holds more than the server ever accepts; it must be split."""
+
+    status, kind = 413, "TooLarge"
+
+
+class NonFiniteScore(ApiError):
+    """The model gave NaN or infinity: the weights are broken, not the request."""
+
+    status, kind = 500, "NonFiniteScore"
+
+
+class Overloaded(ApiError):
+    """The queue is full; the same request succeeds later.
+
+    Args:
+        message: how full it is.
+        retry_after_seconds: when to try again.
+    """
+
+    status, kind = 503, "Overloaded"
+
+    def __init__(self, message: str, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """When to try again."""
+        return {"Retry-After": str(self.retry_after_seconds)}
+
+
+class NotReady(Overloaded):
+    """The model is loading, restarting, or failed its parity probe."""
+
+    kind = "NotReady"
+
+
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> ErrorBody:
+    """The body of an answer that is not a success; halves of surrogate pairs in quoted input become question marks."""
+    message, param = _encodable(message), None if param is None else _encodable(param)
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=status))
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

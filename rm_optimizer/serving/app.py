@@ -1,0 +1,116 @@
+"""The HTTP application around a `RewardService`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import rm_optimizer
+from rm_optimizer.serving.auth import BearerAuth
+from rm_optimizer.serving.body_timeout import BODY_SECONDS, BodyTimeout
+from rm_optimizer.serving.door import Door
+from rm_optimizer.serving.error_answers import install_error_answers
+from rm_optimizer.serving.metrics import ServerMetrics
+from rm_optimizer.serving.routes import ClientLeft, router
+from rm_optimizer.serving.service import RewardService
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left; it goes nowhere but into the metrics."""
+
+
+def create_app(
+    service: RewardService,
+    *,
+    api_key: str | None = None,
+    routers: Sequence[APIRouter] = (),
+    body_seconds: float = BODY_SECONDS,
+) -> FastAPI:
+    """The application; whoever runs it starts the service, and the application's shutdown stops it.
+
+    Args:
+        service: what is served, as `app.state.service`.
+        api_key: what every request must bring; None asks for nothing.
+        routers: further routes, those of weight updates say.
+        body_seconds: most seconds without a byte of a body.
+    """
+    app = FastAPI(title="RM-Optimizer reward server", version=rm_optimizer.__version__, lifespan=_lifespan(service))
+    app.state.service = service
+    for routes in (router, *routers):
+        app.include_router(routes)
+    install_error_answers(app)
+    app.add_exception_handler(ClientLeft, _client_left)
+    app.add_middleware(Observed, metrics=service.metrics)
+    app.add_middleware(Door)
+    app.add_middleware(BodyTimeout, seconds=body_seconds)
+    if api_key is not None:
+        app.add_middleware(BearerAuth, api_key=api_key)  # added last, hence outermost
+    app.openapi = _documented(app)  # type: ignore[method-assign]
+    return app
+
+
+def _lifespan(service: RewardService) -> Callable[[FastAPI], Any]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.stop()
+
+    return lifespan
+
+
+def _documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """The OpenAPI document without FastAPI's 422: what is invalid gets 400 and our body."""
+    original = app.openapi
+
+    def document() -> dict[str, Any]:
+        described = original()
+        for path in described["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return described
+
+    return document
+
+
+def _client_left(request: Request, error: Exception) -> Response:
+    service: RewardService = request.app.state.service
+    service.metrics.disconnected.inc()
+    return Response(status_code=CLIENT_CLOSED)
+
+
+class Observed:
+    """Counts requests by route and status, and how long they took.
+
+    Args:
+        app: what answers.
+        metrics: where to count.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and count its answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, started = 500, time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)

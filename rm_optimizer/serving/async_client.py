@@ -1,0 +1,219 @@
+"""A reward server as an asynchronous scorer: retried, split, bounded, in order, and of one version a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.base import Prompt
+from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.serving.client_requests import ConversationForm, Form, TokenForm, WrongAnswer, finite_numbers, pieces
+from rm_optimizer.serving.engine import ScoredBatch
+from rm_optimizer.serving.handshake import ServerIdentity, shake_hands
+from rm_optimizer.serving.protocol import VERSION_HEADER
+from rm_optimizer.serving.retries import (
+    RETRIED_ERRORS,
+    RETRIED_STATUSES,
+    Deadline,
+    RewardServerRefused,
+    RewardServerUnavailable,
+    is_loopback,
+    refusal,
+    retry_after,
+)
+
+
+class AsyncRewardClient:
+    """Scores through a server: ours, with any engine, or a plain vLLM.
+
+    Conversations are rendered and tokenised here where a renderer is at hand, else by the server. Every reward is raw.
+    On connecting, the server's sigmoid and rendering are put to the proof; see `handshake`.
+
+    Args:
+        url: of the server, `http://host:port`.
+        renderer: of the model that is served; a plain vLLM needs one.
+        api_key: sent as a bearer token.
+        timeout_seconds: of a whole call, retries included.
+        concurrency: requests open at once.
+        transport: replaces the network, in tests say.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        renderer: ConversationRenderer | None = None,
+        api_key: str | None = None,
+        timeout_seconds: float = 60.0,
+        concurrency: int = 8,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.renderer = renderer
+        self.timeout_seconds = timeout_seconds
+        self._form: Form = TokenForm() if renderer is not None else ConversationForm()
+        self._slots = asyncio.Semaphore(concurrency)
+        self._connecting = asyncio.Lock()
+        self._identity: ServerIdentity | None = None
+        self._http = httpx.AsyncClient(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            transport=transport,
+            trust_env=not is_loopback(self.url),
+        )
+
+    async def __aenter__(self) -> AsyncRewardClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the session."""
+        await self._http.aclose()
+
+    async def connect(self) -> ServerIdentity:
+        """Verify the server, once; every other call does it first.
+
+        Raises:
+            HandshakeFailed: if its rewards are not raw, or it reads conversations otherwise.
+            RewardServerUnavailable: if it does not answer in time.
+        """
+        async with self._connecting:
+            if self._identity is None:
+                self._identity = await shake_hands(self, self.renderer, Deadline(self.url, self.timeout_seconds))
+            return self._identity
+
+    async def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+        """Rewards of the responses, float32 on the CPU, in the order given, all of one version of the weights.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+            RewardServerUnavailable: if the server does not answer in time.
+            RewardServerRefused: if it refuses the request.
+        """
+        return torch.tensor((await self.score_versioned(prompts, responses)).rewards, dtype=torch.float32)
+
+    async def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
+        """Margin: reward of `response_a` less that of `response_b`."""
+        first, second = (await self.score_versioned([prompt, prompt], [response_a, response_b])).rewards
+        return first - second
+
+    async def score_versioned(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
+        """Rewards as `score` gives them, and the version of the weights that computed every one of them.
+
+        A call that needs several requests asks those again that were answered before new weights came.
+        """
+        if len(prompts) != len(responses):
+            raise ValueError(
+                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
+            )
+        identity = await self.connect()
+        deadline = Deadline(self.url, self.timeout_seconds)
+        rows: list[Any] = list(zip(prompts, responses, strict=True))
+        if self.renderer is not None:
+            rows = [encoding.ids for encoding in self.renderer.encode_batch(prompts, responses)]
+        parts = list(pieces(rows, self._form.size, identity.limits))
+        answers: dict[int, ScoredBatch] = {}
+        while outdated := [i for i in range(len(parts)) if i not in answers]:
+            asked = [[rows[k] for k in parts[i]] for i in outdated]
+            answers |= dict(zip(outdated, await self._ask_all(asked, identity.model, deadline), strict=True))
+            newest = answers[outdated[-1]].version
+            answers = {i: answer for i, answer in answers.items() if answer.version == newest}
+        rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
+        return ScoredBatch(rewards, answers[0].version if answers else await self.version())
+
+    async def version(self) -> str:
+        """Version of the weights that answer now; a plain vLLM has no other than its model's name."""
+        identity = await self.connect()
+        if not identity.is_ours:
+            return identity.model
+        answer = await self.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
+        return str(answer.json()["version"])
+
+    async def ask(
+        self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, *, use_activation: bool = False
+    ) -> ScoredBatch:
+        """One request's rewards; one that the server finds too large is halved.
+
+        Args:
+            form: how to ask.
+            rows: what to score, as the form takes it.
+            model: the name to ask for.
+            deadline: of the call.
+            use_activation: ask for sigmoids.
+        """
+        body = {**form.body(rows, use_activation), "model": model}
+        try:
+            response = await self.request("POST", form.path, deadline, json=body)
+            answer = response.json()
+        except RewardServerRefused as error:
+            if error.status != 413 or len(rows) < 2:
+                raise
+            return await self._ask_halves(form, rows, model, deadline, use_activation)
+        except ValueError as error:
+            raise WrongAnswer(f"{self.url}{form.path} answered with no JSON") from error
+        numbers = finite_numbers(form, answer, len(rows))
+        version = response.headers.get(VERSION_HEADER) or answer.get("rm_version") or answer.get("model")
+        return ScoredBatch(tuple(numbers), str(version))
+
+    async def _ask_halves(
+        self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, use_activation: bool
+    ) -> ScoredBatch:
+        middle = len(rows) // 2
+        while True:
+            first, second = [
+                await self.ask(form, half, model, deadline, use_activation=use_activation)
+                for half in (rows[:middle], rows[middle:])
+            ]
+            if first.version == second.version:
+                return ScoredBatch(first.rewards + second.rewards, first.version)
+            deadline.pause("its weights changed between two halves of a request")
+
+    async def request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        """An answer that is a success, however many attempts that takes until the deadline.
+
+        Raises:
+            RewardServerUnavailable: if there is none in time.
+            RewardServerRefused: if the server refuses.
+        """
+        while True:
+            wait = None
+            try:
+                async with self._slots:
+                    response = await self._http.request(method, self.url + path, timeout=deadline.timeout(), **content)
+            except RETRIED_ERRORS as error:
+                reason = f"{type(error).__name__} {error}".strip()
+            except httpx.HTTPError as error:
+                raise RewardServerUnavailable(f"{self.url}{path}: {type(error).__name__} {error}") from error
+            else:
+                if response.is_success:
+                    return response
+                failure = refusal(response)
+                if response.status_code not in RETRIED_STATUSES:
+                    raise failure
+                reason, wait = str(failure), retry_after(response)
+            await asyncio.sleep(deadline.pause(reason, wait))
+
+    async def _ask_all(self, asked: list[list[Any]], model: str, deadline: Deadline) -> list[ScoredBatch]:
+        """All requests at once, as far as there are slots; the first failure ends the others."""
+        tasks = [asyncio.ensure_future(self.ask(self._form, rows, model, deadline)) for rows in asked]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()

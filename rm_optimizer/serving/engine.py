@@ -1,0 +1,162 @@
+"""What a server asks of an engine: rewards of token ids with the version that computed them, and new weights.
+
+An update has two steps. `stage` reads and checks the new weights while the old ones answer; `commit` swaps them between
+two batches. Until a commit has returned, every answer comes from the old weights, whole; from then on from the new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
+
+
+class EngineUnavailable(RMOptimizerError):
+    """The engine cannot answer now: it is starting, restarting, or has stopped for good."""
+
+
+class WeightsRefused(RMOptimizerError):
+    """New weights were not taken; the old ones serve on. The text names the tensor or probe at fault."""
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Rewards of one batch, all of them from one version of the weights.
+
+    Args:
+        rewards: in the order of the sequences; raw, and possibly not finite.
+        version: of the weights that computed them.
+    """
+
+    rewards: tuple[float, ...]
+    version: str
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """What an engine found when it had loaded its model.
+
+    Args:
+        engine: `transformers` or `vllm`.
+        architecture: class of the classifier.
+        dtype: type that the backbone computes in.
+        device: where it computes.
+        version: of the checkpoint's own weights: a fingerprint, the same for every server of the same weights.
+        max_length: most tokens of a sequence.
+        vocab_size: token ids are below it.
+        token_budget: tokens of one pass at which the engine is fastest.
+        shares_prompts: whether a common start of sequences is computed once.
+        packed_linears: whether linear layers run on weights in oneDNN's own layout.
+        pad_token_id: the id that fills masked positions; it never ends a sequence.
+        tensors: for each mode, the tensors that an update must bring, by name.
+        tokenizer_folder: where the model's tokenizer was written; empty where nobody asked for it.
+        identity: how the model renders conversations, as `ConversationRenderer.identity`.
+        export: the checkpoint's `export.json`, certificate and reward statistics among it; empty where there is none.
+    """
+
+    engine: str
+    architecture: str
+    dtype: str
+    device: str
+    version: str
+    max_length: int
+    vocab_size: int
+    token_budget: int
+    shares_prompts: bool
+    packed_linears: bool
+    pad_token_id: int = 0
+    tensors: Mapping[RewardModelTrainingMode, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    tokenizer_folder: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    export: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """New weights in a file, whichever way they came.
+
+    Args:
+        version: their name once they serve.
+        mode: which tensors they are.
+        file: safetensors; the engine keeps a link to it (else a copy) from which it restarts.
+        tensors: the sender's manifest.
+        probe: rewards that the new weights must give.
+    """
+
+    version: str
+    mode: RewardModelTrainingMode
+    file: Path
+    tensors: tuple[TensorSpec, ...]
+    probe: WeightProbe | None = None
+
+
+class Engine(Protocol):
+    """Scores token ids. Every method may be called from any task of one event loop."""
+
+    @property
+    def description(self) -> EngineDescription:
+        """What is served; known once `start` has returned."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Of the weights that answer the next batch."""
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the model is loaded and its process lives."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that the model's process was restarted after it had died."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            RMOptimizerError: if it cannot be loaded.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Answer what was accepted, then end the process; a second call does nothing."""
+        ...
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+        """Rewards of the sequences, each with ids below `vocab_size` and 1 to `max_length` of them.
+
+        Raises:
+            EngineUnavailable: if the engine has stopped, or died on this batch again after a restart.
+        """
+        ...
+
+    async def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights beside the old ones; replaces what was staged before.
+
+        Checks that the tensors are those of the mode, with the right shapes, the manifest's digests and finite values.
+
+        Raises:
+            WeightsRefused: if a check fails; nothing is staged then.
+            EngineUnavailable: if the engine is not up.
+        """
+        ...
+
+    async def commit(self, version: str) -> None:
+        """Swap in the staged weights between two batches, check their probe, and swap back where it fails.
+
+        Raises:
+            WeightsRefused: if nothing of this version is staged (a restart loses it), or the probe fails.
+            EngineUnavailable: if the engine is not up.
+        """
+        ...
+
+    async def rollback(self) -> None:
+        """Drop what is staged; the weights that serve stay."""
+        ...

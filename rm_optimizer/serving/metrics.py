@@ -1,0 +1,37 @@
+"""What `/metrics` tells Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class ServerMetrics:
+    """Counts of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = here = CollectorRegistry()
+        self.requests = Counter("rm_requests", "Requests by route and status.", ["route", "status"], registry=here)
+        self.seconds = Histogram("rm_request_seconds", "Seconds to answer.", ["route"], buckets=SECONDS, registry=here)
+        self.queued_tokens = Gauge("rm_queued_tokens", "Tokens of accepted, unanswered requests.", registry=here)
+        self.disconnected = Counter("rm_disconnected", "Requests dropped because their client left.", registry=here)
+        self.sequences = Counter("rm_sequences", "Sequences scored.", registry=here)
+        self.tokens = Counter("rm_tokens", "Tokens of the sequences scored.", registry=here)
+        self.unique_tokens = Counter("rm_unique_tokens", "Of these, common starts counted once.", registry=here)
+        self.batch_tokens = Histogram("rm_batch_tokens", "Unique tokens of a batch.", buckets=TOKENS, registry=here)
+        self.restarts = Gauge("rm_worker_restarts", "Times that the worker process was restarted.", registry=here)
+        self.ready = Gauge("rm_ready", "1 where /ready answers 200.", registry=here)
+        self.weights = Info("rm_weights", "Version of the weights that answer.", registry=here)
+
+    def observe_batch(self, num_sequences: int, unique_tokens: int, tokens: int) -> None:
+        """Count one batch of the engine."""
+        self.sequences.inc(num_sequences)
+        self.tokens.inc(tokens)
+        self.unique_tokens.inc(unique_tokens)
+        self.batch_tokens.observe(unique_tokens)
+
+    def text(self) -> bytes:
+        """Prometheus' text form."""
+        return generate_latest(self.registry)

@@ -1,0 +1,104 @@
+"""Linear layers on weights in oneDNN's own layout: on some CPUs twice as fast in float32 as PyTorch's default.
+
+PyTorch sends float32 layers to MKL, which leaves AVX-512 unused on AMD; oneDNN does not. Where MKL is as fast, nothing
+is gained, so the layout is used only where it was measured to be faster, and only if its numbers agree. The operators
+are PyTorch's private ones (`torch.ops.mkldnn`), hence the guard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+LEAST_GAIN = 1.1
+"""Times that the layout must be faster to be worth a second copy of the weights."""
+TOLERANCE = 1e-4
+"""Largest difference from `F.linear`, relative to the largest output: another order of float32 summation."""
+PROBE_ROWS = 256
+
+
+class PackedLinear(nn.Linear):
+    """A float32 linear layer that computes on a packed copy of its weight; its state is that of `nn.Linear`."""
+
+    packed: Tensor
+
+    @classmethod
+    def of(cls, plain: nn.Linear) -> PackedLinear:
+        """The layer with the same parameters."""
+        layer = cls(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        layer.weight, layer.bias = plain.weight, plain.bias
+        layer.packed = pack(plain.weight)
+        return layer.train(plain.training)
+
+    def forward(self, input: Float[Tensor, "... inputs"]) -> Float[Tensor, "... outputs"]:
+        """`input @ weight.T + bias`, forward only."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+        return output
+
+
+def pack(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
+    """A copy of the weight in oneDNN's layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return packed
+
+
+def packing_gain(layer: nn.Linear) -> float:
+    """How many times faster the layer is packed; 0 where it cannot be, or its numbers differ."""
+    if layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
+        return 0.0
+    rows = torch.randn(1, PROBE_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
+    try:
+        packed = PackedLinear.of(layer)
+        with torch.inference_mode():
+            if not _agree(packed(rows), layer(rows)):
+                return 0.0
+            return _seconds(lambda: layer(rows)) / _seconds(lambda: packed(rows))
+    except (RuntimeError, AttributeError, NotImplementedError):  # this build of PyTorch has no such operator
+        return 0.0
+
+
+def _agree(first: Tensor, second: Tensor) -> bool:
+    return bool((first - second).abs().max() <= TOLERANCE * second.abs().max())
+
+
+def _seconds(compute: Callable[[], Tensor], repeats: int = 15) -> float:
+    """Least processor time of a call."""
+    times = []
+    for _ in range(repeats):
+        started = time.process_time()
+        compute()
+        times.append(time.process_time() - started)
+    return min(times[1:])
+
+
+def packable_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Plain linear layers in float32 on the CPU with more than one output, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and module.out_features > 1
+        and module.weight.dtype == torch.float32
+        and module.weight.device.type == "cpu"
+    }
+
+
+def install_packed_linears(model: nn.Module, *, least_gain: float = LEAST_GAIN) -> bool:
+    """Replace the linear layers by packed ones if the largest of them gains; whether it was done.
+
+    Args:
+        model: changed in place.
+        least_gain: times that the largest layer must be faster.
+    """
+    layers = packable_layers(model)
+    largest = max(layers.values(), key=lambda layer: layer.weight.numel(), default=None)
+    if largest is None or packing_gain(largest) < least_gain:
+        return False
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, PackedLinear.of(layer))
+    return True

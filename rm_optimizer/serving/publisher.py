@@ -1,0 +1,305 @@
+"""The trainer's side of live weights: what was trained serves on the server, or the trainer is told why not."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+from torch import Tensor
+
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from rm_optimizer.schema.publish import PublishConfig
+from rm_optimizer.serving.group_transfer import TransferFailed
+from rm_optimizer.serving.outgoing import Cargo, Outgoing, outgoing
+from rm_optimizer.serving.protocol import (
+    Abort,
+    Begin,
+    Commit,
+    Outcome,
+    OutcomeStatus,
+    RewardModelTrainingMode,
+    Transport,
+    WeightProbe,
+    WireModel,
+)
+from rm_optimizer.serving.receiver import WeightStatus
+from rm_optimizer.serving.retries import (
+    RETRIED_ERRORS,
+    RETRIED_STATUSES,
+    Deadline,
+    RewardServerRefused,
+    RewardServerUnavailable,
+    is_loopback,
+    refusal,
+    retry_after,
+)
+from rm_optimizer.serving.sent_tensors import manifest, sent_tensors, weight_probe
+
+ATTEMPTS = 3
+"""Times that a whole update is tried, where the server forgot it or the transfer broke."""
+
+
+class PublishFailed(RMOptimizerError):
+    """New weights do not serve; those before do. The text holds the server's reason."""
+
+
+class RMPublisherAdapter:
+    """Sends a model's weights to a running reward server.
+
+    An update is announced with its manifest, transferred once the server is ready, checked and swapped in whole. Every
+    wait ends, every message may be repeated, and the server checks the new weights by rewards of this model before
+    they answer anybody.
+
+    Args:
+        url: of the server, `http://host:port`.
+        mode: what is sent.
+        transport: how: one HTTP body, a file below the server's weights root on one machine, gloo or NCCL between two.
+        api_key: sent as a bearer token.
+        timeout_seconds: of one update.
+        host: for gloo and NCCL, an address of this machine that the server reaches.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        mode: RewardModelTrainingMode = RewardModelTrainingMode.full,
+        transport: Transport = Transport.inline,
+        api_key: str | None = None,
+        timeout_seconds: float = 120.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.mode, self.transport, self.host = mode, transport, host
+        self.timeout_seconds = timeout_seconds
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(headers=headers, trust_env=not is_loopback(self.url))
+
+    def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
+        """Make the weights serve, and return how that went once they do.
+
+        Args:
+            weights: a model, or the tensors of the mode by name, which are then sent without a probe.
+            version: their name on the server.
+
+        Raises:
+            PublishFailed: if the server refuses them or does not take them in time; the old ones serve on.
+            ConfigError: if the mode does not suit the model, or the version's name the protocol.
+        """
+        model = weights if isinstance(weights, BradleyTerryRM) else None
+        tensors = dict(weights) if isinstance(weights, Mapping) else sent_tensors(weights, self.mode)
+        cargo = Cargo(tensors, manifest(tensors))
+        probe = None if model is None else weight_probe(model)
+        batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._attempt(cargo, probe, version, batch_id, deadline)
+            except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
+                reason = self._given_up(batch_id, error)
+                if attempt == ATTEMPTS or not _may_help_again(error):
+                    raise PublishFailed(f"weights {version} do not serve at {self.url}: {reason}") from error
+                time.sleep(self._pause(deadline, reason, version))
+        raise AssertionError("the last attempt returns or raises")
+
+    def status(self) -> WeightStatus:
+        """What serves and what is under way.
+
+        Raises:
+            RMOptimizerError: if the server does not say.
+        """
+        answer = self._request("GET", "status", Deadline(self.url, self.timeout_seconds))
+        return WeightStatus.model_validate(answer.json())
+
+    def close(self) -> None:
+        """Close the session."""
+        self._http.close()
+
+    def __enter__(self) -> RMPublisherAdapter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attempt(
+        self, cargo: Cargo, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
+    ) -> Outcome:
+        status = WeightStatus.model_validate(self._request("GET", "status", deadline).json())
+        with outgoing(self.transport, cargo, status, host=self.host, timeout_seconds=deadline.left) as way_out:
+            begin = self._announcement(cargo, probe, version, batch_id, way_out, deadline)
+            self._post("begin", begin, deadline)
+
+            def upload(body: Iterator[bytes], size: int) -> None:
+                headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+                self._request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
+
+            way_out.send(cargo, upload)
+            outcome = Outcome.model_validate(self._post("commit", Commit(batch_id=batch_id), deadline).json())
+        if outcome.status is not OutcomeStatus.committed:
+            raise PublishFailed(f"weights {version} do not serve at {self.url}: {_reason(outcome)}")
+        return outcome
+
+    def _announcement(
+        self,
+        cargo: Cargo,
+        probe: WeightProbe | None,
+        version: str,
+        batch_id: str,
+        way_out: Outgoing,
+        deadline: Deadline,
+    ) -> Begin:
+        try:
+            return Begin(
+                batch_id=batch_id,
+                mode=self.mode,
+                version=version,
+                tensors=list(cargo.specs),
+                transport=self.transport,
+                path=way_out.path,
+                rendezvous=way_out.rendezvous,
+                timeout_seconds=deadline.left,
+                probe=probe,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
+
+    def _given_up(self, batch_id: str, error: RMOptimizerError) -> str:
+        """Tell the server that nothing more will come; the best reason that anybody knows."""
+        abort = Abort(batch_id=batch_id, reason=str(error)[:500])
+        with suppress(RMOptimizerError, httpx.HTTPError):
+            outcome = Outcome.model_validate(self._post("abort", abort, Deadline(self.url, 5.0)).json())
+            if outcome.status is not OutcomeStatus.aborted and outcome.error is not None:
+                return outcome.error.message
+        return str(error)
+
+    def _pause(self, deadline: Deadline, reason: str, version: str) -> float:
+        try:
+            return deadline.pause(reason)
+        except RewardServerUnavailable as error:
+            raise PublishFailed(f"weights {version} do not serve at {self.url}: {reason}") from error
+
+    def _post(self, route: str, message: WireModel, deadline: Deadline) -> httpx.Response:
+        return self._request("POST", route, deadline, json=message.model_dump(mode="json"))
+
+    def _request(self, method: str, route: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        """An answer that is a success; repeated messages are safe, as they carry the update's id.
+
+        Raises:
+            RewardServerRefused: if the server refuses.
+            RewardServerUnavailable: if it does not answer in time.
+        """
+        while True:
+            wait = None
+            try:
+                url = f"{self.url}/rm/weights/{route}"
+                response = self._http.request(method, url, timeout=deadline.timeout(), **content)
+            except RETRIED_ERRORS as error:
+                if "content" in content:  # a body is read once; the update is tried again as a whole
+                    raise TransferFailed(f"the upload broke off: {error}") from error
+                reason = f"{type(error).__name__} {error}".strip()
+            except httpx.HTTPError as error:
+                raise RewardServerUnavailable(f"{self.url}: {type(error).__name__} {error}") from error
+            else:
+                if response.is_success:
+                    return response
+                failure = refusal(response)
+                if response.status_code not in RETRIED_STATUSES or _is_outcome(response):
+                    raise failure
+                reason, wait = str(failure), retry_after(response)
+            time.sleep(deadline.pause(reason, wait))
+
+
+def _may_help_again(error: RMOptimizerError) -> bool:
+    """Whether the whole update may pass a second time: it broke off, was forgotten, or its worker died."""
+    died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
+    return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") == "UnknownUpdate"
+
+
+def _is_outcome(response: httpx.Response) -> bool:
+    """Whether an answer says how an update ended: the same message again gets the same answer."""
+    try:
+        Outcome.model_validate_json(response.content)
+    except ValidationError:
+        return False
+    return True
+
+
+def _reason(outcome: Outcome) -> str:
+    return outcome.error.message if outcome.error is not None else f"the update was {outcome.status.value}"
+
+
+def create_rm_publisher(
+    url: str,
+    *,
+    mode: str = "full",
+    transport: str = "inline",
+    api_key: str | None = None,
+    timeout_seconds: float = 120.0,
+    host: str = "127.0.0.1",
+) -> RMPublisherAdapter:
+    """A publisher from plain words.
+
+    Args:
+        url: of the server, `http://host:port`.
+        mode: `full`, `head_only` or `lora`.
+        transport: `inline`, `path`, `gloo` or `nccl`.
+        api_key: sent as a bearer token.
+        timeout_seconds: of one update.
+        host: for gloo and NCCL, an address of this machine that the server reaches.
+
+    Raises:
+        ConfigError: if a word is unknown.
+    """
+    for name, word, words in (("mode", mode, RewardModelTrainingMode), ("transport", transport, Transport)):
+        if word not in list(words):
+            raise ConfigError(did_you_mean(name, word, list(words)))
+    return RMPublisherAdapter(
+        url,
+        mode=RewardModelTrainingMode(mode),
+        transport=Transport(transport),
+        api_key=api_key,
+        timeout_seconds=timeout_seconds,
+        host=host,
+    )
+
+
+def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
+    """The publisher that a run's options ask for, once the server has answered.
+
+    Args:
+        config: with a url.
+
+    Raises:
+        ConfigError: if the variable of the API key is not set.
+        PublishFailed: if the server does not answer, or does not take the transport.
+    """
+    api_key = None
+    if config.api_key_env is not None and not (api_key := os.environ.get(config.api_key_env)):
+        raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
+    publisher = create_rm_publisher(
+        str(config.url),
+        mode=config.mode.value,
+        transport=config.transport.value,
+        api_key=api_key,
+        timeout_seconds=config.timeout_seconds,
+        host=config.host,
+    )
+    try:
+        taken = publisher.status().transports
+    except RMOptimizerError as error:
+        publisher.close()
+        raise PublishFailed(f"publish.url: {error}") from error
+    if publisher.transport not in taken:
+        publisher.close()
+        raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server takes")
+    return publisher

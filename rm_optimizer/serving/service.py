@@ -1,0 +1,161 @@
+"""A served model: engine, queue, rendering and parity, and whether the whole of it may answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import rm_optimizer
+from rm_optimizer.serving.api_errors import NonFiniteScore, NotReady, UnknownModel
+from rm_optimizer.serving.batcher import Batcher
+from rm_optimizer.serving.engine import Engine, ScoredBatch
+from rm_optimizer.serving.inputs import MAX_ITEMS, InputReader, TokenSequence
+from rm_optimizer.serving.metrics import ServerMetrics
+from rm_optimizer.serving.parity import ParityReport, check_parity
+from rm_optimizer.serving.protocol import InfoResponse, RenderingInfo, VersionResponse
+
+DEFAULT_QUEUED_TOKENS = 131_072
+"""Most tokens that wait: at 2,000 tokens a second, a minute's work."""
+T = TypeVar("T")
+
+
+class RewardService:
+    """What the routes talk to.
+
+    Args:
+        engine: not yet started.
+        model_name: what requests call the model.
+        max_queued_tokens: most tokens of unanswered requests, hence of one request.
+    """
+
+    def __init__(self, engine: Engine, *, model_name: str, max_queued_tokens: int = DEFAULT_QUEUED_TOKENS) -> None:
+        self.engine = engine
+        self.model_name = model_name
+        self.metrics = ServerMetrics()
+        self.batcher = Batcher(engine, max_queued_tokens=max_queued_tokens, metrics=self.metrics)
+        self.parity: ParityReport | None = None
+        self._reader: InputReader | None = None
+        self._broken_version: str | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="rm-tokenizer")
+
+    async def start(self) -> None:
+        """Load the model and compare it with its certificate.
+
+        Raises:
+            RMOptimizerError: if the model cannot be loaded, or renders conversations in another way.
+        """
+        await self.engine.start()
+        description = self.engine.description
+        reader = await asyncio.to_thread(InputReader.of, description)
+        self.parity = await check_parity(self.engine, reader, description.export)
+        self.batcher.start()
+        self._reader = reader
+
+    async def stop(self) -> None:
+        """End the queue and the engine."""
+        await self.batcher.stop()
+        await self.engine.stop()
+        self._threads.shutdown(wait=False)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the server is not ready, in words; None where it is."""
+        if self._reader is None:
+            return "the model is loading"
+        if self.parity is not None and not self.parity.is_passed:
+            return (
+                f"the served rewards differ from the checkpoint's certificate by {self.parity.max_difference:.3g}, or "
+                "the conversations are rendered to other tokens; export the checkpoint again"
+            )
+        if self._broken_version == self.engine.version:
+            return f"weights {self._broken_version} gave a reward that is not finite; publish others"
+        return None if self.engine.is_up else "the worker process is restarting"
+
+    @property
+    def reader(self) -> InputReader:
+        """What reads requests.
+
+        Raises:
+            NotReady: if the model is loading, failed its parity probe, or gives rewards that are not finite.
+        """
+        obstacle = self.obstacle
+        if self._reader is None or (obstacle is not None and self.engine.is_up):
+            raise NotReady(obstacle or "the model is loading")
+        return self._reader
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            UnknownModel: if the name is not the served model's.
+        """
+        if name is not None and name != self.model_name:
+            raise UnknownModel(f"expected the model {self.model_name!r}, got {name!r}", "model")
+
+    async def read(self, tokenize: Callable[[], T]) -> T:
+        """Tokenise beside the event loop, one request after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
+
+    async def score(self, sequences: list[TokenSequence]) -> ScoredBatch:
+        """Finite rewards of the sequences, all of one version.
+
+        Raises:
+            NonFiniteScore: if a reward is NaN or infinite; the server is not ready until other weights come.
+            TooLarge, Overloaded, EngineUnavailable: as `Batcher.score`.
+        """
+        scored = await self.batcher.score(sequences)
+        for index, reward in enumerate(scored.rewards):
+            if not math.isfinite(reward):
+                self._broken_version = scored.version
+                raise NonFiniteScore(f"weights {scored.version} give the reward {reward} for sequence {index}")
+        return scored
+
+    def version(self) -> VersionResponse:
+        """The weights that answer now.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        return VersionResponse(
+            version=self.engine.version, engine=self.engine.description.engine, package=rm_optimizer.__version__
+        )
+
+    def info(self) -> InfoResponse:
+        """What a client checks before it trusts the numbers.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        description, identity = self.engine.description, self._reader.renderer.identity()
+        return InfoResponse(
+            engine=description.engine,
+            model=self.model_name,
+            version=self.engine.version,
+            architecture=description.architecture,
+            dtype=description.dtype,
+            rendering=RenderingInfo(**{key: identity[key] for key in RenderingInfo.model_fields}),
+            max_length=description.max_length,
+            vocab_size=description.vocab_size,
+            pad_token_id=description.pad_token_id,
+            eos_token_id=self._reader.tokenizer.eos_token_id,
+            token_budget=description.token_budget,
+            max_request_tokens=self.batcher.max_queued_tokens,
+            max_request_items=MAX_ITEMS,
+            shares_prompts=description.shares_prompts,
+            parity=None if self.parity is None else self.parity.to_json(),
+            reward_statistics=description.export.get("reward_statistics"),
+        )
+
+    def metrics_text(self) -> bytes:
+        """Prometheus' text form of the counts."""
+        self.metrics.ready.set(self.obstacle is None)
+        self.metrics.restarts.set(self.engine.num_restarts)
+        self.metrics.weights.info({"version": self.engine.version})
+        return self.metrics.text()

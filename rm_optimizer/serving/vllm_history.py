@@ -1,0 +1,70 @@
+"""The updates that a server has taken, on disk: what a restarted server loads on top of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rm_optimizer.core.files import write_text
+from rm_optimizer.serving.engine import StagedWeights, WeightsRefused
+from rm_optimizer.serving.staged_json import staged_from_json, staged_to_json
+
+LIST_FILE = "committed.json"
+
+
+class WeightHistory:
+    """Committed updates in a folder that outlives the server's process.
+
+    Args:
+        folder: existing; what an earlier process left there is taken over.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / LIST_FILE
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        self.committed: tuple[StagedWeights, ...] = tuple(map(staged_from_json, values))
+        self._remove_others()
+
+    @property
+    def files(self) -> list[str]:
+        """The updates' files, oldest first."""
+        return [str(weights.file) for weights in self.committed]
+
+    def keep(self, weights: StagedWeights) -> StagedWeights:
+        """The same update with a link to its file (a copy from another disk), which nobody else removes.
+
+        Raises:
+            WeightsRefused: if the file cannot be read.
+        """
+        target = self.folder / f"{time.monotonic_ns()}.safetensors"
+        try:
+            try:
+                os.link(weights.file, target)
+            except OSError:
+                shutil.copyfile(weights.file, target)
+        except OSError as error:
+            raise WeightsRefused(f"{weights.file.name} cannot be read: {error.strerror}") from error
+        return replace(weights, file=target)
+
+    def remember(self, weights: StagedWeights) -> None:
+        """Record a kept update as served, and forget those all of whose tensors it replaces."""
+        names = {spec.name for spec in weights.tensors}
+        earlier = [kept for kept in self.committed if not names.issuperset(spec.name for spec in kept.tensors)]
+        self.committed = (*earlier, replace(weights, probe=None))
+        write_text(self.folder / LIST_FILE, json.dumps([staged_to_json(kept) for kept in self.committed]))
+        self._remove_others()
+
+    def forget(self, weights: StagedWeights) -> None:
+        """Remove the file of a kept update that will not serve."""
+        weights.file.unlink(missing_ok=True)
+
+    def _remove_others(self) -> None:
+        served = {weights.file for weights in self.committed}
+        for file in self.folder.glob("*.safetensors"):
+            if file not in served:
+                file.unlink(missing_ok=True)

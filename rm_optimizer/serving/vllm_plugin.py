@@ -1,0 +1,126 @@
+"""The plugin that turns vLLM's server into ours: vLLM starts and schedules, our application answers.
+
+Two entry points bring it in (`vllm.general_plugins`, `vllm.endpoint_plugins`), the second only where `VLLM_PLUGINS`
+names it. vLLM's own routes are taken away: they would answer past the API key, and without the version of the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rm_optimizer.serving.api_errors import NotReady
+from rm_optimizer.serving.app import create_app
+from rm_optimizer.serving.error_answers import error_answer
+from rm_optimizer.serving.receiver import WeightReceiver
+from rm_optimizer.serving.service import RewardService
+from rm_optimizer.serving.vllm_engine import VllmEngine
+from rm_optimizer.serving.vllm_settings import SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.weight_routes import weight_router
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+NAME = "rm_optimizer"
+"""Of both entry points, hence in `VLLM_PLUGINS`."""
+DRAIN_SECONDS = 20.0
+"""Time that accepted requests have to be answered when the server is stopped."""
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Let each process of a server of ours end with the one that started it, so that none keeps memory or port.
+
+    vLLM calls this in all its processes, of anybody's server; those that are not ours stay as they are.
+    """
+    if SETTINGS_VARIABLE in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class RewardEndpoint:
+    """vLLM's endpoint plugin: starts our service on its engine."""
+
+    name = NAME
+    required_tasks = ("classify",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Take all of vLLM's routes away; `RewardApplication` answers every path."""
+        app.router.routes.clear()
+
+    async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
+        """Compare the loaded model with its certificate, and bring back the updates it had taken.
+
+        Raises:
+            RMOptimizerError: if conversations would be rendered in another way, or an update cannot be loaded again.
+        """
+        settings = VllmSettings.read()
+        engine = VllmEngine(engine_client, settings)
+        service = RewardService(engine, model_name=settings.model_name, max_queued_tokens=settings.max_queued_tokens)
+        receiver = WeightReceiver(engine, root=settings.weights_root)
+        state.reward_app = create_app(service, api_key=settings.api_key, routers=[weight_router(receiver)])
+        await service.start()
+        await engine.restore()
+        settings.started_file.touch()
+        print(_greeting(service, settings), flush=True)
+
+
+def _greeting(service: RewardService, settings: VllmSettings) -> str:
+    description, parity = service.engine.description, service.parity
+    shown = "no certificate to compare with" if parity is None else f"parity {parity.max_difference:.2g}"
+    state = "ready" if service.obstacle is None else f"NOT READY ({service.obstacle})"
+    return (
+        f"rm-opt serve: {state}: {settings.url} serves '{service.model_name}' ({description.architecture}, "
+        f"{description.dtype}, vLLM, version {service.engine.version}; {shown}); API at {settings.url}/docs"
+    )
+
+
+class RewardApplication:
+    """vLLM's outermost middleware (`--middleware`): our application answers every request.
+
+    SIGTERM is taken over too: what was accepted is answered before vLLM hears of it. vLLM's own way to drain fails on a
+    pooling engine that is given another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
+
+    Args:
+        app: vLLM's, which keeps its start and its end.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._num_open = 0
+        self._ending: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request to our application, unless the server is stopping."""
+        if scope["type"] == "lifespan":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
+            await self.app(scope, receive, send)
+            return
+        if self._ending is not None and scope["type"] == "http":
+            await error_answer(NotReady("the server is stopping"))(scope, receive, send)
+            return
+        self._num_open += 1
+        try:
+            await scope["app"].state.reward_app(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+    def _stop(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        """Wait for open requests, then let vLLM end by the signal it has kept."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)

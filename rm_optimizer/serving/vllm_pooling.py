@@ -1,0 +1,95 @@
+"""Rewards from a running vLLM engine, by token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rm_optimizer.serving.engine import EngineUnavailable
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+    from vllm.lora.request import LoRARequest
+
+UPDATE_SECONDS = 600.0
+"""Longest that the workers may take for one step of an update."""
+
+
+class Pooling:
+    """vLLM's engine as a function from token ids to raw rewards.
+
+    Args:
+        client: vLLM's own engine client.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self._is_given_up = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine's processes live, with weights that may answer."""
+        return not self._is_given_up and not self.client.errored
+
+    def give_up(self) -> None:
+        """Answer nobody any more and end the server, whose weights are unknown; its supervisor starts another."""
+        self._is_given_up = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def rewards(self, sequences: Sequence[Sequence[int]], adapter: LoRARequest | None) -> tuple[float, ...]:
+        """Raw rewards of the sequences, no activation applied.
+
+        When this returns or raises, none of the sequences is in the engine any more.
+
+        Raises:
+            EngineUnavailable: if the engine has died or was given up.
+        """
+        if not self.is_up:
+            raise EngineUnavailable("vLLM's engine has stopped; its supervisor starts another")
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._reward(sequence, adapter)) for sequence in sequences]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise EngineUnavailable(f"vLLM did not score a batch: {type(first).__name__}: {first}") from failures
+        return tuple(task.result() for task in tasks)
+
+    async def _reward(self, sequence: Sequence[int], adapter: LoRARequest | None) -> float:
+        from vllm import PoolingParams
+        from vllm.inputs.engine import tokens_input
+
+        answers = self.client.encode(
+            tokens_input(list(sequence)),
+            PoolingParams(task="classify", use_activation=False),
+            f"reward-{uuid.uuid4().hex}",
+            lora_request=adapter,
+        )
+        async for answer in answers:
+            if answer.finished:
+                return float(answer.outputs.data.reshape(()))
+        raise EngineUnavailable("vLLM's engine ended a sequence without its reward")
+
+    async def drained(self) -> None:
+        """Wait until nothing is computed, admit nothing more, and forget cached prefixes.
+
+        Mode `abort`, vLLM's default, ends an engine that pools.
+        """
+        await self.client.pause_generation(mode="wait", clear_cache=True)
+
+    async def resumed(self) -> None:
+        """Compute again."""
+        await self.client.resume_generation()
+
+    async def ask_workers(self, method: str, *arguments: Any) -> str | None:
+        """Call a method of `RewardWorkerExtension` in every worker; the first complaint, or None.
+
+        Raises:
+            TimeoutError: if a worker did not come to an end.
+        """
+        async with asyncio.timeout(UPDATE_SECONDS):
+            answers: list[str | None] = await self.client.collective_rpc(method, args=arguments)
+        return next((answer for answer in answers if answer is not None), None)

@@ -1,0 +1,177 @@
+"""Safetensors files written tensor by tensor, and their headers read before anything trusts what follows.
+
+Reference: https://huggingface.co/docs/safetensors (eight bytes of header size, a JSON header, the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.serving.protocol import TensorSpec
+
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Our names of types and the format's."""
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_SIZE = struct.Struct("<Q")
+MAX_HEADER_BYTES = 64 * 2**20
+Buffer: TypeAlias = bytes | memoryview
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor.
+
+    Raises:
+        WeightsRefused: if its type is none of `CODES`.
+    """
+    if spec.dtype not in CODES:
+        raise WeightsRefused(f"{spec.name}: expected a type among {', '.join(CODES)}, got {spec.dtype}")
+    return math.prod(spec.shape) * _BYTES[CODES[spec.dtype]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a file stands.
+
+    Args:
+        head: what comes before the tensors.
+        starts: first byte of each tensor in the file, by name.
+        size: bytes of the whole file.
+    """
+
+    head: bytes
+    starts: Mapping[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> Layout:
+        """The layout of a file with these tensors; wide types come first, so that every tensor is aligned."""
+        entries: dict[str, Any] = {}
+        place = 0
+        for spec in sorted(specs, key=lambda spec: (-_BYTES.get(CODES.get(spec.dtype, ""), 0), spec.name)):
+            end = place + num_bytes(spec)
+            entries[spec.name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": [place, end]}
+            place = end
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        first = _SIZE.size + len(text)
+        starts = {name: first + entry["data_offsets"][0] for name, entry in entries.items()}
+        return cls(_SIZE.pack(len(text)) + text, starts, first + place)
+
+
+class WeightFileWriter:
+    """Writes one file under a temporary name, tensors in any order, and gives it its name once all have come.
+
+    Args:
+        path: the file.
+        specs: the tensors.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self.path = path
+        self.layout = Layout.of(specs)
+        self._sizes = {spec.name: num_bytes(spec) for spec in specs}
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._file = self._temporary.open("wb")
+        self._file.write(self.layout.head)
+
+    def write(self, name: str, data: Buffer) -> None:
+        """Write one tensor's bytes.
+
+        Raises:
+            WeightsRefused: if it is not among the file's tensors, or not of their size.
+        """
+        view = memoryview(data)
+        if self._sizes.get(name) != view.nbytes:
+            raise WeightsRefused(f"{name}: expected {self._sizes.get(name, 'no')} bytes, got {view.nbytes}")
+        self._file.seek(self.layout.starts[name])
+        self._file.write(view)
+        del self._sizes[name]
+
+    def __enter__(self) -> WeightFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None and not self._sizes:
+            os.replace(self._temporary, self.path)
+            return
+        self._temporary.unlink(missing_ok=True)
+        if kind is None:
+            raise WeightsRefused(f"{self.path.name} lacks {', '.join(sorted(self._sizes)[:3])}")
+
+
+def write_weight_file(path: Path, specs: Sequence[TensorSpec], data: Iterable[tuple[str, Buffer]]) -> None:
+    """Write a whole file; it is there with all its tensors or not at all."""
+    with WeightFileWriter(path, specs) as writer:
+        for name, content in data:
+            writer.write(name, content)
+
+
+def check_weight_file(path: Path, specs: Sequence[TensorSpec]) -> None:
+    """Compare a file's header and size with its manifest; the tensors' bytes are not read.
+
+    Raises:
+        WeightsRefused: naming what is missing, extra, of another shape or type, or cut off.
+    """
+    stored, manifest = _header(path), {spec.name: spec for spec in specs}
+    check_names(set(manifest), set(stored), f"the file {path.name}")
+    for name, spec in manifest.items():
+        entry = stored[name]
+        if list(entry["shape"]) != spec.shape or entry["dtype"] != CODES.get(spec.dtype):
+            raise WeightsRefused(
+                f"{name}: the manifest says {spec.dtype}{spec.shape}, the file {entry['dtype']}{entry['shape']}"
+            )
+
+
+def check_names(expected: set[str], got: set[str], what: str) -> None:
+    """Refuse tensors that are missing or not asked for.
+
+    Raises:
+        WeightsRefused: naming up to three of them.
+    """
+    for word, names in (("lacks", expected - got), ("has unknown", got - expected)):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
+            raise WeightsRefused(f"{what} {word} {len(names)} tensor{'s' * (len(names) > 1)}: {shown}")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The entries of the tensors, once the file is as long as they say."""
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            size = _SIZE.unpack(file.read(_SIZE.size))[0] if total >= _SIZE.size else total
+            if not 0 < size <= min(MAX_HEADER_BYTES, total - _SIZE.size):
+                raise WeightsRefused(f"{path.name} is no safetensors file, or was cut off in its header")
+            entries = json.loads(file.read(size))
+            entries.pop("__metadata__", None)
+            end = _SIZE.size + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except OSError as error:
+        raise WeightsRefused(f"{path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WeightsRefused(f"{path.name} has no safetensors header: {error}") from error
+    if total != end:
+        raise WeightsRefused(f"{path.name} holds {total} bytes where its header announces {end}; it was cut off")
+    return dict(entries)

@@ -1,0 +1,208 @@
+"""The process that holds the model: it answers frames in the order in which they come, and swaps weights between them.
+
+One thread computes. New weights are read and checked by another beside it, so that scoring goes on meanwhile. The
+process ends when its pipe does: with the server, however that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rm_optimizer.core.adapter_files import adapter_folder
+from rm_optimizer.core.loading import parse_dtype
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.sources import EXPORT_FILE, resolve_source
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.budget import calibrated_budget
+from rm_optimizer.serving.engine import EngineDescription, StagedWeights, WeightsRefused
+from rm_optimizer.serving.frames import Frame, frame_sequences, rewards_frame
+from rm_optimizer.serving.live_weights import Update, dtype_name, fingerprint, read_update, swap, tensor_specs
+from rm_optimizer.serving.packed_linear import LEAST_GAIN, install_packed_linears
+from rm_optimizer.serving.passes import Passes, reuse_obstacle
+from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
+from rm_optimizer.serving.reward_probe import check_rewards, probe_sequences
+from rm_optimizer.serving.staged_json import description_to_json, staged_from_json
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker loads and computes; JSON values.
+
+    Args:
+        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
+        dtype: type of the backbone's weights.
+        token_budget: tokens of one pass; None measures.
+        threads: CPU threads; None leaves PyTorch's own number.
+        device: `auto`, `cpu` or `cuda`.
+        packed_linears: times that oneDNN's layout must be faster to be used; None never uses it.
+        tokenizer_folder: where to write the model's tokenizer for the server; empty writes none.
+    """
+
+    checkpoint: str
+    dtype: str = "float32"
+    token_budget: int | None = None
+    threads: int | None = None
+    device: str = "auto"
+    packed_linears: float | None = LEAST_GAIN
+    tokenizer_folder: str = ""
+
+
+class Worker:
+    """A loaded model, its version, and the weights that are staged beside it.
+
+    Args:
+        options: what to load and how.
+        committed: updates to put on top of the checkpoint, oldest first.
+
+    Raises:
+        RMOptimizerError: if the model or an update cannot be loaded.
+    """
+
+    def __init__(self, options: WorkerOptions, committed: list[StagedWeights]) -> None:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
+        self.model.requires_grad_(False).to(_device(options.device))
+        self.version = initial = fingerprint(self.model.model)
+        packed = options.packed_linears is not None and install_packed_linears(
+            self.model.model, least_gain=options.packed_linears
+        )
+        budget = options.token_budget or calibrated_budget(self.model)
+        self.passes = Passes(self.model, budget, shares=reuse_obstacle(self.model) is None)
+        self.description = self._describe(initial, packed, options)
+        self.staged: tuple[StagedWeights, Update] | None = None
+        for weights in committed:
+            self.stage(weights)
+            self.commit(weights.version)
+
+    def _describe(self, version: str, packed: bool, options: WorkerOptions) -> EngineDescription:
+        if options.tokenizer_folder:
+            self.model.tokenizer.save_pretrained(options.tokenizer_folder)
+        return EngineDescription(
+            engine="transformers",
+            architecture=type(self.model.model).__name__,
+            dtype=dtype_name(self.model.model.dtype),
+            device=self.model.device.type,
+            version=version,
+            max_length=self.model.max_length,
+            vocab_size=self.model.model.get_input_embeddings().weight.shape[0],
+            token_budget=self.passes.token_budget,
+            shares_prompts=self.passes.shares,
+            packed_linears=packed,
+            pad_token_id=self.model.pad_choice.token_id,
+            tensors={mode: tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
+            tokenizer_folder=options.tokenizer_folder,
+            identity=self.model.renderer.identity(),
+            export=_export_record(options.checkpoint),
+        )
+
+    def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights.
+
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+        self.staged = None
+        self.staged = (weights, read_update(self.model.model, weights.file, weights.tensors, weights.mode))
+
+    def commit(self, version: str) -> None:
+        """Swap in what is staged, unless its probe fails.
+
+        Raises:
+            WeightsRefused: if nothing of this version is staged, or the probe fails.
+        """
+        if self.staged is None or self.staged[0].version != version:
+            raise WeightsRefused(f"no weights of version {version} are staged; begin the update again")
+        (weights, update), self.staged = self.staged, None
+        replaced = swap(self.model.model, update)
+        try:
+            self._check_rewards(weights.probe)
+        except WeightsRefused:
+            swap(self.model.model, replaced)
+            raise
+        self.version = version
+
+    def _check_rewards(self, probe: WeightProbe | None) -> None:
+        """The probe's rewards; without a probe, that any reward comes out."""
+        ids = probe_sequences(probe, self.model.max_length)
+        rewards = self.passes.rewards([np.asarray(row, dtype=np.int32) for row in ids]).tolist()
+        check_rewards(rewards, probe, self.description.dtype)
+
+
+def _export_record(checkpoint: str) -> dict[str, Any]:
+    """The checkpoint's `export.json`; empty where there is none."""
+    folder = adapter_folder(checkpoint)
+    file = (folder or Path(resolve_source(checkpoint).location)) / EXPORT_FILE
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return record
+
+
+def _device(name: str) -> str:
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_worker(connection: Connection, options_json: str, committed_json: str) -> None:
+    """The process: load, say so, and answer until the pipe ends."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the server decides when to stop; Ctrl-C reaches the whole group
+        signal.signal(stop, signal.SIG_IGN)
+    transformers_logging.disable_progress_bar()
+    send = _Sender(connection)
+    try:
+        committed = [staged_from_json(value) for value in json.loads(committed_json)]
+        worker = Worker(WorkerOptions(**json.loads(options_json)), committed)
+    except RMOptimizerError as error:
+        send(Frame({"op": "failed", "kind": type(error).__name__, "error": str(error)}))
+        return
+    send(Frame({"op": "up", "version": worker.version, "description": description_to_json(worker.description)}))
+    try:
+        while (frame := Frame.decode(connection.recv_bytes())).header["op"] != "stop":
+            _answer(worker, frame, send)
+    except (EOFError, OSError):
+        return
+
+
+class _Sender:
+    """Sends frames from more than one thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __call__(self, frame: Frame) -> None:
+        with self._lock:
+            self._connection.send_bytes(frame.encode())
+
+
+def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None:
+    operation, answer = frame.header["op"], {"id": frame.header["id"]}
+    if operation == "score":
+        rewards = worker.passes.rewards(frame_sequences(frame))
+        send(rewards_frame(answer | {"version": worker.version}, rewards))
+    elif operation == "stage":
+        weights = staged_from_json(frame.header["weights"])
+        thread = threading.Thread(target=_refusable, args=(lambda: worker.stage(weights), answer, send), daemon=True)
+        thread.start()
+    elif operation == "commit":
+        _refusable(lambda: worker.commit(frame.header["version"]), answer, send)
+    elif operation == "rollback":
+        worker.staged = None
+        send(Frame(answer))
+
+
+def _refusable(act: Callable[[], Any], answer: dict[str, Any], send: Callable[[Frame], None]) -> None:
+    try:
+        act()
+    except WeightsRefused as error:
+        send(Frame(answer | {"refused": str(error)}))
+    else:
+        send(Frame(answer))

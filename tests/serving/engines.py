@@ -1,0 +1,116 @@
+"""Engines without a process: one that reads rewards off token ids, and one around the real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+from fastapi import FastAPI
+
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.serving.app import create_app
+from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, ScoredBatch, StagedWeights
+from rm_optimizer.serving.service import RewardService
+from rm_optimizer.serving.worker import Worker, WorkerOptions
+from tests.core.tiny_models import tiny_model, tiny_tokenizer
+
+
+def fake_description(token_budget: int = 64, shares_prompts: bool = True) -> EngineDescription:
+    return EngineDescription(
+        "fake", "Fake", "float32", "cpu", "v0", 256, 384, token_budget, shares_prompts, packed_linears=False
+    )
+
+
+class FakeEngine:
+    """The reward is the sum of the ids; a batch waits until `gate` is open."""
+
+    def __init__(self, *, token_budget: int = 64, shares_prompts: bool = True) -> None:
+        self.description = fake_description(token_budget, shares_prompts)
+        self.version = "v0"
+        self.is_up = True
+        self.num_restarts = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.batches: list[list[tuple[int, ...]]] = []
+        self.failure: str | None = None
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+        self.batches.append([tuple(row) for row in sequences])
+        await self.gate.wait()
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        return ScoredBatch(tuple(float(sum(row)) for row in sequences), self.version)
+
+
+class InProcessEngine:
+    """The real worker, called directly."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.worker = Worker(options, [])
+        self.is_up = True
+        self.num_restarts = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.score_nan = False
+
+    @property
+    def description(self) -> EngineDescription:
+        return self.worker.description
+
+    @property
+    def version(self) -> str:
+        return self.worker.version
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+        await self.gate.wait()
+        rewards = self.worker.passes.rewards([np.array(row, np.int32) for row in sequences])
+        return ScoredBatch(tuple(math.nan if self.score_nan else value for value in rewards.tolist()), self.version)
+
+    async def stage(self, weights: StagedWeights) -> None:
+        self.worker.stage(weights)
+
+    async def commit(self, version: str) -> None:
+        self.worker.commit(version)
+
+    async def rollback(self) -> None:
+        self.worker.staged = None
+
+
+def exported(family: str, folder: Path, **fields: object) -> BradleyTerryRM:
+    """A tiny model, also in `folder`."""
+    tokenizer = tiny_tokenizer(family)
+    model = BradleyTerryRM(tiny_model(family, tokenizer, **fields), tokenizer, max_length=128)
+    model.save_pretrained(folder)
+    return model
+
+
+def options_of(folder: Path, scratch: Path, **changes: object) -> WorkerOptions:
+    """A worker that measures nothing."""
+    scratch.mkdir(exist_ok=True)
+    settings = {"token_budget": 256, "packed_linears": None, "tokenizer_folder": str(scratch)} | changes
+    return WorkerOptions(str(folder), **settings)  # type: ignore[arg-type]
+
+
+async def served(engine: InProcessEngine, **options: object) -> FastAPI:
+    """A started application around the engine."""
+    service = RewardService(engine, model_name="rm", max_queued_tokens=int(options.pop("max_queued_tokens", 20_000)))
+    app = create_app(service, **options)  # type: ignore[arg-type]
+    await service.start()
+    return app
+
+
+def client_of(app: FastAPI, **options: object) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server", **options)  # type: ignore[arg-type]

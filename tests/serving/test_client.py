@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+import torch
+
+from rm_optimizer.core.base import Message, Scorer
+from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.serving.async_client import AsyncRewardClient
+from rm_optimizer.serving.client import RewardClient
+from rm_optimizer.serving.client_requests import ConversationForm, WrongAnswer
+from rm_optimizer.serving.handshake import HandshakeFailed
+from rm_optimizer.serving.protocol import sigmoid
+from rm_optimizer.serving.retries import RewardServerRefused, RewardServerUnavailable
+from tests.core.tiny_models import decoder_tokenizer
+from tests.serving.engines import InProcessEngine, exported, options_of
+from tests.serving.running import engine_running
+
+CONVERSATIONS = [(f"Question {i // 3}?", f"Answer {i}" + "!" * (i % 4)) for i in range(20)]
+PROMPTS, RESPONSES = (list(column) for column in zip(*CONVERSATIONS, strict=True))
+
+
+def reward_of(ids: list[int]) -> float:
+    """What the stub's model gives: not between 0 and 1 for all, not symmetric."""
+    return (sum(ids) % 97 - 40) / 10
+
+
+class StubServer:
+    """Answers as our server does, and misbehaves as it is told: `faults` is asked before each request is answered."""
+
+    def __init__(self, renderer: ConversationRenderer, *, max_items: int = 4096, max_tokens: int = 100_000) -> None:
+        self.renderer, self.max_items, self.max_tokens = renderer, max_items, max_tokens
+        self.faults: list[httpx.Response | Exception | Callable[[], None]] = []
+        self.requests: list[tuple[str, dict]] = []
+        self.squash = lambda reward, wanted: sigmoid(reward) if wanted else reward
+        self.template_hash = renderer.template_hash
+        self.version: Callable[[], str] = lambda: "v1"
+        self.shift = 0
+        self.is_ours = True
+        self.open = self.most_open = 0
+        self.pause = 0.0
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.open += 1
+        self.most_open = max(self.open, self.most_open)
+        try:
+            await asyncio.sleep(self.pause)
+            return self._answer(request)
+        finally:
+            self.open -= 1
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        self.requests.append((request.url.path, body))
+        if request.method == "POST" and self.faults:
+            fault = self.faults.pop(0)
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+        route = {"/rm/info": self._info, "/rm/version": self._version, "/v1/models": self._models}.get(request.url.path)
+        if route is not None:
+            return route()
+        if request.url.path == "/tokenize":
+            ids = self.renderer.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return httpx.Response(200, json={"tokens": [token + self.shift for token in ids]})
+        return self._score(request.url.path, body)
+
+    def _info(self) -> httpx.Response:
+        if not self.is_ours:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        identity = self.renderer.identity()
+        rendering = {key: identity[key] for key in ("kind", "rendering", "pinned_date")}
+        return httpx.Response(
+            200,
+            json={
+                **{"engine": "stub", "model": "rm", "version": "v1", "architecture": "Stub", "dtype": "float32"},
+                "rendering": rendering | {"template_hash": self.template_hash},
+                **{"max_length": 128, "vocab_size": 500, "pad_token_id": 0, "eos_token_id": 1, "token_budget": 512},
+                **{"max_request_tokens": self.max_tokens, "max_request_items": self.max_items},
+                **{"shares_prompts": True, "parity": None, "reward_statistics": None},
+            },
+        )
+
+    def _version(self) -> httpx.Response:
+        return httpx.Response(200, json={"version": self.version()})
+
+    def _models(self) -> httpx.Response:
+        return httpx.Response(200, json={"data": [{"id": "plain"}]})
+
+    def _score(self, path: str, body: dict) -> httpx.Response:
+        if path == "/rm/score" and not self.is_ours:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        if path == "/rm/score":
+            pairs = [(self._prompt(item["prompt"]), text) for item in body["items"] for text in item["responses"]]
+            rows = [self.renderer.encode(prompt, text).ids for prompt, text in pairs]
+        else:
+            rows = body["input"]
+        if len(rows) > self.max_items or sum(map(len, rows)) > self.max_tokens:
+            error = {"message": "too much", "type": "TooLarge", "code": 413}
+            return httpx.Response(413, json={"error": error})
+        numbers = [self.squash(reward_of(row), body["use_activation"]) for row in rows]
+        version = {"x-rm-version": self.version()} if self.is_ours else {}
+        if path == "/classify":
+            data = [{"index": i, "probs": [number]} for i, number in enumerate(numbers)]
+            return httpx.Response(200, json={"model": "plain", "data": data[::-1]}, headers=version)
+        sizes = [len(item["responses"]) for item in body["items"]]
+        rewards = [[numbers.pop(0) for _ in range(size)] for size in sizes]
+        return httpx.Response(200, json={"model": "rm", "rewards": rewards}, headers=version)
+
+    @staticmethod
+    def _prompt(prompt: str | list) -> str | tuple[Message, ...]:
+        return prompt if isinstance(prompt, str) else tuple(Message(**message) for message in prompt)
+
+
+@pytest.fixture
+def renderer():
+    return ConversationRenderer(decoder_tokenizer(), 128)
+
+
+@pytest.fixture
+def stub(renderer):
+    return StubServer(renderer)
+
+
+@pytest.fixture
+def expected(renderer):
+    rows = renderer.encode_batch(PROMPTS, RESPONSES)
+    return torch.tensor([reward_of(list(row.ids)) for row in rows])
+
+
+def connected(stub: StubServer, **options: object) -> RewardClient:
+    return RewardClient("http://stub", transport=httpx.MockTransport(stub), **options)  # type: ignore[arg-type]
+
+
+def failure(status: int, **headers: str) -> httpx.Response:
+    body = {"error": {"message": "the queue is full", "type": "Overloaded", "code": status}}
+    return httpx.Response(status, json=body, headers=headers)
+
+
+@pytest.mark.parametrize("tokenises_here", [True, False])
+def test_rewards_come_in_the_order_of_the_responses(stub, renderer, expected, tokenises_here):
+    with connected(stub, renderer=renderer if tokenises_here else None) as client:
+        assert isinstance(client, Scorer)
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+        assert client.score_pair(PROMPTS[0], *RESPONSES[:2]) == pytest.approx(float(expected[0] - expected[1]))
+        assert client.score_versioned(PROMPTS[:1], RESPONSES[:1]).version == client.version == "v1"
+        assert client.score([], []).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [failure(503), failure(429), failure(502), failure(504), httpx.ConnectError("refused"),
+     httpx.RemoteProtocolError("dropped"), httpx.ReadError("reset")],
+    ids=["503", "429", "502", "504", "refused", "dropped", "reset"],
+)  # fmt: skip
+def test_a_passing_failure_is_retried(stub, renderer, expected, fault):
+    with connected(stub, renderer=renderer) as client:
+        stub.faults = [fault, fault]
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+        assert stub.faults == []
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 500])
+def test_a_refusal_is_not_retried_and_says_why(stub, renderer, status):
+    with connected(stub, renderer=renderer) as client:
+        stub.faults = [failure(status)]
+        asked = len(stub.requests)
+        with pytest.raises(RewardServerRefused, match="the queue is full") as caught:
+            client.score(PROMPTS, RESPONSES)
+        assert (caught.value.status, caught.value.kind, len(stub.requests) - asked) == (status, "Overloaded", 1)
+
+
+def test_retry_after_is_honoured_and_the_deadline_with_it(stub, renderer):
+    with connected(stub, renderer=renderer, timeout_seconds=1.0) as client:
+        stub.faults = [failure(503, **{"retry-after": "30"})]
+        with pytest.raises(RewardServerUnavailable, match=r"no answer within 1 s.*the queue is full"):
+            client.score(PROMPTS, RESPONSES)
+
+
+def test_a_dead_server_raises_after_the_deadline_and_gives_no_reward(stub, renderer):
+    with connected(stub, renderer=renderer, timeout_seconds=0.4) as client:
+        stub.faults = [httpx.ConnectError("refused")] * 1000
+        with pytest.raises(RewardServerUnavailable, match="ConnectError refused"):
+            client.score(PROMPTS, RESPONSES)
+        stub.faults = [httpx.ReadTimeout("slow")]
+        with pytest.raises(RewardServerUnavailable, match="ReadTimeout"):
+            client.score(PROMPTS, RESPONSES)
+
+
+@pytest.mark.parametrize("tokenises_here", [True, False])
+def test_large_calls_are_split_by_the_announced_limits(renderer, expected, tokenises_here):
+    stub = StubServer(renderer, max_items=3, max_tokens=2000)
+    with connected(stub, renderer=renderer if tokenises_here else None) as client:
+        stub.requests.clear()
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+        assert len(stub.requests) >= 7
+
+
+def test_a_request_that_is_still_too_large_is_halved(stub, renderer, expected):
+    with connected(stub, renderer=renderer) as client:
+        stub.max_items = 6  # less than was announced
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+
+
+def test_no_more_requests_are_open_than_allowed(renderer, expected):
+    stub = StubServer(renderer, max_items=2)
+    stub.pause = 0.01
+    with connected(stub, renderer=renderer, concurrency=3) as client:
+        answers = [torch.empty(0)] * 3
+
+        def score(place: int) -> None:
+            answers[place] = client.score(PROMPTS, RESPONSES)
+
+        threads = [threading.Thread(target=score, args=(place,)) for place in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert stub.most_open == 3
+    assert all(torch.equal(answer, expected) for answer in answers)
+
+
+def test_a_call_never_mixes_two_versions(renderer, expected):
+    stub = StubServer(renderer, max_items=4)
+    with connected(stub, renderer=renderer, concurrency=1) as client:
+        served = iter(["old", "old", "old"])
+        stub.version = lambda: next(served, "new")
+        asked = len(stub.requests)
+        scored = client.score_versioned(PROMPTS, RESPONSES)
+        assert scored.version == "new"
+        assert torch.equal(torch.tensor(scored.rewards), expected)
+        assert len(stub.requests) - asked == 5 + 3  # the three of the old version once more
+
+
+@pytest.mark.parametrize(
+    ("squash", "what"),
+    [
+        (lambda reward, wanted: sigmoid(sigmoid(reward)) if wanted else reward, "squashed twice"),
+        (lambda reward, wanted: reward, "never squashed"),
+        (lambda reward, wanted: sigmoid(reward), "always squashed"),
+    ],
+)
+def test_a_server_with_another_sigmoid_is_refused(stub, renderer, squash, what):
+    stub.squash = squash
+    with pytest.raises(HandshakeFailed, match="one sigmoid of its raw rewards"):
+        connected(stub, renderer=renderer)
+
+
+def test_another_template_is_refused(stub, renderer):
+    stub.template_hash = "0" * 16
+    with pytest.raises(HandshakeFailed, match="take the tokenizer of the served checkpoint"):
+        connected(stub, renderer=renderer)
+
+
+def test_another_tokenizer_under_the_same_hash_is_refused(stub):
+    mine = ConversationRenderer(decoder_tokenizer(), 128, render_fn=lambda messages, response: f"? {response}")
+    stub.template_hash = mine.template_hash
+    with pytest.raises(HandshakeFailed, match="scores conversations as"):
+        connected(stub, renderer=mine)
+
+
+def test_a_longer_memory_than_the_servers_is_refused(stub):
+    with pytest.raises(HandshakeFailed, match="keeps 4096 tokens"):
+        connected(stub, renderer=ConversationRenderer(decoder_tokenizer(), 4096))
+
+
+def test_a_plain_vllm_is_sent_token_ids(stub, renderer, expected):
+    stub.is_ours = False
+    with connected(stub, renderer=renderer) as client:
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+        assert client.version == "plain"
+        assert all("input" in body and body["model"] == "plain" for path, body in stub.requests if path == "/classify")
+
+
+def test_a_plain_vllm_of_a_regression_model_is_taken(stub, renderer, expected):
+    stub.is_ours = False
+    stub.squash = lambda reward, wanted: reward
+    with connected(stub, renderer=renderer) as client:
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+
+
+def test_a_plain_vllm_that_ignores_the_field_is_refused(stub, renderer):
+    stub.is_ours = False
+    stub.squash = lambda reward, wanted: sigmoid(reward)
+    with pytest.raises(HandshakeFailed, match="ignores the field"):
+        connected(stub, renderer=renderer)
+
+
+def test_a_plain_vllm_with_another_tokenizer_is_refused(stub, renderer):
+    stub.is_ours, stub.shift = False, 1
+    with pytest.raises(HandshakeFailed, match="tokenises other than this client"):
+        connected(stub, renderer=renderer)
+
+
+def test_a_plain_vllm_needs_a_renderer(stub):
+    stub.is_ours = False
+    with pytest.raises(HandshakeFailed, match="pass the served model's renderer"):
+        connected(stub)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no json", b'{"rewards": []}', b'{"rewards": [[null]]}', b'{"rewards": [[NaN]]}', b'{"data": 3}'],
+)
+def test_an_answer_without_rewards_raises(stub, body):
+    with connected(stub) as client:
+        stub.faults = [httpx.Response(200, content=body)]
+        with pytest.raises(WrongAnswer):
+            client.score(["Hi"], ["Hello."])
+
+
+def test_prompts_and_responses_must_be_as_many(stub, renderer):
+    with connected(stub, renderer=renderer) as client, pytest.raises(ValueError, match="2 prompts and 1 responses"):
+        client.score(["a", "b"], ["c"])
+
+
+def test_the_text_of_a_row_never_has_more_tokens_than_its_size(renderer):
+    prompt = (Message("system", "Sei höflich."), Message("user", "日本語で"))
+    for conversation in [("Hi", "Hello."), (prompt, "こんにちは 👋🏽"), *CONVERSATIONS]:
+        assert ConversationForm().size(conversation) >= len(renderer.encode(*conversation).ids)
+
+
+def test_the_asynchronous_client_gives_the_same(stub, renderer, expected):
+    async def main() -> torch.Tensor:
+        transport = httpx.MockTransport(stub)
+        async with AsyncRewardClient("http://stub", renderer=renderer, transport=transport) as client:
+            parts = await asyncio.gather(
+                client.score(PROMPTS[:9], RESPONSES[:9]), client.score(PROMPTS[9:], RESPONSES[9:])
+            )
+            return torch.cat(parts)
+
+    assert torch.equal(asyncio.run(main()), expected)
+
+
+def test_a_client_scores_as_the_model_it_is_served(tmp_path):
+    model = exported("llama", tmp_path / "export")
+    engine = lambda: InProcessEngine(options_of(tmp_path / "export", tmp_path / "tokenizer"))  # noqa: E731
+    prompts, responses = ["Hi", "Hi", (Message("user", "Name a colour."),)], ["Hello.", "Go away.", "Blue."]
+    expected = model.score(prompts, responses)
+    with engine_running(engine, api_key="secret") as server:
+        with pytest.raises(RewardServerRefused, match="Authorization"):
+            RewardClient(server.url)
+        for renderer in (None, model.renderer):
+            with RewardClient(server.url, renderer=renderer, api_key="secret") as client:
+                assert torch.allclose(client.score(prompts, responses), expected, atol=1e-4, rtol=0)
+                assert client.version == server.engine.version

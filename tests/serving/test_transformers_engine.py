@@ -1,0 +1,102 @@
+"""The engine with its real process: a start takes seconds, so one process serves a whole scenario."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.live_weights import tensor_specs
+from rm_optimizer.serving.protocol import RewardModelTrainingMode
+from rm_optimizer.serving.transformers_engine import TransformersEngine
+from rm_optimizer.serving.worker import WorkerOptions
+from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.serving.engines import exported
+
+FULL = RewardModelTrainingMode.full
+SEQUENCES = [list(range(5, 60)), [7, 8, 9], [*range(5, 58), 9]]
+PARITY = 1e-4
+
+
+def rewards_of(model):
+    ids = [torch.tensor([row]) for row in SEQUENCES]
+    return [model(row, torch.ones_like(row)).item() for row in ids]
+
+
+def close(rewards, expected):
+    return rewards == pytest.approx(expected, abs=PARITY)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path):
+    first = rewards_of(exported("llama", tmp_path / "model"))
+    tokenizer = tiny_tokenizer("llama")
+    other = BradleyTerryRM(tiny_model("llama", tokenizer, seed=1), tokenizer, max_length=128)
+    second = rewards_of(other)
+    state = {name: tensor.contiguous() for name, tensor in other.model.state_dict().items()}
+    save_file(state, tmp_path / "good.safetensors")
+    save_file(state | {"score.weight": torch.full((1, 32), torch.nan)}, tmp_path / "nan.safetensors")
+
+    async def scenario():
+        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256))
+        await engine.start()
+        try:
+            started = await engine.score(SEQUENCES)
+            assert close(started.rewards, first)
+            assert started.version == engine.version == engine.description.version
+
+            await engine.stage(weights("v1", "good"))
+            assert (await engine.score(SEQUENCES)).version == started.version  # staged is not serving
+            await engine.commit("v1")
+            with pytest.raises(WeightsRefused, match=r"score.weight: holds values that are not finite"):
+                await engine.stage(weights("v2", "nan"))
+            synced = await engine.score(SEQUENCES)
+            assert close(synced.rewards, second)
+            assert synced.version == "v1"
+
+            (tmp_path / "good.safetensors").unlink()  # the sender tidies up
+            waiting = [asyncio.create_task(engine.score(SEQUENCES)) for _ in range(4)]
+            await asyncio.sleep(0)
+            os.kill(engine.process_id, signal.SIGKILL)
+            noticed = time.perf_counter()
+            while engine.is_up:
+                await asyncio.sleep(0.001)
+            noticed = time.perf_counter() - noticed
+            answers = [*await asyncio.gather(*waiting), await engine.score(SEQUENCES)]
+            assert noticed < 2.0
+            assert all(close(answer.rewards, second) and answer.version == "v1" for answer in answers)
+            assert engine.num_restarts == 1
+            with pytest.raises(WeightsRefused, match="begin the update again"):
+                await engine.commit("v3")
+        finally:
+            await engine.stop()
+        with pytest.raises(EngineUnavailable, match="has stopped"):
+            await engine.score(SEQUENCES)
+        return engine
+
+    def weights(version, name):
+        return StagedWeights(version, FULL, tmp_path / f"{name}.safetensors", tensor_specs(other.model, FULL))
+
+    engine = asyncio.run(scenario())
+    assert not engine._folder.exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path):
+    async def scenario():
+        engine = TransformersEngine(WorkerOptions(str(tmp_path / "nothing")))
+        try:
+            await engine.start()
+        finally:
+            await engine.stop()
+
+    with pytest.raises(CheckpointError, match="no model at"):
+        asyncio.run(scenario())

@@ -1,0 +1,381 @@
+"""What the vLLM engine is made of, without a vLLM: gate, history, checks, command line, supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rm_optimizer.core.adapters import add_adapter
+from rm_optimizer.core.export import save_adapter
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.interfaces.serve import ServeOptions, serve
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.serving import vllm_launch
+from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.live_weights import fingerprint, tensor_specs
+from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
+from rm_optimizer.serving.sent_tensors import manifest
+from rm_optimizer.serving.vllm_folder import prepare_model, suits_vllm
+from rm_optimizer.serving.vllm_gate import Gate
+from rm_optimizer.serving.vllm_history import WeightHistory
+from rm_optimizer.serving.vllm_launch import Supervisor, VllmOptions, command, environment
+from rm_optimizer.serving.vllm_plugin import RewardApplication
+from rm_optimizer.serving.vllm_pooling import Pooling
+from rm_optimizer.serving.vllm_settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.vllm_swap import ReloadSwap, Serving
+from rm_optimizer.serving.vllm_worker import RewardWorkerExtension, checked_tensors, latest_tensors
+from tests.serving.engines import exported
+
+FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
+
+
+def test_a_writer_waits_for_readers_and_keeps_new_ones_out():
+    events: list[str] = []
+
+    async def read(gate: Gate, name: str, seconds: float) -> None:
+        async with gate.reading():
+            events.append(f"{name} in")
+            await asyncio.sleep(seconds)
+            events.append(f"{name} out")
+
+    async def write(gate: Gate) -> None:
+        async with gate.writing():
+            events.append("write in")
+            await asyncio.sleep(0.01)
+            events.append("write out")
+
+    async def scene() -> None:
+        gate = Gate()
+        first = asyncio.create_task(read(gate, "first", 0.02))
+        await asyncio.sleep(0.005)
+        writer = asyncio.create_task(write(gate))
+        await asyncio.sleep(0.005)
+        await asyncio.gather(first, writer, read(gate, "late", 0.0))
+
+    asyncio.run(scene())
+    assert events == ["first in", "first out", "write in", "write out", "late in", "late out"]
+
+
+def test_a_cancelled_reader_leaves_the_gate_open():
+    async def scene() -> None:
+        gate = Gate()
+
+        async def read() -> None:
+            async with gate.reading():
+                await asyncio.sleep(60)
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        reader.cancel()
+        async with asyncio.timeout(5), gate.writing():
+            pass
+
+    asyncio.run(scene())
+
+
+def staged(folder: Path, name: str, tensors: dict[str, torch.Tensor], mode=FULL) -> StagedWeights:
+    file = folder / f"{name}.safetensors"
+    save_file(tensors, file)
+    return StagedWeights(name, mode, file, tuple(manifest(tensors)))
+
+
+def test_history_survives_a_restart_and_keeps_what_is_not_replaced(tmp_path):
+    incoming, kept = tmp_path / "incoming", tmp_path / "kept"
+    incoming.mkdir()
+    kept.mkdir()
+    history = WeightHistory(kept)
+    for weights in (
+        staged(incoming, "v1", {"a": torch.zeros(2), "b": torch.zeros(1)}),
+        staged(incoming, "v2", {"b": torch.ones(1)}, HEAD),
+        staged(incoming, "v3", {"b": torch.full((1,), 3.0)}, HEAD),
+    ):
+        history.remember(history.keep(weights))
+        weights.file.unlink()
+    history.keep(staged(incoming, "v4", {"a": torch.ones(2), "b": torch.ones(1)}))  # staged, never committed
+    again = WeightHistory(kept)
+    assert [weights.version for weights in again.committed] == ["v1", "v3"]
+    assert sorted(map(str, kept.glob("*.safetensors"))) == sorted(again.files)
+    assert {name: value.tolist() for name, value in latest_tensors(again.files)} == {"a": [0.0, 0.0], "b": [3.0]}
+
+
+@pytest.mark.parametrize("fault", ["nan", "digest", "shape", "missing", "extra", "truncated"])
+def test_files_that_are_not_their_manifest_are_refused(tmp_path, fault):
+    tensors = {"a": torch.ones(2, 3), "b": torch.ones(1)}
+    specs = manifest(tensors)
+    changed = {
+        "nan": tensors | {"b": torch.full((1,), torch.nan)},
+        "digest": tensors | {"b": torch.zeros(1)},
+        "shape": tensors | {"a": torch.ones(3, 2)},
+        "missing": {"a": tensors["a"]},
+        "extra": tensors | {"c": torch.ones(1)},
+        "truncated": tensors,
+    }[fault]
+    if fault == "nan":
+        specs = manifest(changed)
+    file = tmp_path / "update.safetensors"
+    save_file(changed, file)
+    if fault == "truncated":
+        os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(WeightsRefused):
+        checked_tensors(file, specs)
+
+
+class FakeWorker(RewardWorkerExtension):
+    """vLLM's worker as far as the extension knows it; a tensor `bad` cannot be loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, float] = {}
+
+    def reload_weights(self, weights_iterator) -> None:
+        for name, tensor in weights_iterator:
+            if name == "bad":
+                raise ValueError("no such parameter")
+            self.loaded[name] = float(tensor)
+
+
+def test_a_load_that_fails_half_way_ends_with_the_old_weights(tmp_path):
+    worker, old = FakeWorker(), staged(tmp_path, "old", {"a": torch.zeros(()), "b": torch.zeros(())})
+    worker.rm_restore([str(old.file)])
+    new = staged(tmp_path, "new", {"a": torch.ones(()), "bad": torch.ones(())})
+    assert worker.rm_stage(str(new.file), [spec.model_dump() for spec in new.tensors]) is None
+    assert worker.loaded == {"a": 0.0, "b": 0.0}
+    assert "no such parameter" in str(worker.rm_commit())
+    worker.rm_restore([str(old.file)])
+    assert worker.loaded == {"a": 0.0, "b": 0.0}
+    assert worker.rm_commit() == "no weights are staged; begin the update again"
+
+
+def options_for(checkpoint: Path, **changes: object) -> VllmOptions:
+    values = {"host": "127.0.0.1", "port": 8123, "api_key": "sesame", "dtype": "float32", "token_budget": None}
+    values |= {"max_queued_tokens": 1000, "weights_root": None, "model_name": "rm", "threads": None}
+    return VllmOptions(checkpoint=str(checkpoint), **(values | changes))
+
+
+def test_an_export_is_served_as_it_is_and_described_from_its_files(tmp_path):
+    model = exported("llama", tmp_path / "export")
+    prepared = prepare_model(str(tmp_path / "export"), tmp_path, "float32")
+    description = prepared.description
+    assert (prepared.folder, prepared.adapter) == (tmp_path / "export", None)
+    assert description.version == fingerprint(model.model)
+    assert description.tensors == {mode: tensor_specs(model.model, mode) for mode in (FULL, HEAD)}
+    assert description.identity == model.renderer.identity()
+    assert description.max_length == model.max_length
+
+
+def test_an_adapter_is_served_beside_its_base(tmp_path):
+    exported("qwen2", tmp_path / "base")
+    model = BradleyTerryRM.from_pretrained(tmp_path / "base")
+    add_adapter(model, AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0), seed=0)
+    with torch.no_grad():
+        model.reward_head.weight.add_(1.0)
+    save_adapter(model, tmp_path / "adapter")
+    prepared = prepare_model(str(tmp_path / "adapter"), tmp_path / "work", "float32")
+    assert prepared.adapter is not None
+    assert prepared.rank == 4
+    base, own = load_file(tmp_path / "base" / "model.safetensors"), load_file(prepared.folder / "model.safetensors")
+    assert own.keys() == base.keys()
+    assert all(torch.equal(own[name], base[name]) for name in base if name != "score.weight")
+    assert torch.equal(own["score.weight"], model.reward_head.weight)
+    words = command(options_for(tmp_path), prepared)
+    assert "--enable-lora" in words
+    assert words[words.index("--max-lora-rank") + 1] == "8"
+
+
+def test_the_key_is_in_neither_the_command_line_nor_a_file_that_others_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    exported("llama", tmp_path / "export")
+    options = options_for(tmp_path / "export", threads=1)
+    prepared = prepare_model(options.checkpoint, tmp_path, options.dtype)
+    settings = vllm_launch._settings(options, prepared, tmp_path / "work")
+    file = settings.write()
+    variables = environment(options, file)
+    assert not any("sesame" in word for word in [*command(options, prepared), *variables.values()])
+    assert file.stat().st_mode & 0o077 == 0
+    assert (variables["VLLM_SERVER_DEV_MODE"], variables["VLLM_PLUGINS"]) == ("0", "rm_optimizer")
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(file))
+    assert VllmSettings.read() == settings
+
+
+def test_auto_gives_only_decoders_in_folders_to_vllm(tmp_path):
+    exported("llama", tmp_path / "llama")
+    exported("bert", tmp_path / "bert")
+    assert suits_vllm(str(tmp_path / "llama"))
+    assert not suits_vllm(str(tmp_path / "bert"))
+
+
+@pytest.mark.skipif(vllm_launch.is_installed(), reason="vLLM is installed")
+def test_asking_for_a_vllm_that_is_missing_names_the_extra(tmp_path):
+    with pytest.raises(MissingExtra, match=r"vLLM is not installed; pip install 'rm-optimizer\[vllm\]'"):
+        serve(ServeOptions(str(tmp_path), engine="vllm"))
+
+
+def supervised(tmp_path: Path, program: str) -> Supervisor:
+    started = tmp_path / "started"
+    return Supervisor([sys.executable, "-c", program], os.environ | {"STARTED": str(started)}, started)
+
+
+DYING = f"""
+import os, pathlib, time
+pathlib.Path(os.environ["STARTED"]).touch()
+with open(os.environ["STARTED"] + ".log", "a") as log:
+    log.write(os.environ["{RESTARTS_VARIABLE}"])
+os._exit(1)
+"""
+
+
+def test_a_server_that_dies_is_started_again_but_not_for_ever(tmp_path):
+    with pytest.raises(RMOptimizerError, match="died 6 times"):
+        supervised(tmp_path, DYING).run()
+    assert (tmp_path / "started.log").read_text() == "012345"
+
+
+def test_a_server_that_never_was_up_is_not_started_again(tmp_path):
+    with pytest.raises(RMOptimizerError, match="ended with code 3 before it was up"):
+        supervised(tmp_path, "raise SystemExit(3)").run()
+
+
+def test_sigterm_ends_the_server_and_what_it_left_behind(tmp_path):
+    program = """
+import os, pathlib, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(os.environ["STARTED"]).write_text(str(child.pid))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+time.sleep(60)
+"""
+    started = tmp_path / "started"
+
+    def stop() -> None:
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    supervised(tmp_path, program).run()
+    orphan = int(started.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{orphan}/stat").exists() and Path(f"/proc/{orphan}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_manifest_may_name_no_type_that_no_file_holds(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(WeightsRefused, match="a: the manifest says"):
+        checked_tensors(tmp_path / "a.safetensors", [TensorSpec(name="a", shape=[1], dtype="float99")])
+
+
+def test_vllm_hears_of_sigterm_when_open_requests_are_answered():
+    events: list[str] = []
+    statuses: list[int] = []
+
+    async def nothing(*_: object) -> None: ...
+
+    async def note(message) -> None:
+        statuses.append(message.get("status", 0))
+
+    async def scene() -> None:
+        loop, may_answer = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGINT, events.append, "vllm ends")
+
+        async def reward_app(*_: object) -> None:
+            await may_answer.wait()
+            events.append("answered")
+
+        outer = RewardApplication(nothing)
+        scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(reward_app=reward_app))}
+        await outer({"type": "lifespan"}, nothing, nothing)
+        early = asyncio.create_task(outer(scope, nothing, nothing))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        await outer(scope, nothing, note)
+        may_answer.set()
+        await early
+        while len(events) < 2:
+            await asyncio.sleep(0.01)
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+    asyncio.run(scene())
+    assert events == ["answered", "vllm ends"]
+    assert statuses[0] == 503
+
+
+class FakeClient:
+    """vLLM's engine client as far as an update knows it."""
+
+    errored = False
+
+    def __init__(self, answers: dict[str, str | None]) -> None:
+        self.answers = answers
+        self.calls: list[str] = []
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("wait", True)
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[str | None]:
+        self.calls.append(method)
+        if method not in self.answers:
+            raise RuntimeError(f"{method} failed in a worker")
+        return [None, self.answers[method]]
+
+
+def committing(tmp_path: Path, client: FakeClient) -> tuple[ReloadSwap, Pooling, list[int], BaseException | None]:
+    """A commit over the client: what serves after it, the SIGTERMs sent, and what it raised."""
+    signals: list[int] = []
+
+    async def check(serving: Serving) -> None: ...
+
+    async def scene() -> tuple[ReloadSwap, Pooling, BaseException | None]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, signals.append, signal.SIGTERM)
+        pooling = Pooling(client)
+        swap = ReloadSwap(pooling, Gate(), WeightHistory(tmp_path), checkpoint=tmp_path, version="v0")
+        [raised] = await asyncio.gather(
+            swap.commit(staged(tmp_path, "v1", {"a": torch.ones(1)}), check), return_exceptions=True
+        )
+        await asyncio.sleep(0.01)
+        loop.remove_signal_handler(signal.SIGTERM)
+        return swap, pooling, raised
+
+    swap, pooling, raised = asyncio.run(scene())
+    return swap, pooling, signals, raised
+
+
+def test_an_update_serves_once_all_workers_have_it(tmp_path):
+    client = FakeClient({"rm_commit": None})
+    swap, pooling, signals, raised = committing(tmp_path, client)
+    assert raised is None
+    assert (swap.serving.version, pooling.is_up, signals) == ("v1", True, [])
+    assert client.calls == ["pause", "rm_commit", "resume"]
+
+
+def test_an_update_that_one_worker_cannot_load_is_taken_back_in_all(tmp_path):
+    client = FakeClient({"rm_commit": "no such parameter", "rm_restore": None})
+    swap, pooling, signals, raised = committing(tmp_path, client)
+    assert isinstance(raised, WeightsRefused)
+    assert (swap.serving.version, pooling.is_up, signals) == ("v0", True, [])
+    assert client.calls == ["pause", "rm_commit", "resume", "pause", "rm_restore", "resume"]
+
+
+def test_an_engine_whose_weights_are_unknown_answers_nobody_and_ends(tmp_path):
+    swap, pooling, signals, raised = committing(tmp_path, FakeClient({"rm_commit": "no such parameter"}))
+    assert isinstance(raised, RuntimeError)
+    assert (swap.serving.version, pooling.is_up, signals) == ("v0", False, [signal.SIGTERM])
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(pooling.rewards([[1, 2]], None))

@@ -1,0 +1,223 @@
+"""Weights published to `rm-opt serve`: the server then scores as the trainer's model does, whole and under its name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from rm_optimizer.core.adapters import add_adapter
+from rm_optimizer.core.certificate import DEFAULT_PROBE
+from rm_optimizer.core.export import save_adapter
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.serving.client import RewardClient
+from rm_optimizer.serving.protocol import OutcomeStatus
+from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
+from tests.core.tiny_models import FAMILIES
+from tests.serving.engines import InProcessEngine, exported, options_of
+from tests.serving.running import engine_running, serve_process
+
+SHORT = [*DEFAULT_PROBE[:3], ("Hi", "Go away."), ("Name a colour.", "Blue."), ("Why?", "Because."), ("Hi", "Hello!")]
+PROMPTS, RESPONSES = (list(column) for column in zip(*SHORT, strict=True))
+LORA = AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0)
+PARITY = 1e-4
+HALF_SENDER = Path(__file__).with_name("half_sender.py")
+names = (f"v{number}" for number in itertools.count())
+
+
+def moved(model: BradleyTerryRM, seed: int, *, head_only: bool = False) -> BradleyTerryRM:
+    """The model after a step of training, as it were."""
+    generator = torch.Generator().manual_seed(seed)
+    trained = model.reward_head.parameters() if head_only else (p for p in model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A server process, and a model like the one it serves."""
+    folder = tmp_path_factory.mktemp("plain")
+    model = exported("llama", folder / "export")
+    (folder / "root").mkdir()
+    with serve_process(folder / "export", "--weights-root", str(folder / "root")) as server:
+        server.model, server.checkpoint, server.root = model, folder / "export", folder / "root"
+        with RewardClient(server.url, renderer=model.renderer) as client:
+            server.client = client
+            yield server
+
+
+def served_difference(server, model: BradleyTerryRM, version: str) -> float:
+    scored = server.client.score_versioned(PROMPTS, RESPONSES)
+    assert scored.version == version
+    return float((torch.tensor(scored.rewards) - model.score(PROMPTS, RESPONSES)).abs().max())
+
+
+@pytest.mark.parametrize("transport", ["inline", "path", "gloo"])
+@pytest.mark.parametrize("mode", ["full", "head_only"])
+def test_the_server_scores_as_the_published_model(plain, mode, transport):
+    version, before = next(names), plain.model.score(PROMPTS, RESPONSES)
+    model = moved(plain.model, 1, head_only=mode == "head_only")
+    with create_rm_publisher(plain.url, mode=mode, transport=transport, timeout_seconds=60) as publisher:
+        outcome = publisher.publish(model, version)
+    assert (outcome.status, outcome.version) == (OutcomeStatus.committed, version)
+    assert served_difference(plain, model, version) <= PARITY
+    assert float((model.score(PROMPTS, RESPONSES) - before).abs().max()) > 100 * PARITY
+    assert os.listdir(plain.root) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mode_reaches_every_family(family, tmp_path):
+    base = exported(family, tmp_path / "base")
+    model = BradleyTerryRM.from_pretrained(tmp_path / "base")
+    add_adapter(model, LORA, seed=0)
+    save_adapter(model, tmp_path / "adapter")
+    for checkpoint, modes in (("base", ("full", "head_only")), ("adapter", ("lora",))):
+        engine = lambda name=checkpoint: InProcessEngine(options_of(tmp_path / name, tmp_path / "tokenizer"))  # noqa: E731
+        with engine_running(engine) as server, RewardClient(server.url) as server.client:
+            for number, mode in enumerate([*modes, *modes]):
+                trained = moved(model if mode == "lora" else base, number, head_only=mode == "head_only")
+                version = f"{mode}-{number}"
+                with create_rm_publisher(server.url, mode=mode) as publisher:
+                    publisher.publish(trained, version)
+                assert served_difference(server, trained, version) <= PARITY
+
+
+def test_an_adapter_is_merged_for_a_server_of_the_whole_model(plain):
+    model = BradleyTerryRM.from_pretrained(plain.checkpoint)
+    add_adapter(model, LORA, seed=0)
+    version = next(names)
+    with create_rm_publisher(plain.url, mode="full") as publisher:
+        publisher.publish(moved(model, 3), version)
+    assert served_difference(plain, model, version) <= PARITY
+
+
+def test_a_mode_that_does_not_fit_is_refused_and_says_why(plain):
+    before = plain.client.score_versioned(PROMPTS, RESPONSES)
+    adapted = BradleyTerryRM.from_pretrained(plain.checkpoint)
+    add_adapter(adapted, LORA, seed=0)
+    for mode, model, error, message in (
+        ("lora", adapted, PublishFailed, "mode lora has no tensors in the served model"),
+        ("lora", plain.model, ConfigError, "the model has none"),
+        ("head_only", adapted, ConfigError, "leaves out the adapter"),
+    ):
+        with create_rm_publisher(plain.url, mode=mode) as publisher, pytest.raises(error, match=message):
+            publisher.publish(model, "refused")
+    with create_rm_publisher(plain.url) as publisher:
+        with pytest.raises(ConfigError, match="version is not valid"):
+            publisher.publish(plain.model, "no spaces")
+        with pytest.raises(PublishFailed, match="lacks 20 tensors"):
+            publisher.publish({"score.weight": torch.zeros(1, 32)}, "refused")
+        broken = dict(plain.model.model.state_dict()) | {"score.weight": torch.full((1, 32), torch.nan)}
+        with pytest.raises(PublishFailed, match=r"score\.weight: holds values that are not finite"):
+            publisher.publish(broken, "refused")
+    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+
+
+def test_a_head_over_another_backbone_is_taken_back(plain):
+    before = plain.client.score_versioned(PROMPTS, RESPONSES)
+    other = moved(BradleyTerryRM.from_pretrained(plain.checkpoint), 99)
+    with create_rm_publisher(plain.url, mode="head_only") as publisher, pytest.raises(PublishFailed, match="probe"):
+        publisher.publish(other, "refused")
+    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+
+
+def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain):
+    before = plain.client.score_versioned(PROMPTS, RESPONSES)
+    command = [sys.executable, str(HALF_SENDER), plain.url, str(plain.checkpoint)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as sender:
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == "half\n"
+        with create_rm_publisher(plain.url) as publisher, pytest.raises(PublishFailed, match="half is under way"):
+            publisher.publish(plain.model, "second")
+        sender.kill()
+    deadline = time.monotonic() + 15
+    while httpx.get(f"{plain.url}/rm/weights/status").json()["active"] and time.monotonic() < deadline:
+        assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    status = httpx.get(f"{plain.url}/rm/weights/status", params={"batch_id": "half"}).json()
+    assert (status["active"], status["outcome"]["status"]) == (None, "aborted")
+    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    version = next(names)
+    with create_rm_publisher(plain.url, mode="full", transport="gloo") as publisher:
+        publisher.publish(plain.model, version)
+    assert served_difference(plain, plain.model, version) <= PARITY
+
+
+def test_flips_under_load_lose_and_mix_nothing_and_label_right(plain):
+    models = [moved(BradleyTerryRM.from_pretrained(plain.checkpoint), seed) for seed in (5, 6)]
+    expected = [model.score(PROMPTS, RESPONSES) for model in models]
+    publishers = [create_rm_publisher(plain.url, transport=transport) for transport in ("inline", "path")]
+    publishers[0].publish(models[0], "flip-0")
+    wrong: list[str] = []
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
+        with RewardClient(plain.url) as client:
+            while not done.is_set():
+                chosen = draw.sample(range(len(PROMPTS)), 4)
+                scored = client.score_versioned([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen])
+                of_version = expected[int(scored.version.removeprefix("flip-")) % 2][chosen]
+                if float((torch.tensor(scored.rewards) - of_version).abs().max()) > PARITY:
+                    wrong.append(scored.version)
+                seen.add(scored.version)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 11):
+        publishers[number % 2].publish(models[number % 2], f"flip-{number}")
+    done.set()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert wrong == []
+    assert len(seen) >= 5
+    for publisher in publishers:
+        publisher.close()
+
+
+def test_a_lost_answer_is_asked_for_again_and_the_update_is_one(plain):
+    version, lost = next(names), []
+
+    def losing(request: httpx.Request) -> None:
+        if request.url.path.endswith(("begin", "commit")) and request.url.path not in lost:
+            lost.append(request.url.path)
+            again = httpx.Request(request.method, request.url, headers=request.headers, content=request.read())
+            with httpx.Client() as other:
+                other.send(again)  # it arrives, but its answer does not
+            raise httpx.ReadError("connection reset")
+
+    with create_rm_publisher(plain.url) as publisher:
+        publisher._http.event_hooks["request"].append(losing)
+        outcome = publisher.publish(plain.model, version)
+    assert len(lost) == 2
+    assert (outcome.status, outcome.version) == (OutcomeStatus.committed, version)
+
+
+def test_a_server_that_is_not_there_is_an_error_in_time():
+    with create_rm_publisher("http://127.0.0.1:9", timeout_seconds=0.5) as publisher:
+        started = time.monotonic()
+        with pytest.raises(RMOptimizerError, match="gave no answer within"):
+            publisher.publish({"score.weight": torch.zeros(1, 32)}, "v")
+        assert time.monotonic() - started < 8
+
+
+def test_unknown_words_are_named():
+    with pytest.raises(ConfigError, match="unknown mode 'ful'; did you mean 'full'"):
+        create_rm_publisher("http://127.0.0.1:9", mode="ful")
+    with pytest.raises(ConfigError, match="unknown transport 'goo'; did you mean 'gloo'"):
+        create_rm_publisher("http://127.0.0.1:9", transport="goo")
