@@ -6,6 +6,7 @@ RMOptimizerError
 │   └── DataStalled       a data-loader batch that did not come in time
 ├── CheckpointError       a model or checkpoint that is missing, torn or not what it claims to be
 ├── MissingExtra          an optional dependency that is not installed
+├── DiskError             a file that the system does not let us write
 ├── TrainingDiverged      a loss that is not finite
 └── Interrupted           a run the user stopped
 """
@@ -43,6 +44,12 @@ class MissingExtra(RMOptimizerError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; pip install 'rm-optimizer[{extra}]'")
+
+
+class DiskError(RMOptimizerError):
+    """A file cannot be written: the disk is full or read-only, or permission is missing."""
+
+    exit_code = 5
 
 
 class TrainingDiverged(RMOptimizerError):

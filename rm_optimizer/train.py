@@ -6,23 +6,24 @@ import this module again, need neither Hydra nor torch.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import ConfigError, DataStalled, RMOptimizerError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataStalled, RMOptimizerError
 
 if TYPE_CHECKING:
-    import argparse
-
     from omegaconf import DictConfig
 
+    from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.training.observers import Observers
     from rm_optimizer.training.result import RunResult
 
 INTERRUPTED = 130
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         check_command(sys.argv[1:])
+        sys.argv += _among_processes(sys.argv[1:])
         _launch()
     except RMOptimizerError as error:
         sys.exit(report(error))
@@ -56,9 +58,29 @@ def show(result: RunResult) -> None:
     print_run(result)
 
 
+def observers(config: TrainConfig) -> Observers:
+    """What the options that are on need of other floors than training's; the rest is not even imported."""
+    from rm_optimizer.training.observers import Observers
+
+    found = Observers()
+    if config.training.calibration.enabled:
+        from rm_optimizer.reporting.plots import plot_reliability
+
+        found = replace(found, draw_reliability=plot_reliability)
+    if config.training.hessian.every is not None:
+        from rm_optimizer.landscape.probe import measure_curvature
+
+        found = replace(found, measure_curvature=measure_curvature)
+    if config.publish.url is not None:
+        from rm_optimizer.serving.publisher import open_publisher
+
+        found = replace(found, open_publisher=open_publisher)
+    return found
+
+
 def _rank() -> int:
-    """This process's number in a distributed run, as torchrun and Lightning tell it."""
-    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+    """This process's number in a distributed run, as torchrun, Lightning and SLURM tell it."""
+    return int(next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), 0))
 
 
 def check_command(arguments: Sequence[str]) -> None:
@@ -72,16 +94,11 @@ def check_command(arguments: Sequence[str]) -> None:
     """
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.schema.command_line import cells, checked
+    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.training.processes import require_launched
 
-    flags = _flags(arguments)
-    if (
-        flags.help
-        or flags.hydra_help
-        or flags.shell_completion
-        or flags.info
-        or flags.experimental_rerun
-        or flags.config_path
-    ):
+    flags = parse_flags(arguments, TrainConfig)
+    if only_tells(flags):
         return
     name = flags.config_name or "config"
     for overrides in cells(flags.overrides) if flags.multirun else [flags.overrides]:
@@ -90,34 +107,23 @@ def check_command(arguments: Sequence[str]) -> None:
             raise ConfigError(
                 f"--multirun takes hardware.devices=1, got {config.hardware.devices}; start one command a configuration"
             )
+        if flags.cfg is None:
+            require_launched(config.hardware)
 
 
-def _flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Hydra's own flags, with its parser; an unknown one is a sentence instead of a usage page."""
-    from hydra._internal.utils import get_args_parser
-
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    flags, unknown = parser.parse_known_args(list(arguments))
-    for flag in unknown:
-        if flag.startswith("-"):
-            raise ConfigError(_unknown_flag(flag, [name for name in parser._option_string_actions if name[1] == "-"]))
-    flags.overrides += unknown
-    return flags
-
-
-def _unknown_flag(flag: str, known: Sequence[str]) -> str:
-    """Did-you-mean among the flags, unless the flag is the name of an option that is set without dashes."""
+def _among_processes(arguments: Sequence[str]) -> list[str]:
+    """Overrides that a process of torchrun or SLURM adds, so that all of them work in one run folder."""
     from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.training.processes import launched_processes, process_overrides
 
-    meant = difflib.get_close_matches(flag.lstrip("-"), [field.name for field in fields(TrainConfig)], n=1)
-    if meant:
-        return f"unknown flag '{flag}'; options are set without dashes: {meant[0]}=VALUE"
-    return did_you_mean("flag", flag, known)
+    flags, processes = parse_flags(arguments, TrainConfig), launched_processes()
+    if only_tells(flags) or flags.cfg is not None or processes is None:
+        return []
+    from rm_optimizer.schema.command_line import run_folder
 
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
+    folder = run_folder(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir)
+    return process_overrides(processes, folder, flags.overrides)
 
 
 def _launch() -> None:
@@ -140,11 +146,14 @@ def run(config: DictConfig) -> float:
     from rm_optimizer.schema import TrainConfig, typed
 
     try:
+        from rm_optimizer.training.disk import writing
         from rm_optimizer.training.run import train_reward_model
 
-        result = train_reward_model(typed(config, TrainConfig))
-        if _rank() == 0:
-            show(result)
+        options = typed(config, TrainConfig)
+        with writing(Path(options.output_dir)):
+            result = train_reward_model(options, observers=observers(options))
+            if _rank() == 0:
+                show(result)
         return result.objective
     except RMOptimizerError as error:
         sys.exit(report(error))

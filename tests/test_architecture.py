@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,16 +104,17 @@ def test_a_command_line_is_checked_without_torch():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_help_takes_less_than_half_a_second_and_no_torch():
+def test_help_takes_less_than_half_a_second_of_the_processor_and_no_torch():
     code = (
         "import sys\nfrom rm_optimizer.interfaces.cli import app\nsys.argv = ['rm-opt', '--help']\n"
         f"try:\n    app()\nfinally:\n    print({HEAVY}, file=sys.stderr)"
     )
     taken = []
-    for _ in range(3):  # the first start may compile; a busy machine may delay one
-        started = time.perf_counter()
+    for _ in range(3):  # the first start may compile
+        before = os.times()
         done = run_python(code)
-        taken.append(time.perf_counter() - started)
+        after = os.times()
+        taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert (done.returncode, done.stderr.strip()) == (0, "[]")
         assert "Usage: rm-opt" in done.stdout
     assert min(taken) < 0.5

@@ -49,7 +49,42 @@ RESPONSES = (
     'printf \'%s\\n\' \'{"prompt": "Hi", "response": "Hello"}\' '
     '\'{"prompt": "Hi", "response": "No"}\' > responses.jsonl'
 )
+ASK = (
+    "import json, sys, time, urllib.request as web; url, body = sys.argv[1:]; "
+    "request = web.Request(url, body.encode(), {'content-type': 'application/json'})\n"
+    "for _ in range(300):\n"
+    "    try:\n        print(web.urlopen(request).read().decode()); break\n"
+    "    except OSError:\n        time.sleep(1)\n"
+)
+EGG = '{"items": [{"prompt": "How do I boil an egg?", "responses": ["In water, seven minutes.", "No."]}]}'
 WAYS: dict[str, Way] = {
+    "pip install 'rm-optimizer[serve]'": Way("python -c 'import fastapi, uvicorn, prometheus_client'"),
+    "rm-opt serve outputs/run/best --port 8000": Way("rm-opt serve --help", prints="--api-key"),
+    # a server on another port, asked until it answers, then stopped
+    f"curl -s localhost:8000/rm/score -H 'content-type: application/json' -d '{EGG}'": Way(
+        "rm-opt serve outputs/run/best --port 8791 >served 2>&1 & server=$!; "
+        f"python -c '{ASK.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}' "
+        f"http://127.0.0.1:8791/rm/score '{EGG}'; kill $server; wait $server",
+        prints="rm_version",
+        slow=True,
+    ),
+    "rm-opt analyze --checkpoint outputs/run": Way(
+        "rm-opt analyze --checkpoint outputs/run --pairs 8 --top-k 2 && ls outputs/run/landscape/hessian",
+        prints="hessian.json",
+        slow=True,
+    ),
+    "rm-opt analyze --checkpoint outputs/run --type gauss_newton": Way(
+        "rm-opt analyze --checkpoint outputs/run --type gauss_newton --pairs 8 && ls outputs/run/landscape/*",
+        prints="gauss_newton.json",
+        slow=True,
+    ),
+    "rm-opt analyze --checkpoint outputs/run --type slices landscape.directions=eigenvectors": Way(
+        "rm-opt analyze --checkpoint outputs/run --type slices landscape.directions=eigenvectors --cfg job",
+        prints="directions: eigenvectors",
+    ),
+    "rm-opt analyze --checkpoint outputs/run/best --data pairs.jsonl --params head --top-k 5 --method full": Way(
+        slow=True
+    ),
     # make installs and then starts what is run here with fewer steps; the whole suite cannot run inside itself
     "make quickstart": Way(
         f"rm-opt train experiment=quickstart {FEW} hydra.run.dir=quick", prints="gold reward", slow=True
@@ -70,6 +105,39 @@ WAYS: dict[str, Way] = {
         "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100 --cfg job", prints="name: muon"
     ),
     "python -m rm_optimizer.train optimizer=muon hardware=h100 --cfg job": Way(prints="precision: bf16-mixed"),
+    "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000": Way(
+        "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000 "
+        "--cfg job",
+        prints="streaming: ray",
+    ),
+    "torchrun --standalone --nproc-per-node 2 -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu": Way(
+        "python -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu --cfg job", prints="strategy: "
+    ),
+    "rm-opt train model=qwen hardware=h100 data.train=train.jsonl": Way(
+        "rm-opt train model=qwen hardware=h100 data.train=train.jsonl --cfg job", prints="compile: true"
+    ),
+    "rm-opt train model=llama adapter=lora hardware=h100 data.train=train.jsonl": Way(
+        "rm-opt train model=llama adapter=lora hardware=h100 data.train=train.jsonl --cfg job", prints="kind: lora"
+    ),
+    "rm-opt train profile_memory=true training.calibration.enabled=true training.hessian.every=20 "
+    "training.hessian.num_pairs=32 training.max_steps=60": Way(
+        "rm-opt train profile_memory=true training.calibration.enabled=true training.hessian.every=2 "
+        f"training.hessian.num_pairs=8 {FEW} hydra.run.dir=watched && ls watched",
+        prints="profile.json",
+        slow=True,
+    ),
+    "rm-opt train experiment=ablation_a2 model=minilm data.train=pairs_train.parquet data.val=pairs_val.parquet "
+    "seed=0": Way("rm-opt train experiment=ablation_a2 model=minilm --cfg job", prints="name: cosine"),
+    "rm-opt train experiment=lora_r16 model=qwen hardware=h100 data.train=pairs_train.parquet "
+    "data.val=pairs_val.parquet": Way(
+        "rm-opt train experiment=lora_r16 model=qwen hardware=h100 --cfg job", prints="rank: 16"
+    ),
+    "rm-opt train --multirun experiment=sensitivity_lr model=minilm data.train=pairs_train.parquet "
+    "data.val=pairs_val.parquet": Way(
+        f"rm-opt train --multirun experiment=sensitivity_lr {FEW} hydra.sweep.dir=sweep && ls sweep",
+        prints="4",
+        slow=True,
+    ),
     "rm-opt evaluate outputs/run/best --data pairs.jsonl": Way(prints="accuracy", slow=True),
     'rm-opt score outputs/run/best --prompt "Explain chess" --response "Start with pawns." --response "No."': Way(
         slow=True
@@ -169,7 +237,7 @@ def test_a_documented_command_works(command, way, scratch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", python_blocks(), ids=["readme", "manual"])
+@pytest.mark.parametrize("block", python_blocks())
 def test_a_documented_program_works(block, scratch):
     done = subprocess.run([sys.executable, "-c", block], cwd=scratch, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -82,6 +82,51 @@ def score(
         score_to_file(checkpoint, in_file, out_file, response, token_budget)
 
 
+@app.command()
+def serve(
+    checkpoint: Checkpoint,
+    engine: Annotated[str, typer.Option("--engine", help="auto, transformers or vllm.")] = "auto",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="RM_OPT_API_KEY", help="Key every request must bring.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    token_budget: Annotated[
+        int | None, typer.Option("--token-budget", min=1, help="Tokens of one pass; measured if absent.")
+    ] = None,
+    max_queued_tokens: Annotated[
+        int, typer.Option("--max-queued-tokens", min=1, help="Most tokens of unanswered requests.")
+    ] = 131_072,
+    weights_root: Annotated[
+        Path | None, typer.Option("--weights-root", help="Folder below which weight updates may name files.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="What requests call the model.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the model.")] = None,
+) -> None:
+    """Serve a reward model over HTTP until SIGTERM; rewards are raw unless a request asks for their sigmoid."""
+    from rm_optimizer.interfaces.serve import ServeOptions
+    from rm_optimizer.interfaces.serve import serve as run_server
+
+    run_server(
+        ServeOptions(
+            checkpoint,
+            engine=engine,
+            host=host,
+            port=port,
+            api_key=api_key,
+            dtype=dtype,
+            token_budget=token_budget,
+            max_queued_tokens=max_queued_tokens,
+            weights_root=weights_root,
+            served_model_name=served_model_name,
+            threads=threads,
+        )
+    )
+
+
 @data_app.command("check")
 def data_check(
     paths: Annotated[list[str], typer.Argument(help="Files, folders or hub names; each is one split.")],
@@ -128,6 +173,30 @@ def doctor(
         seed=seed,
     )
     raise typer.Exit(code)
+
+
+@app.command(cls=PassedOn, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def analyze(
+    ctx: typer.Context,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", "-c", help="Run folder, model or .ckpt.")] = None,
+    kind: Annotated[str | None, typer.Option("--type", "-t", help="What to measure; a landscape preset.")] = None,
+    data: Annotated[str | None, typer.Option("--data", "-d", help="Pairs; a run's own unless given.")] = None,
+    top_k: Annotated[str | None, typer.Option("--top-k", "-k", help="Eigenvalues to compute.")] = None,
+    method: Annotated[str | None, typer.Option("--method", help="How to compute them.")] = None,
+    pairs: Annotated[str | None, typer.Option("--pairs", help="Pairs that the loss is averaged over.")] = None,
+    params: Annotated[str | None, typer.Option("--params", help="trainable, head, lora or a pattern of names.")] = None,
+) -> None:
+    """Measure the loss landscape of a model: `rm-opt analyze --checkpoint RUN --type hessian`.
+
+    Types: hessian, gauss_newton, density, slices, surface, layers, trajectory. The flags are short for the commonest
+    options; everything else is passed on as it stands: `landscape.num_points=41`, `--cfg job` to see all of them.
+    """
+    from rm_optimizer.interfaces.launch import analyze_overrides, become
+
+    overrides = analyze_overrides(
+        checkpoint=checkpoint, kind=kind, data=data, top_k=top_k, method=method, pairs=pairs, params=params
+    )
+    become("rm_optimizer.analyze", [*overrides, *ctx.args])
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rm_optimizer.core.audit import audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.files import write_text
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.interfaces.pairs import Reading
@@ -70,9 +70,7 @@ def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> Pre
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, text)
     except OSError as error:
         raise ConfigError(f"--json must be a file that can be written, got '{path}' ({error.strerror})") from error

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.files import write_text
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 from rm_optimizer.training.diagnosis import Diagnosis
 from rm_optimizer.training.doctor import diagnose
-from rm_optimizer.training.result import write_text
 
 
 def diagnose_and_print(

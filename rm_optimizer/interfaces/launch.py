@@ -47,6 +47,43 @@ def train_overrides(
     return [f"{option}={quoted(value)}" for option, value in given.items() if value is not None]
 
 
+def analyze_overrides(
+    *,
+    checkpoint: str | None = None,
+    kind: str | None = None,
+    data: str | None = None,
+    top_k: str | None = None,
+    method: str | None = None,
+    pairs: str | None = None,
+    params: str | None = None,
+) -> list[str]:
+    """The overrides that the flags of `rm-opt analyze` stand for; a flag that was not given adds none.
+
+    Args:
+        checkpoint: run folder, exported folder, `.ckpt` or hub id.
+        kind: preset of the landscape group.
+        data: a file, folder or hub name.
+        top_k: eigenvalues to compute.
+        method: how to compute them.
+        pairs: pairs that the loss is averaged over.
+        params: which parameters.
+
+    Example:
+        >>> analyze_overrides(checkpoint="runs/a", kind="density", params="*.layers.0.*")
+        ['checkpoint=runs/a', 'landscape=density', "landscape.params='*.layers.0.*'"]
+    """
+    given = {
+        "checkpoint": checkpoint,
+        "landscape": kind,
+        "data.train": data,
+        "landscape.top_k": top_k,
+        "landscape.method": method,
+        "landscape.num_pairs": pairs,
+        "landscape.params": params,
+    }
+    return [f"{option}={quoted(value)}" for option, value in given.items() if value is not None]
+
+
 def names_data(value: str) -> bool:
     """Whether `--data` got a path or hub name rather than a preset.
 

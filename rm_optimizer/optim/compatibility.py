@@ -9,14 +9,19 @@ from rm_optimizer.optim.registry import Situation, optimizer_info
 from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 
+SHARDED_STRATEGY = "fsdp2"
+"""What `hardware.strategy` calls FSDP2."""
+
 OPTIONS: dict[Situation, str] = {
     "fsdp1": "hardware.strategy",
+    "fsdp2": "hardware.strategy",
     "deepspeed": "hardware.strategy",
     "decay": "schedule.name",
 }
 HINTS: dict[Situation, str] = {
-    "fsdp1": "; use hardware.strategy=ddp",
-    "deepspeed": "; use hardware.strategy=ddp",
+    "fsdp1": "; use hardware=fsdp, which is FSDP2, or hardware=ddp",
+    "fsdp2": "; use hardware=ddp",
+    "deepspeed": "; use hardware=fsdp, which is FSDP2, or hardware=ddp",
     "decay": "; add schedule=constant",
 }
 
@@ -43,7 +48,9 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
 
 def _situations(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[Situation, str]]:
     """What of the run an optimizer may refuse, each with the option's value."""
-    if hardware.strategy.startswith("fsdp"):
+    if hardware.strategy == SHARDED_STRATEGY:
+        yield "fsdp2", hardware.strategy
+    elif hardware.strategy.startswith("fsdp"):
         yield "fsdp1", hardware.strategy
     if hardware.strategy.startswith("deepspeed"):
         yield "deepspeed", hardware.strategy

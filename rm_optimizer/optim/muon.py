@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.composite import CompositeOptimizer
 from rm_optimizer.optim.param_groups import ParamPartition
 from rm_optimizer.optim.roles import Role
+from rm_optimizer.optim.sharded_muon import ShardedMuon
 from rm_optimizer.schema.optimizers import MuonConfig, MuonScaling
 
 MUON_ROLES = (Role.hidden, Role.lora)
@@ -35,7 +37,8 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
             "optimizer.scaling must be match_rms_adamw with LoRA, got original, "
             "which moves factor B sqrt(rows / rank) times as far as factor A"
         )
-    muon = torch.optim.Muon(
+    rule = ShardedMuon if any(isinstance(matrix, DTensor) for matrix in matrices) else torch.optim.Muon
+    muon = rule(
         params.groups(config, roles=MUON_ROLES),
         lr=config.lr,
         momentum=config.momentum,

@@ -14,7 +14,7 @@ from rm_optimizer.optim import extra, standard
 from rm_optimizer.optim.muon import build_muon
 
 Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
-Situation = Literal["fsdp1", "deepspeed", "decay"]
+Situation = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
 
 
 class RelativeRate(NamedTuple):
@@ -57,6 +57,14 @@ GLOBAL: Mapping[Situation, str] = {
     "fsdp1": "under FSDP1 each process would see the norm of its own shard only",
     "deepspeed": "under DeepSpeed each process would see the norm of its own shard only",
 }
+CLIPPED: Mapping[Situation, str] = {
+    "fsdp1": "under FSDP1 each process would clip gradients by the norm of its own shard",
+    "deepspeed": "under DeepSpeed each process would clip gradients by the norm of its own shard",
+}
+WHOLE: Mapping[Situation, str] = {"fsdp2": "its package computes on whole tensors only, not on FSDP2's shards"}
+BFLOAT16: Mapping[Situation, str] = {
+    "fsdp2": "its package would sum products of bfloat16 shards, another step than one device takes"
+}
 AVERAGES: Mapping[Situation, str] = {
     "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
 }
@@ -85,12 +93,12 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            _entry("adam", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adam),
-            _entry("adamw", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw),
-            _entry("sgd", TORCH, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd),
+            _entry("adam", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, refuses=CLIPPED),
+            _entry("adamw", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, refuses=CLIPPED),
+            _entry("sgd", TORCH, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd, refuses=CLIPPED),
             _entry("muon", TORCH, "matrix", 4, RelativeRate(3, 1), build_muon, refuses=FLAT),
-            _entry("lion", OWN, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion),
-            _entry("adafactor", TORCH, "factored", 0, None, standard.build_adafactor, refuses=FLAT),
+            _entry("lion", OWN, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, refuses=CLIPPED),
+            _entry("adafactor", TORCH, "factored", 0, None, standard.build_adafactor, refuses={**FLAT, **WHOLE}),
             _entry(
                 "sam",
                 OWN,
@@ -108,14 +116,16 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
                 8,
                 RelativeRate(3, 3),
                 standard.build_schedule_free,
-                refuses=AVERAGES,
+                refuses={**AVERAGES, **CLIPPED},
             ),
-            _entry("soap", POPT, "matrix", 24, RelativeRate(1, 1), extra.build_soap, refuses=FLAT),
-            _entry("ademamix", POPT, "elementwise", 12, RelativeRate(1, 1), extra.build_ademamix),
-            _entry("prodigy", POPT, "lr_free", 16, None, extra.build_prodigy, refuses=GLOBAL),
-            _entry("mars", POPT, "elementwise", 12, RelativeRate(1.5, 1.5), extra.build_mars, refuses=FLAT),
-            _entry("scion", POPT, "matrix", 4, None, extra.build_scion, refuses=FLAT),
-            _entry("shampoo", POPT, "matrix", 28, RelativeRate(1, 1), extra.build_shampoo, refuses=FLAT),
+            _entry("soap", POPT, "matrix", 24, RelativeRate(1, 1), extra.build_soap, refuses={**FLAT, **WHOLE}),
+            _entry("ademamix", POPT, "elementwise", 12, RelativeRate(1, 1), extra.build_ademamix, refuses=CLIPPED),
+            _entry("prodigy", POPT, "lr_free", 16, None, extra.build_prodigy, refuses={**GLOBAL, **WHOLE}),
+            _entry(
+                "mars", POPT, "elementwise", 12, RelativeRate(1.5, 1.5), extra.build_mars, refuses={**FLAT, **WHOLE}
+            ),
+            _entry("scion", POPT, "matrix", 4, None, extra.build_scion, refuses={**FLAT, **BFLOAT16}),
+            _entry("shampoo", POPT, "matrix", 28, RelativeRate(1, 1), extra.build_shampoo, refuses={**FLAT, **WHOLE}),
         )
     }
 )

@@ -58,6 +58,20 @@ def checked(
         HydraConfig.instance().cfg = None
 
 
+def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:
+    """What `hydra.run.dir` is for these overrides, times in it filled in; they have been `checked` before.
+
+    Args:
+        overrides: what the user typed, in Hydra's grammar, without sweeps.
+        name: main file.
+        config_dir: the user's own folder of presets, searched before ours.
+    """
+    search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
+    with initialize_config_dir(config_root(), version_base="1.3"):
+        config = hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
+    return str(config.hydra.run.dir)
+
+
 def cells(overrides: Sequence[str]) -> list[list[str]]:
     """Override lists that together hold every value of every sweep, one sweep varied at a time.
 

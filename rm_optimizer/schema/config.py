@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from rm_optimizer.schema.adapters import AdapterConfig
 from rm_optimizer.schema.checks import require as require
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+from rm_optimizer.schema.publish import PublishConfig
 
 
 class OnBadRow(StrEnum):
@@ -19,6 +20,13 @@ class OnBadRow(StrEnum):
 
     error = "error"
     drop = "drop"
+
+
+class Streaming(StrEnum):
+    """Who holds the training pairs: `off` is memory, `ray` reads them from files as they are needed."""
+
+    off = "off"
+    ray = "ray"
 
 
 class KwiseRule(StrEnum):
@@ -85,6 +93,10 @@ class ModelConfig:
     """Tokens kept of prompt and response together."""
     adamw_lr: float = MISSING
     """Learning rate that suits AdamW on this model; the optimizer presets scale it."""
+    batch_size: int = MISSING
+    """Pairs of an optimizer step that this learning rate goes with; `batching.batch_size` takes it."""
+    gpu_tokens: int = MISSING
+    """Tokens, padding included, whose forward and backward pass fits a GPU of 80 GB in bf16-mixed."""
     attn_implementation: Attention = Attention.auto
     """Attention kernel."""
     dropout: bool = False
@@ -108,6 +120,9 @@ class ModelConfig:
             self.max_length,
         )
         require(self.vocab_size >= 300, "model.vocab_size", "be at least 300", self.vocab_size)
+        for name in ("batch_size", "gpu_tokens"):
+            value = getattr(self, name)
+            require(isinstance(value, str) or value >= 1, f"model.{name}", "be at least 1", value)
 
 
 @dataclass(kw_only=True)
@@ -159,6 +174,10 @@ class DataConfig:
     """Seconds a data-loader process may take for one batch before the run stops and names it."""
     cache_dir: str | None = None
     """Folder of tokenised data; null is the user's cache folder."""
+    streaming: Streaming = Streaming.off
+    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` tokenise, 0 is all."""
+    streaming_store_mb: int = 256
+    """Memory of Ray's object store, in MB."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """The embedded world's size and noise."""
 
@@ -169,6 +188,8 @@ class DataConfig:
         require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
         require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
         require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)
+        least = self.streaming_store_mb >= 80
+        require(least, "data.streaming_store_mb", "be at least 80, as Ray demands", self.streaming_store_mb)
 
 
 @dataclass(kw_only=True)
@@ -229,6 +250,33 @@ class EarlyStoppingConfig:
 
 
 @dataclass(kw_only=True)
+class CalibrationConfig:
+    """How far the preference probabilities are from what they say, watched while training."""
+
+    enabled: bool = False
+    """Log calibration error, temperature and a reliability picture of evaluations to every logger."""
+    every: int = 1
+    """Evaluations between two of them; the first and the last are always taken."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "training.calibration.every", "be at least 1", self.every)
+
+
+@dataclass(kw_only=True)
+class HessianConfig:
+    """Curvature of the training loss on fixed pairs, watched while training."""
+
+    every: int | None = None
+    """Optimizer steps between measurements of the Hessian's top eigenvalue and trace; null measures none."""
+    num_pairs: int = 64
+    """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every >= 1, "training.hessian.every", "be at least 1", self.every)
+        require(self.num_pairs >= 1, "training.hessian.num_pairs", "be at least 1", self.num_pairs)
+
+
+@dataclass(kw_only=True)
 class TrainingConfig:
     """The loop: how long, how often to evaluate and save."""
 
@@ -252,6 +300,10 @@ class TrainingConfig:
     """Whether a smaller or larger `monitor` is better."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     """When to stop before the end."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """Whether calibration is watched."""
+    hessian: HessianConfig = field(default_factory=HessianConfig)
+    """Whether curvature is watched."""
     num_bootstrap: int = 1000
     """Bootstrap resamples over prompts for the intervals of the final evaluation."""
     progress: bool = True
@@ -280,20 +332,39 @@ class HardwareConfig:
     """Lightning's accelerator: auto, cpu, gpu."""
     devices: int = 1
     """Devices on each machine."""
+    num_nodes: int = 1
+    """Machines; with more than one, torchrun or SLURM starts the processes."""
     strategy: str = "auto"
-    """Lightning's strategy."""
+    """fsdp2 splits the model over the devices; any other name is Lightning's: auto, ddp."""
     precision: str = "32-true"
     """Lightning's precision: 32-true or bf16-mixed; the reward head and the loss are float32 in any case."""
     num_threads: int | None = None
     """CPU threads of each process; null leaves torch's own choice."""
+    num_workers: int = 0
+    """Data-loader processes of each device; `data.num_workers` takes it."""
+    pin_memory: bool = False
+    """Load batches into page-locked memory, from which copies to a GPU do not hold up the CPU."""
+    compile: bool = False
+    """Compile the backbone: fused kernels, after some minutes at the first steps; numbers change by rounding."""
+    pass_tokens: int = MISSING
+    """Tokens of a forward and backward pass that memory holds; `batching.micro_token_budget` takes it."""
+    eval_pass_tokens: int = MISSING
+    """Tokens of an evaluation pass that memory holds; `batching.eval_token_budget` takes it."""
 
     def __post_init__(self) -> None:
         require(self.devices >= 1, "hardware.devices", "be at least 1", self.devices)
+        require(self.num_nodes >= 1, "hardware.num_nodes", "be at least 1", self.num_nodes)
+        clash = self.compile and self.strategy == "fsdp2"
+        require(not clash, "hardware.compile", "be false with hardware.strategy=fsdp2, which is untested", "true")
         known = "be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates away)"
         require(self.precision in ("32-true", "bf16-mixed"), "hardware.precision", known, self.precision)
         require(
             self.num_threads is None or self.num_threads >= 1, "hardware.num_threads", "be at least 1", self.num_threads
         )
+        require(self.num_workers >= 0, "hardware.num_workers", "not be negative", self.num_workers)
+        for name in ("pass_tokens", "eval_pass_tokens"):
+            value = getattr(self, name)
+            require(isinstance(value, str) or value >= 1, f"hardware.{name}", "be at least 1", value)
 
 
 @dataclass(kw_only=True)
@@ -320,6 +391,10 @@ class TrainConfig:
     """`auto` continues the run in the run folder after its newest whole checkpoint; without one it starts."""
     output_dir: str = MISSING
     """The run folder."""
+    profile_memory: bool = False
+    """Log memory, token rates, padding and MFU of every step, and leave their medians in `profile.json`."""
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    """Whether a reward server is sent the weights."""
     model: ModelConfig = MISSING
     adapter: AdapterConfig = MISSING
     data: DataConfig = MISSING

@@ -18,6 +18,7 @@ from rm_optimizer.schema.config import (
     TrainConfig,
     TrainingConfig,
 )
+from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 from rm_optimizer.schema.optimizers import (
     AdafactorConfig,
     AdamConfig,
@@ -47,6 +48,7 @@ GROUPS = {
     "training": TrainingConfig,
     "hardware": HardwareConfig,
     "logger": LoggerConfig,
+    "landscape": LandscapeConfig,
 }
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adam": AdamConfig,
@@ -72,6 +74,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("times", lambda a, b: float(a) * float(b), replace=True)
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
+    store.store(group="schema", name="analyze", node=AnalyzeConfig)
     for group, node in GROUPS.items():
         store.store(group=f"schema/{group}", name="base", node=node)
     for name, node in OPTIMIZERS.items():

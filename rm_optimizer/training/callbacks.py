@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,22 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import RichProgressBar
 
+from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.schema import TrainingConfig
 from rm_optimizer.schema.config import Mode
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.datamodule import PreferenceDataModule
-from rm_optimizer.training.evaluate import metrics_of, write_evaluation
+from rm_optimizer.training.disk import writing
+from rm_optimizer.training.evaluate import PairRewards, metrics_of, write_evaluation
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.resume import random_state, set_random_state
+from rm_optimizer.training.log_media import log_histogram
+from rm_optimizer.training.resume import random_states, set_random_states
+
+TEMPORARY = Path(tempfile.gettempdir())
+"""Where Lightning writes a checkpoint before it moves it to the run folder."""
 
 
 @dataclass
@@ -49,6 +56,19 @@ class BestSoFar:
         return gain > 0
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The last evaluation of the whole validation set.
+
+    Args:
+        step: optimizer steps done.
+        metrics: of the validation pairs, without intervals.
+    """
+
+    step: int
+    metrics: PairwiseMetrics
+
+
 class Evaluation(pl.Callback):
     """Evaluates the whole validation set every `every` steps and after the last, and keeps the best weights.
 
@@ -75,6 +95,7 @@ class Evaluation(pl.Callback):
         self.every = every
         self.beta = beta
         self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
+        self.latest: Evaluated | None = None
         self.stopped_early = False
         self.seconds = 0.0
 
@@ -106,17 +127,28 @@ class Evaluation(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
         pl_module.validation_metrics = values
+        self.latest = Evaluated(step, metrics)
         if trainer.is_global_zero:
-            write_evaluation(self.run_dir / "evaluations" / f"step-{step:08d}", rewards, metrics, step)
+            self._write(trainer, rewards, self.latest)
         self._judge(trainer, values)
         set_train_mode(trainer.optimizers[0], True)
         self.seconds += time.perf_counter() - started
+
+    def _write(self, trainer: pl.Trainer, rewards: PairRewards, evaluated: Evaluated) -> None:
+        folder = self.run_dir / "evaluations" / f"step-{evaluated.step:08d}"
+        with writing(folder):
+            write_evaluation(folder, rewards, evaluated.metrics, evaluated.step)
+        shown = {"chosen_reward": rewards.chosen, "rejected_reward": rewards.rejected, "margin": rewards.margin}
+        for name, values in shown.items():
+            log_histogram(trainer.loggers, f"val/{name}", values, evaluated.step)
 
     def _judge(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
         if self.config.monitor not in values:
             raise ConfigError(did_you_mean("training.monitor", self.config.monitor, values))
         if self.best.update(values[self.config.monitor], trainer.global_step):
-            save_checkpoint(trainer, self.run_dir / FOLDER / BEST, weights_only=True)
+            path = self.run_dir / FOLDER / BEST
+            with writing(path, first_in=TEMPORARY):
+                save_checkpoint(trainer, path, weights_only=True)
         stopping = self.config.early_stopping
         if stopping.enabled and self.best.stale >= stopping.patience:
             self.stopped_early = True
@@ -164,21 +196,21 @@ class Checkpoints(pl.Callback):
         self.every = every
         self.keep = keep
         self.stop = stop
-        self._random_state: dict[str, Any] | None = None
+        self._random_states: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take signals back from Lightning, which would end the run on SIGTERM without a word; restore generators."""
         self.stop.arm()
-        if self._random_state is not None:
-            set_random_state(self._random_state)
+        if self._random_states is not None:
+            set_random_states(self._random_states)
 
     def state_dict(self) -> dict[str, Any]:
-        """The random generators' state."""
-        return {"random": random_state()}
+        """The random generators' states on every rank."""
+        return {"random": random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the generators' state until training starts."""
-        self._random_state = state_dict["random"]
+        """Keep the generators' states until training starts."""
+        self._random_states = state_dict["random"]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -186,9 +218,13 @@ class Checkpoints(pl.Callback):
         """Save when due; end the run when asked to."""
         assert isinstance(pl_module, RewardModelLightning)
         step = trainer.global_step
+        # A signal may reach one process alone, or reach them at different steps; all must stop at one.
+        self.stop.requested = trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False)
         if self.stop.requested:
             trainer.should_stop = True
         if self.stop.requested or step % self.every == 0:
-            pl_module.last_checkpoint = save_checkpoint(trainer, checkpoint_path(self.run_dir, step))
+            path = checkpoint_path(self.run_dir, step)
+            with writing(path, first_in=TEMPORARY):
+                pl_module.last_checkpoint = save_checkpoint(trainer, path)
             if trainer.is_global_zero:
                 prune(self.run_dir, self.keep)

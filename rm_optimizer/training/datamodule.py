@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from rm_optimizer.core.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.macro_loader import MacroBatchLoader
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
@@ -70,6 +71,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         epochs: passes over the training pairs.
         max_steps: optimizer steps, overriding `epochs`.
         model: renders conversations, and says whether prompts can be shared.
+        pin_memory: load batches into page-locked memory and copy them to the device while it computes.
 
     Raises:
         DataError: if a split has no pair left after truncation.
@@ -85,6 +87,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         epochs: float,
         max_steps: int | None,
         model: BradleyTerryRM,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__()
         self.data = data
@@ -92,6 +95,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         self.config = config
         self.batching = batching
         self.seed = seed
+        self.pin_memory = pin_memory
         cache = Path(config.cache_dir) if config.cache_dir else None
         self.train_tokens = _tokenized("training", data.train, renderer, cache)
         self.val_tokens = _tokenized("validation", data.val, renderer, cache)
@@ -122,6 +126,7 @@ class PreferenceDataModule(pl.LightningDataModule):
             range(start_step, num_steps),
             num_workers=self.config.num_workers,
             fetch_timeout=self.config.fetch_timeout,
+            pin_memory=self.pin_memory,
         )
 
     def score_validation(self, model: BradleyTerryRM) -> PairRewards:
@@ -136,11 +141,31 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:
         """Move every micro-batch."""
-        return batch.to(device)
+        return batch.to(device, non_blocking=self.pin_memory)
 
     def pair_ids(self, pair_index: np.ndarray) -> list[str]:
         """Ids of training pairs."""
         return [self.data.train[int(index)].pair_id for index in pair_index]
+
+    @property
+    def num_train_pairs(self) -> int:
+        """Training pairs after truncation."""
+        return len(self.train_tokens)
+
+    @property
+    def train_fingerprint(self) -> str:
+        """Digest of the training pairs."""
+        return self.data.train.fingerprint
+
+    @property
+    def skipped(self) -> Sequence[SkippedRow]:
+        """Rows of both splits that gave no pair."""
+        return [*self.data.train.skipped, *self.data.val.skipped]
+
+    @property
+    def num_skipped(self) -> int:
+        """How many rows gave no pair."""
+        return len(self.skipped)
 
     def truncation(self) -> dict[str, Any]:
         """Token and truncation counts of both splits."""

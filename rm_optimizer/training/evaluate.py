@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import distributed
 
-from rm_optimizer.core.batching import evaluation_batches
+from rm_optimizer.core.batching import AnyPairBatch, evaluation_batches
 from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import BEST_FOLDER, EXPORT_FILE
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.config import PrefixSharing
-from rm_optimizer.training.result import write_text
+from rm_optimizer.training.sharding import in_step, is_sharded, most_over_ranks, spare_batch
 from rm_optimizer.training.sharing import shares_prefixes
 
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
@@ -77,24 +78,36 @@ def score_pairs(
     was_training = model.training
     model.eval()
     done = 0
-    with torch.inference_mode():
-        for batch in evaluation_batches(
-            tokenized,
-            dataset,
-            token_budget=token_budget,
-            prefix_sharing=prefix_sharing,
-            pad_token_id=model.renderer.pad_token_id,
-            rank=rank,
-            world_size=world_size,
-        ):
+    batches = evaluation_batches(
+        tokenized,
+        dataset,
+        token_budget=token_budget,
+        prefix_sharing=prefix_sharing,
+        pad_token_id=model.renderer.pad_token_id,
+        rank=rank,
+        world_size=world_size,
+    )
+    # FSDP2 keeps the tensors that it gathers into; made in inference mode, they could not be trained on.
+    with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        for batch, is_ours in _passes(model, batches):
             moved = batch.to(model.device)
             rewards = model.rewards_of(moved)
+            if not is_ours:
+                continue
             parts.append((batch.pair_index.cpu(), rewards.view(-1, 2).double().cpu()))
             done += len(batch.pair_index)
             if after_batch is not None:
                 after_batch(done)
     model.train(was_training)
     return _gathered(parts, world_size)
+
+
+def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
+    """The batches, each with True; under FSDP2 with spare ones after them, so that ranks make equally many passes."""
+    if not is_sharded(model):
+        return ((batch, True) for batch in batches)
+    own = list(batches)
+    return in_step(own, spare_batch(model, model.device), most_over_ranks(len(own), model.device))
 
 
 def _rank_and_world() -> tuple[int, int]:

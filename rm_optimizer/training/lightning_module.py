@@ -19,13 +19,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rm_optimizer.core.batching import AnyPairBatch, MacroBatch
 from rm_optimizer.core.checkpoint import PAYLOAD_KEY
-from rm_optimizer.core.losses import bradley_terry_pair_losses
+from rm_optimizer.core.losses import configured_pair_losses
 from rm_optimizer.core.quantisation import is_quantised
 from rm_optimizer.core.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.optim import build_optimizer, build_schedule
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+from rm_optimizer.training.sharded_strategy import ShardedStrategy
+from rm_optimizer.training.sharding import (
+    in_step,
+    is_sharded,
+    most_over_ranks,
+    shard_model,
+    spare_batch,
+    unreduced_gradients,
+    whole,
+)
 
 
 class RewardModelLightning(pl.LightningModule):
@@ -72,6 +82,12 @@ class RewardModelLightning(pl.LightningModule):
         self.pairs_seen = 0
         self.validation_metrics: dict[str, float] = {}
 
+    def configure_model(self) -> None:
+        """Split the model over the ranks where the strategy does so; once, before the optimizer is built."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy) and not is_sharded(self.model):
+            shard_model(self.model, strategy.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         """The configured optimizer and its schedule, stepped once an optimizer step."""
         head = self.model.head_parameter_names()
@@ -106,23 +122,13 @@ class RewardModelLightning(pl.LightningModule):
         """Loss and margin of each pair of a micro-batch."""
         rewards = self.model.rewards_of(batch)
         chosen, rejected = batch.split(rewards)
-        config = self.loss_config
-        losses = bradley_terry_pair_losses(
-            chosen,
-            rejected,
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            margin=batch.margin * config.margin_scale if config.margin_scale else None,
-            label=batch.label,
-            center_rewards=config.center_rewards,
-            reward_l2=config.reward_l2,
-        )
+        losses = configured_pair_losses(chosen, rejected, self.loss_config, margin=batch.margin, label=batch.label)
         return losses, (chosen - rejected).detach()
 
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         world_size = self.trainer.world_size
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for micro, synchronise in _with_last(batch.micro):
+        for micro, synchronise in _with_last(self._passes(batch.micro)):
             with contextlib.nullcontext() if synchronise else self._without_reduction():
                 losses, margins = self.pair_losses(micro)
                 share = (losses * micro.weight).sum() / batch.total_weight
@@ -130,7 +136,7 @@ class RewardModelLightning(pl.LightningModule):
             correct = (margins > 0).double() + 0.5 * (margins == 0).double()
             weight = micro.weight.double()
             sums += torch.stack([share.detach().double(), (correct * weight).sum(), (margins.double() * weight).sum()])
-        if not batch.micro:
+        if not batch.micro and not is_sharded(self.model):
             self._join_reduction()
         if world_size > 1:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
@@ -141,10 +147,18 @@ class RewardModelLightning(pl.LightningModule):
             "mean_margin": margin_sum / batch.total_weight,
         }
 
+    def _passes(self, micro: tuple[AnyPairBatch, ...]) -> tuple[AnyPairBatch, ...]:
+        """The micro-batches; under FSDP2 with ones of weight zero after them, up to the number of the busiest rank."""
+        if not is_sharded(self.model):
+            return micro
+        count = most_over_ranks(len(micro), self.device)
+        return tuple(batch for batch, _ in in_step(micro, spare_batch(self.model, self.device), count))
+
     def _clip(self) -> float:
+        """Scale the gradients to the largest norm, that of all shards together; the norm before."""
         limit = self.gradient_clip_norm or float("inf")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return float(torch.nn.utils.clip_grad_norm_(trainable, limit))
+        return float(whole(torch.nn.utils.clip_grad_norm_(trainable, limit)))
 
     def _check_finite(self, batch: MacroBatch, totals: dict[str, float], norm: float) -> None:
         if np.isfinite(totals["loss"]) and np.isfinite(norm):
@@ -170,6 +184,8 @@ class RewardModelLightning(pl.LightningModule):
     def _without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes that leave gradients on this rank."""
         strategy = self.trainer.strategy
+        if is_sharded(self.model):
+            return unreduced_gradients(self.model)
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics
 
 RESULT_FILE = "run.json"
@@ -117,12 +117,3 @@ class RunResult:
     def save(self) -> Path:
         """Write `run.json` into the run folder, atomically."""
         return write_text(Path(self.run_dir) / RESULT_FILE, self.to_json() + "\n")
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write a text file under a temporary name, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-    return path

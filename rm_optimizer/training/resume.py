@@ -6,20 +6,25 @@ import json
 import logging
 import random
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.training.checkpoints import checkpoint_step, periodic_checkpoints
 
 log = logging.getLogger("rm_optimizer")
 
-FREE = ("resume", "output_dir", "training.progress", "logger", "hardware.num_threads", "data.num_workers")
-"""Options, and groups of them, that a resumed run may change: none of them moves a number."""
+FREE = (
+    *("resume", "output_dir", "training.progress", "logger", "hardware.num_threads", "data.num_workers"),
+    *("profile_memory", "training.calibration", "training.hessian", "publish"),
+    *("hardware.num_workers", "hardware.pin_memory", "hardware.compile"),
+)
+"""Options, and groups of them, that a resumed run may change: none moves a number; compiled kernels round otherwise."""
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -71,6 +76,21 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def random_states() -> list[dict[str, Any]]:
+    """What `random_state` gives on each rank, in their order; every rank must take part."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [random_state()]
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, random_state())
+    return states
+
+
+def set_random_states(states: Sequence[Mapping[str, Any]]) -> None:
+    """Put this rank's generators back to the state that `random_states` gave for it."""
+    is_alone = not (distributed.is_available() and distributed.is_initialized())
+    set_random_state(states[0 if is_alone else distributed.get_rank()])
 
 
 def random_state() -> dict[str, Any]:

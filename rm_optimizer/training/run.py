@@ -20,8 +20,9 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.audit import length_baseline
 from rm_optimizer.core.checkpoint import read_checkpoint
-from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
+from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.data_sources import SkippedRow
+from rm_optimizer.core.files import write_text
 from rm_optimizer.core.head import require_trainable_head
 from rm_optimizer.core.loading import load_weights
 from rm_optimizer.core.metrics import PairwiseMetrics
@@ -32,10 +33,12 @@ from rm_optimizer.errors import Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
-from rm_optimizer.schema.config import Resume
+from rm_optimizer.schema.config import Resume, Streaming
 from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
+from rm_optimizer.training.compiling import compile_backbone
 from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.devices import cluster_plugins, strategy_of
 from rm_optimizer.training.evaluate import (
     PAIR_REWARDS_FILE,
     PairRewards,
@@ -45,10 +48,12 @@ from rm_optimizer.training.evaluate import (
 )
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.observers import Observers, csv_loggers, watching
 from rm_optimizer.training.provenance import commit, machine, versions
-from rm_optimizer.training.recorder import MetricsCSV
-from rm_optimizer.training.result import DataSummary, RunResult, RunStatus, write_text
+from rm_optimizer.training.result import DataSummary, RunResult, RunStatus
 from rm_optimizer.training.resume import newest_checkpoint, require_same_options
+from rm_optimizer.training.sharding import is_sharded, load_whole_weights
+from rm_optimizer.training.streaming import data_module, load_data
 
 log = logging.getLogger("rm_optimizer")
 
@@ -58,7 +63,7 @@ OPTIONS_FILE = "options.json"
 """The composed configuration in the run folder."""
 
 
-def train_reward_model(config: TrainConfig) -> RunResult:
+def train_reward_model(config: TrainConfig, *, observers: Observers | None = None) -> RunResult:
     """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
 
     The folder holds `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what `transformers` loads),
@@ -66,6 +71,7 @@ def train_reward_model(config: TrainConfig) -> RunResult:
 
     Args:
         config: the composed options, as `rm_optimizer.schema.typed` returns them.
+        observers: drawing and measuring functions that some options need; `rm-opt train` passes them.
 
     Returns:
         The result, with the validation metrics of the best weights.
@@ -76,7 +82,10 @@ def train_reward_model(config: TrainConfig) -> RunResult:
         CheckpointError: if the base model cannot be loaded.
         TrainingDiverged: if the loss stops being finite.
         Interrupted: if the user stops the run; a checkpoint is left.
+        DiskError: if a file cannot be written.
     """
+    observers = observers or Observers()
+    observers.require(config)
     check_compatible(config.optimizer, config.hardware, config.schedule)
     run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,7 +95,7 @@ def train_reward_model(config: TrainConfig) -> RunResult:
         torch.set_num_threads(config.hardware.num_threads)
     run = _prepare(config, run_dir)
     with StopSignal() as stop:
-        status = _fit(run, stop, checkpoint)
+        status = _fit(run, stop, checkpoint, observers)
     return _finish(run, status)
 
 
@@ -117,13 +126,13 @@ class _Run:
 
 def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
     started = time.perf_counter()
-    data = load_training_data(config.data)
+    data = load_data(config.data, config.training.max_steps)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
     if count := add_adapter(model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
     require_trainable_head(model.train().model)
-    datamodule = PreferenceDataModule(
+    datamodule = data_module(
         data,
         config=config.data,
         batching=config.batching,
@@ -131,6 +140,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         epochs=config.training.epochs,
         max_steps=config.training.max_steps,
         model=model,
+        pin_memory=config.hardware.pin_memory,
     )
     module = RewardModelLightning(
         model,
@@ -148,6 +158,8 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         every=max(1, datamodule.steps_per_epoch // config.training.evals_per_epoch),
         beta=config.loss.beta,
     )
+    if config.hardware.compile:
+        compile_backbone(model)
     return _Run(config, run_dir, started, module, datamodule, evaluation)
 
 
@@ -182,16 +194,17 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
     )
 
 
-def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None) -> RunStatus:
+def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observers) -> RunStatus:
     config = run.config
     every = config.training.checkpoint_every or run.evaluation.every
     callbacks: list[Callback] = [
-        run.evaluation,
+        *watching(config, observers, run.datamodule, run.evaluation, run.run_dir),
         Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
     ]
     if config.training.progress:
         callbacks.append(StepProgress(leave=True))
-    loggers = build_loggers(config.logger, run.run_dir, checkpoint_step(checkpoint) if checkpoint else None)
+    tables = csv_loggers(config, run.run_dir, checkpoint_step(checkpoint) if checkpoint else None)
+    loggers = tables + build_loggers(config.logger, run.run_dir)
     trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps)
     before = time.perf_counter()
     try:
@@ -217,7 +230,9 @@ def build_trainer(
     return pl.Trainer(
         accelerator=hardware.accelerator,
         devices=hardware.devices,
-        strategy=hardware.strategy,
+        num_nodes=hardware.num_nodes,
+        strategy=strategy_of(hardware),
+        plugins=cluster_plugins(),
         precision=hardware.precision,  # type: ignore[arg-type]
         max_steps=num_steps,
         max_epochs=1,
@@ -232,9 +247,9 @@ def build_trainer(
     )
 
 
-def build_loggers(config: LoggerConfig, run_dir: Path, resume_step: int | None = None) -> list[Logger]:
-    """`metrics.csv` always, kept up to `resume_step`; TensorBoard and W&B as configured."""
-    loggers: list[Logger] = [MetricsCSV(run_dir, resume_step)]
+def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
+    """TensorBoard and W&B as configured."""
+    loggers: list[Logger] = []
     if config.tensorboard:
         loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
     if config.wandb:
@@ -263,18 +278,36 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     """Evaluate the best weights on every rank; the first one writes them and what is known of them."""
     config, model, val = run.config, run.module.model, run.datamodule.data.val
     best = run.run_dir / FOLDER / BEST
-    load_weights(model.model, read_checkpoint(best)[1], best)
+    _load_best(model, best)
     rewards = run.datamodule.score_validation(model)
     metrics = metrics_of(
         rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed
     )
     result = _result(run, status, metrics)
     if run.is_first_rank:
+        if config.data.streaming != Streaming.off:  # only now have its rows been read
+            _list_skipped(run.datamodule.skipped, run.run_dir)
         write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, run.evaluation.best.step)
         write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
-        model.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta))
+        exported = _whole_model(model, best, config.model)
+        exported.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta))
         result.save()
     return result
+
+
+def _whole_model(model: BradleyTerryRM, best: Path, config: ModelConfig) -> BradleyTerryRM:
+    """The model to export: where shards of it are on other ranks, what the best checkpoint holds, on the CPU."""
+    if not is_sharded(model):
+        return model
+    return BradleyTerryRM.from_pretrained(best, trust_remote_code=config.trust_remote_code)
+
+
+def _load_best(model: BradleyTerryRM, path: Path) -> None:
+    weights = read_checkpoint(path)[1]
+    if is_sharded(model):
+        load_whole_weights(model.model, weights)
+    else:
+        load_weights(model.model, weights, path)
 
 
 def _statistics(rewards: PairRewards, beta: float) -> dict[str, float]:
@@ -309,12 +342,12 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
 def _data_summary(datamodule: PreferenceDataModule) -> DataSummary:
     data = datamodule.data
     return DataSummary(
-        train_pairs=len(datamodule.train_tokens),
+        train_pairs=datamodule.num_train_pairs,
         val_pairs=len(datamodule.val_tokens),
         val_origin=data.val_origin,
-        train_fingerprint=data.train.fingerprint,
+        train_fingerprint=datamodule.train_fingerprint,
         val_fingerprint=data.val.fingerprint,
-        skipped_rows=len(data.train.skipped) + len(data.val.skipped),
+        skipped_rows=datamodule.num_skipped,
         truncation=datamodule.truncation(),
         length_baseline=length_baseline(data.val.pairs).value,
         ceiling=data.ceiling,

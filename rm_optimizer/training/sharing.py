@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import TokenizedPairs
+from rm_optimizer.core.tokens import PairTokens
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.config import PrefixSharing
 
@@ -17,7 +17,7 @@ PARITY_TOLERANCE = 1e-4
 """Largest reward difference, in float32, that counts as rounding."""
 
 
-def shares_prefixes(model: BradleyTerryRM, tokenized: TokenizedPairs, mode: PrefixSharing) -> bool:
+def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSharing) -> bool:
     """Decide on prefix sharing for a model and pairs.
 
     `auto` shares where the model is a causal decoder whose attention takes a mask and whose rewards on the first pairs
@@ -44,7 +44,7 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: TokenizedPairs, mode: Pref
     return obstacle is None
 
 
-def _disparity(model: BradleyTerryRM, tokenized: TokenizedPairs) -> str | None:
+def _disparity(model: BradleyTerryRM, tokenized: PairTokens) -> str | None:
     pairs = [(tokenized.chosen(i), tokenized.rejected(i)) for i in range(min(PARITY_PAIRS, len(tokenized)))]
     difference = model.prefix_parity(pairs)
     return None if difference <= PARITY_TOLERANCE else f"rewards of the first pairs would differ by {difference:.2g}"

@@ -18,7 +18,7 @@ def rm_opt(*arguments: str):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["trian"], "error: unknown command 'trian'; did you mean 'train'? Known: data, doctor, evaluate"),
+        (["trian"], "error: unknown command 'trian'; did you mean 'train'? Known: analyze, data, doctor, evaluate"),
         (["data", "chek"], "error: unknown command 'chek'; did you mean 'check'? Known: check"),
         (["score", "model"], "error: give either --prompt TEXT and --response TEXT, or an input and an output file"),
         (["score", "model", "in.csv"], "error: give either --prompt"),

@@ -20,6 +20,7 @@ CONSTANT = ScheduleConfig(name=ScheduleName.constant)
 LINEAR = ScheduleConfig(name=ScheduleName.linear, warmup_ratio=0.1)
 HARDWARE = {
     "fsdp1": {"strategy": "fsdp"},
+    "fsdp2": {"strategy": "fsdp2"},
     "deepspeed": {"strategy": "deepspeed_stage_2"},
     "decay": {},
 }

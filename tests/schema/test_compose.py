@@ -11,7 +11,8 @@ from rm_optimizer.schema.command_line import cells, checked
 from rm_optimizer.schema.store import OPTIMIZERS
 
 ROOT = Path(config_root())
-PRESETS = sorted((file.parent.relative_to(ROOT).as_posix(), file.stem) for file in ROOT.glob("*/**/*.yaml"))
+FILES = [file.relative_to(ROOT) for file in ROOT.glob("*/**/*.yaml")]
+PRESETS = sorted((file.parent.as_posix(), file.stem) for file in FILES if file.parts[0] != "landscape")
 
 
 def composed(*overrides: str) -> TrainConfig:

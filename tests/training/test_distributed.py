@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,33 +18,16 @@ import pytest
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
-from rm_optimizer.training.recorder import read_rows
-
-# float32 sums in another order, through six steps of AdamW
-TOLERANCE = 2e-4
-
-
-def train_on_two_ranks(folder: Path, overrides: list[str]) -> Path:
-    ranks = ["hardware=ddp", "hardware.accelerator=cpu", "hardware.num_threads=1", f"hydra.run.dir={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "rm_optimizer.train", *overrides, *ranks],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
-
-
-def assert_same_trajectory(one: Path, two: Path) -> None:
-    before, after = read_rows(one / "metrics.csv"), read_rows(two / "metrics.csv")
-    assert [row["step"] for row in before] == [row["step"] for row in after]
-    for column in ("train_loss", "grad_norm", "eval_loss", "eval_margin"):
-        for left, right in zip(before, after, strict=True):
-            if left[column]:
-                assert float(right[column]) == pytest.approx(float(left[column]), abs=TOLERANCE), column
+from tests.training.launched import (
+    ON_CPU,
+    TOLERANCE,
+    TRAIN,
+    assert_same_bytes,
+    assert_same_trajectory,
+    environment,
+    forget_after,
+    train_on_two_ranks,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +66,38 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_device(two_ranks: Path) -> None:
     reward = BradleyTerryRM.from_pretrained(newest).score(["Hi"], ["Hello"])
     best = BradleyTerryRM.from_pretrained(two_ranks / "best").score(["Hi"], ["Hello"])
     assert float(reward) == pytest.approx(float(best), abs=1.0)
+
+
+@pytest.mark.slow
+def test_killed_ranks_resume_to_the_same_bytes(two_ranks: Path, small_overrides: list[str], tmp_path: Path) -> None:
+    shutil.copytree(two_ranks, tmp_path / "cut")
+    forget_after(3, tmp_path / "cut")
+    train_on_two_ranks(tmp_path / "cut", [*small_overrides, "resume=auto"])
+    assert_same_bytes(two_ranks, tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_tasks_of_slurm_stop_together_when_one_is_told_to(small_overrides: list[str], tmp_path: Path) -> None:
+    """As `srun` starts them; both save one checkpoint, in the one folder that a requeued job finds again."""
+    command = [*small_overrides, "hardware=ddp", *ON_CPU, "training.max_steps=9999", "training.checkpoint_every=9999"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = partial(subprocess.Popen, [sys.executable, *TRAIN, *command], cwd=tmp_path, stderr=subprocess.PIPE)
+    tasks = [start(env=slurm_task(rank, port), stdout=subprocess.DEVNULL, text=True) for rank in (0, 1)]
+    folder = tmp_path / "outputs" / "train" / "slurm-4242.0"
+    while not (folder / "checkpoints" / "best.ckpt").exists() and all(task.poll() is None for task in tasks):
+        time.sleep(0.05)
+    tasks[1].send_signal(signal.SIGTERM)
+    messages = [task.communicate(timeout=200)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [130, 130], messages
+    assert "stopped after step" in messages[0]
+    assert len(list(folder.glob("checkpoints/step-*.ckpt"))) == 1
+    assert [path.name for path in folder.parent.iterdir()] == ["slurm-4242.0"]
+
+
+def slurm_task(rank: int, port: int) -> dict[str, str]:
+    shared = {"SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost"}
+    sizes = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+    return environment(**shared, **sizes, **own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,19 +1,29 @@
-"""TensorBoard and offline W&B hold the same numbers as `metrics.csv`."""
+"""TensorBoard and offline W&B hold the numbers of `metrics.csv`, and the pictures and histograms."""
 
 from __future__ import annotations
 
 import json
 import struct
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rm_optimizer.reporting.plots import plot_reliability
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.recorder import read_rows
+from rm_optimizer.training.log_media import log_figure, log_histogram
+from rm_optimizer.training.observers import Observers
+from rm_optimizer.training.recorder import MetricsCSV, read_rows
 
 Build = Callable[..., TrainConfig]
+OBSERVERS = Observers(draw_reliability=plot_reliability)
+WATCHED = ["training.calibration.enabled=true", "profile_memory=true"]
+NAMES = {"chosen_reward": "chosen", "rejected_reward": "rejected", "margin": "margin"}
+"""Histograms by the loggers' names, and the same values in `reward_distributions.json`."""
 
 
 def test_tensorboard_holds_the_losses(small_config: Build, tmp_path: Path) -> None:
@@ -42,11 +52,10 @@ def leveldb_records(data: bytes, header: int = 7, block: int = 32768) -> Iterato
             whole = b""
 
 
-def test_offline_wandb_files_read_back_hold_the_evaluations(small_config: Build, tmp_path: Path) -> None:
+def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
     from wandb.proto import wandb_internal_pb2
 
-    train_reward_model(small_config(tmp_path, "logger=wandb", "logger.tensorboard=false"))
-    [path] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    [path] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     history = []
     for data in leveldb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -54,6 +63,69 @@ def test_offline_wandb_files_read_back_hold_the_evaluations(small_config: Build,
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             history.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+    return history
+
+
+def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:
+    train_reward_model(
+        small_config(tmp_path, "logger=wandb", "logger.tensorboard=false", *WATCHED), observers=OBSERVERS
+    )
+    history = wandb_history(tmp_path)
     accuracies = [row["val/accuracy"] for row in history if "val/accuracy" in row]
     rows = [row for row in read_rows(tmp_path / "metrics.csv") if row["eval_acc"]]
     assert accuracies == pytest.approx([float(row["eval_acc"]) for row in rows])
+    errors = [row["calibration/ece"] for row in history if "calibration/ece" in row]
+    assert errors == pytest.approx([float(row["calibration_ece"]) for row in rows])
+
+    pictures = [row for row in history if "calibration/reliability/filenames" in row]
+    assert [row["trainer/global_step"] for row in pictures] == [int(row["step"]) for row in rows]
+    [files] = tmp_path.glob("wandb/offline-run-*/files")
+    for row in pictures:
+        [name] = row["calibration/reliability/filenames"]
+        figure = tmp_path / "figures" / f"reliability-step-{row['trainer/global_step']:08d}.png"
+        assert (files / name).read_bytes() == figure.read_bytes()
+
+    for name, values in NAMES.items():
+        histograms = [row for row in history if f"val/{name}/values" in row]
+        assert [sum(row[f"val/{name}/values"]) for row in histograms] == [33] * len(rows)
+        last = stored_distribution(tmp_path, int(rows[-1]["step"]))[values]["quantiles"]
+        bins = histograms[-1][f"val/{name}/bins"]
+        assert (bins[0], bins[-1]) == pytest.approx((last["0.0"], last["1.0"]))
+
+    profiled = [row["perf/tokens_per_second"] for row in history if "perf/tokens_per_second" in row]
+    assert profiled == [float(row["tokens_per_second"]) for row in read_rows(tmp_path / "profile.csv")]
+
+
+def test_tensorboard_holds_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_reward_model(small_config(tmp_path, "logger.tensorboard=true", *WATCHED), observers=OBSERVERS)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0, "histograms": 0})
+    events.Reload()
+    steps = [int(row["step"]) for row in read_rows(tmp_path / "metrics.csv") if row["eval_acc"]]
+    images = events.Images("calibration/reliability")
+    assert [image.step for image in images] == steps
+    shown = imread(BytesIO(images[-1].encoded_image_string), format="png")
+    figure = imread(tmp_path / "figures" / f"reliability-step-{steps[-1]:08d}.png")
+    assert np.abs(shown - figure[..., :3]).max() <= 1 / 255
+    for name, values in NAMES.items():
+        histograms = events.Histograms(f"val/{name}")
+        assert [(item.step, item.histogram_value.num) for item in histograms] == [(step, 33) for step in steps]
+        last = stored_distribution(tmp_path, steps[-1])[values]
+        assert histograms[-1].histogram_value.sum == pytest.approx(33 * last["mean"])
+    assert len(events.Scalars("perf/tokens_per_second")) == 6
+
+
+def test_loggers_of_numbers_alone_are_passed_over(tmp_path: Path) -> None:
+    recorder = MetricsCSV(tmp_path)
+    log_figure([recorder], "a/figure", tmp_path / "none.png", 1)
+    log_histogram([recorder], "a/values", np.zeros(2), 1)
+    recorder.finalize("success")
+    assert not recorder.path.exists()
+
+
+def stored_distribution(run_dir: Path, step: int) -> dict[str, Any]:
+    path = run_dir / "evaluations" / f"step-{step:08d}" / "reward_distributions.json"
+    stored: dict[str, Any] = json.loads(path.read_text())
+    return stored

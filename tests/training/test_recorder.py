@@ -46,3 +46,29 @@ def test_a_new_run_replaces_an_old_file(tmp_path: Path) -> None:
     record(tmp_path, range(1, 9)).finalize("success")
     record(tmp_path, range(1, 3)).finalize("success")
     assert len(read_rows(tmp_path / "metrics.csv")) == 2
+
+
+def test_what_a_saved_step_logs_later_joins_its_row(tmp_path: Path) -> None:
+    recorder = MetricsCSV(tmp_path)
+    for step in (1, 2):
+        recorder.log_metrics({"train/loss": 0.5}, step=step)
+        recorder.save()
+        recorder.save()
+        recorder.log_metrics({"val/accuracy": 0.5 + step / 10}, step=step)
+    recorder.finalize("success")
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [(row["step"], row["train_loss"], row["eval_acc"]) for row in rows] == [
+        ("1", "0.5", "0.6"),
+        ("2", "0.5", "0.7"),
+    ]
+
+
+def test_resuming_with_other_columns_keeps_both(tmp_path: Path) -> None:
+    first = MetricsCSV(tmp_path, None, {"a/x": "x"})
+    first.log_metrics({"a/x": 1.0}, step=1)
+    first.finalize("success")
+    second = MetricsCSV(tmp_path, 1, {"a/num_pairs": "num_pairs"})
+    second.log_metrics({"a/num_pairs": 2.0, "b/other": 3.0}, step=2)
+    second.log_metrics({"b/other": 3.0}, step=3)
+    second.finalize("success")
+    assert (tmp_path / "metrics.csv").read_text() == "step,epoch,x,num_pairs\n1,,1.0,\n2,,,2\n"

@@ -1,0 +1,46 @@
+"""Pictures and histograms for the loggers that can show them; `metrics.csv` and its like get the scalars alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+
+
+def log_figure(loggers: Iterable[Logger], name: str, png: Path, step: int) -> None:
+    """Show a picture in TensorBoard and Weights & Biases.
+
+    Args:
+        loggers: the run's; those that hold numbers alone are passed over.
+        name: the picture's name, as `stage/name`.
+        png: the picture's file.
+        step: optimizer step it belongs to.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            from matplotlib.image import imread
+
+            logger.experiment.add_image(name, imread(png)[..., :3], step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(name, [str(png)], step)
+
+
+def log_histogram(loggers: Iterable[Logger], name: str, values: Float[np.ndarray, " values"], step: int) -> None:
+    """Show how values are distributed, in TensorBoard and Weights & Biases.
+
+    Args:
+        loggers: the run's; those that hold numbers alone are passed over.
+        name: of the values, as `stage/name`.
+        values: all of them, finite.
+        step: optimizer step they belong to.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_histogram(name, values, step)
+        elif isinstance(logger, WandbLogger):
+            import wandb
+
+            logger.experiment.log({name: wandb.Histogram(values), "trainer/global_step": step})

@@ -1,0 +1,100 @@
+"""The processes that torchrun or SLURM started a run as: as many as the options say, and one run folder for all.
+
+Imports torch only to ask the other processes. Processes that Lightning starts itself are told their folder by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import HardwareConfig
+
+FOLDER_KEY = "rm_optimizer/run_dir"
+"""Where torchrun's store keeps the folder; it outlives restarts of the processes, so that they resume in it."""
+
+INTERACTIVE = ("bash", "interactive")
+"""Job names of SLURM sessions in which a command is one process, whatever the allocation."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What the launcher says of this process.
+
+    Args:
+        launcher: who started it, as the user calls it.
+        rank: its number among all.
+        world_size: how many there are.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+
+
+def launched_processes() -> Processes | None:
+    """The processes of torchrun or srun that this one is among; None where it was started alone."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        return Processes("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]))
+    if "SLURM_NTASKS" in env and "SLURM_PROCID" in env and env.get("SLURM_JOB_NAME") not in INTERACTIVE:
+        return Processes("SLURM", int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]))
+    return None
+
+
+def require_launched(hardware: HardwareConfig) -> None:
+    """Refuse a run of another number of processes than the launcher started.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    processes = launched_processes()
+    if processes is None or processes.world_size == hardware.devices * hardware.num_nodes:
+        return
+    raise ConfigError(
+        f"hardware.devices times hardware.num_nodes must be the {processes.world_size} processes that "
+        f"{processes.launcher} started, got {hardware.devices} times {hardware.num_nodes}"
+    )
+
+
+def process_overrides(processes: Processes, run_folder: str, overrides: Sequence[str]) -> list[str]:
+    """Overrides that lead this process to the folder of all, whose name may hold each one's own time.
+
+    torchrun's first process says which. SLURM's take one named for job and step, which a requeued job finds again.
+
+    Args:
+        processes: what the launcher started.
+        run_folder: what `hydra.run.dir` is in this process.
+        overrides: what the user typed.
+
+    Raises:
+        ConfigError: if the processes cannot agree on a folder with a time in it.
+    """
+    if processes.world_size == 1:
+        return []
+    own = [] if processes.rank == 0 else [f"hydra.job.name=train_rank_{processes.rank}", "hydra.output_subdir=null"]
+    is_named = [override for override in overrides if override.startswith("hydra.run.dir=")]
+    if is_named and "${now" not in is_named[-1]:
+        return own
+    folder = _torchrun_folder(run_folder, processes) if processes.launcher == "torchrun" else _slurm_folder(is_named)
+    return [f"hydra.run.dir='{folder}'", *own]
+
+
+def _slurm_folder(named: Sequence[str]) -> str:
+    if named:
+        raise ConfigError(f"under SLURM each process has a time of its own, got {named[-1]}; name a fixed folder")
+    return f"outputs/train/slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
+
+
+def _torchrun_folder(run_folder: str, processes: Processes) -> str:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigError("this torchrun keeps no store for its processes to agree on a folder; set hydra.run.dir")
+    store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    if processes.rank == 0:
+        store.compare_set(FOLDER_KEY, "", run_folder)
+    return str(store.get(FOLDER_KEY).decode())

@@ -1,0 +1,247 @@
+"""A run whose training pairs are streamed from files by Ray; validation stays in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rm_optimizer.core.batching import MacroBatch
+from rm_optimizer.core.data_loader import TrainVal, load_pairs, load_training_data
+from rm_optimizer.core.data_sources import SkippedRow
+from rm_optimizer.core.ray_dataset import RayPreferenceDataset
+from rm_optimizer.core.ray_stream import MacroBatchStream, StreamPosition
+from rm_optimizer.core.ray_tally import StreamTally
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import BatchingConfig, DataConfig
+from rm_optimizer.schema.config import Streaming
+from rm_optimizer.training.datamodule import PreferenceDataModule
+
+FIRST_PAIRS = 4096
+"""Streamed pairs that are also held in memory: for a tokenizer to learn from, and to prove prefix sharing on."""
+
+
+@dataclass(frozen=True)
+class StreamedTrainVal(TrainVal):
+    """What a streaming run reads; `train` holds the first pairs of the stream only.
+
+    Args:
+        stream: all training pairs.
+    """
+
+    stream: RayPreferenceDataset | None = None
+
+
+def load_data(config: DataConfig, max_steps: int | None) -> TrainVal:
+    """Training and validation pairs as the options say, streamed or in memory.
+
+    Raises:
+        ConfigError: if streaming lacks an option that it needs, or has one that it cannot follow.
+        DataError: if a source or row is bad, or prompts overlap and that is not allowed.
+    """
+    if config.streaming == Streaming.off:
+        return load_training_data(config)
+    _require_streamable(config, max_steps)
+    val = load_pairs(config.val, config)
+    stream = RayPreferenceDataset(
+        config.train,
+        format=config.format,
+        columns=config.columns or {},
+        kwise_rule=config.kwise_rule,
+        on_bad_row=config.on_bad_row,
+        held_out_prompts=() if config.allow_prompt_overlap else val.prompt_ids,
+    )
+    return StreamedTrainVal(stream.first_pairs(FIRST_PAIRS), val, str(config.val), stream=stream)
+
+
+def _require_streamable(config: DataConfig, max_steps: int | None) -> None:
+    for option, is_wrong, reason in (
+        ("data.train", config.train is None, "be set, since the synthetic world is in memory already"),
+        ("data.val", config.val is None, "be set, since no validation can be split off pairs that are not yet read"),
+        ("training.max_steps", max_steps is None, "be set, since the pairs of an epoch are not yet counted"),
+        ("data.max_pairs", config.max_pairs is not None, "be null; limit the run by training.max_steps"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"with data.streaming=ray, {option} must {reason}")
+
+
+class StreamLoader:
+    """Training steps from a position of the stream on, with the state Lightning saves and restores."""
+
+    def __init__(self, module: StreamingDataModule) -> None:
+        self._module = module
+        self._start = StreamPosition()
+        self._stream: MacroBatchStream | None = None
+
+    def __len__(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self._module.num_steps
+
+    def __iter__(self) -> Iterator[MacroBatch]:
+        """Macro-batches from the position on, to the last step of the run."""
+        self._stream = self._module.open_stream()
+        self._stream.position = self._start
+        return self._until_last(self._stream)
+
+    def _until_last(self, stream: MacroBatchStream) -> Iterator[MacroBatch]:
+        batches = iter(stream)
+        while stream.position.step < self._module.num_steps:
+            batch = next(batches)
+            yield batch.pin_memory() if self._module.pin_memory else batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last step taken."""
+        return asdict(self._stream.position if self._stream is not None else self._start)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a position; blocks before it are not read again."""
+        self._start = StreamPosition(**state)
+
+
+class StreamingDataModule(PreferenceDataModule):
+    """A run's pairs, those to train on streamed; an epoch ends with the run or with a pass over all rows.
+
+    Args:
+        data: the streamed pairs and those of validation.
+        config: workers, time-outs and the memory of Ray's object store.
+        batching: pairs a step and tokens a pass.
+        seed: the run's seed; the data order depends on it and on the step alone.
+        max_steps: optimizer steps.
+        model: renders conversations, and says whether prompts can be shared.
+        pin_memory: copy batches into page-locked memory, and to the device while it computes.
+
+    Raises:
+        DataError: if a split has no pair left after truncation.
+    """
+
+    def __init__(
+        self,
+        data: StreamedTrainVal,
+        *,
+        config: DataConfig,
+        batching: BatchingConfig,
+        seed: int,
+        max_steps: int,
+        model: BradleyTerryRM,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(
+            data,
+            config=config,
+            batching=batching,
+            seed=seed,
+            epochs=1,
+            max_steps=max_steps,
+            model=model,
+            pin_memory=pin_memory,
+        )
+        assert data.stream is not None, "streamed data has a stream"
+        self._data_stream = data.stream
+        self._renderer = model.renderer
+        self._open: MacroBatchStream | None = None
+        self._tally = StreamTally()
+        self.steps_per_epoch = min(max_steps, -(-data.stream.num_rows // batching.batch_size))
+
+    def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
+        """The run's macro-batches, one an optimizer step."""
+        return StreamLoader(self)
+
+    def open_stream(self) -> MacroBatchStream:
+        """The stream of this rank's workers, started once, as Lightning asks for it twice; `teardown` ends them."""
+        if self._open is not None:
+            return self._open
+        trainer = self.trainer
+        self._open = self._data_stream.macro_batches(
+            self._renderer,
+            batch_size=self.batching.batch_size,
+            micro_token_budget=self.batching.micro_token_budget,
+            seed=self.seed,
+            rank=trainer.global_rank if trainer else 0,
+            world_size=trainer.world_size if trainer else 1,
+            prefix_sharing=self.shares_prefixes,
+            num_workers=self.config.num_workers,
+            fetch_timeout=self.config.fetch_timeout,
+            store_mb=self.config.streaming_store_mb,
+        )
+        self._tally = self._open.tally
+        return self._open
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def teardown(self, stage: str) -> None:
+        """End the workers, however the run ended."""
+        self.close()
+
+    def pair_ids(self, pair_index: np.ndarray) -> list[str]:
+        """Files and rows of training pairs."""
+        return [self._data_stream.row_name(int(index)) for index in pair_index]
+
+    @property
+    def num_train_pairs(self) -> int:
+        """Different training pairs read by this process."""
+        return self._tally.num_kept
+
+    @property
+    def train_fingerprint(self) -> str:
+        """Digest of the files' names, sizes and times of change."""
+        return self._data_stream.fingerprint
+
+    @property
+    def skipped(self) -> Sequence[SkippedRow]:
+        """Rows that gave no pair, as far as they were read."""
+        return [*self._tally.skipped, *self.data.val.skipped]
+
+    @property
+    def num_skipped(self) -> int:
+        """How many rows gave no pair, as far as they were read."""
+        return self._tally.num_skipped + len(self.data.val.skipped)
+
+    def truncation(self) -> dict[str, Any]:
+        """Token and truncation counts of the pairs read, and of validation."""
+        return super().truncation() | {"train": asdict(self._tally.report(self._renderer.max_length))}
+
+
+def data_module(
+    data: TrainVal,
+    *,
+    config: DataConfig,
+    batching: BatchingConfig,
+    seed: int,
+    epochs: float,
+    max_steps: int | None,
+    model: BradleyTerryRM,
+    pin_memory: bool,
+) -> PreferenceDataModule:
+    """The module of streamed pairs, or of those in memory.
+
+    Raises:
+        DataError: if a split has no pair left after truncation.
+    """
+    if isinstance(data, StreamedTrainVal):
+        assert max_steps is not None, "load_data has required it"
+        return StreamingDataModule(
+            data,
+            config=config,
+            batching=batching,
+            seed=seed,
+            max_steps=max_steps,
+            model=model,
+            pin_memory=pin_memory,
+        )
+    return PreferenceDataModule(
+        data,
+        config=config,
+        batching=batching,
+        seed=seed,
+        epochs=epochs,
+        max_steps=max_steps,
+        model=model,
+        pin_memory=pin_memory,
+    )

@@ -1,0 +1,60 @@
+"""Batches reach the device from page-locked memory where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rm_optimizer.core.batching import MacroBatch, MacroBatches
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import datamodule, run
+from rm_optimizer.training.datamodule import PreferenceDataModule
+
+Build = Callable[..., TrainConfig]
+
+
+def module_of(config: TrainConfig, tmp_path: Path) -> PreferenceDataModule:
+    tmp_path.mkdir(exist_ok=True)
+    return run._prepare(config, tmp_path).datamodule
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_pinning_reaches_the_loader_and_the_transfer(
+    pins: bool, small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Loader:
+        def __init__(self, batches: MacroBatches, steps: range, *, pin_memory: bool, **options: Any) -> None:
+            asked.append(pin_memory)
+            self.batches = [batches[step] for step in steps]
+
+        def __iter__(self) -> Any:
+            return iter(self.batches)
+
+    def moved(batch: MacroBatch, device: Any, non_blocking: bool = False) -> MacroBatch:
+        asked.append(non_blocking)
+        return batch
+
+    monkeypatch.setattr(datamodule, "MacroBatchLoader", Loader)
+    monkeypatch.setattr(MacroBatch, "to", moved)
+    module = module_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"), tmp_path / "run")
+    batch = next(module.steps(0, 1))
+    module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+    assert asked == [pins, pins]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Path) -> None:
+    module = module_of(small_config(tmp_path / "run", "hardware.pin_memory=true"), tmp_path / "run")
+    batch = next(module.steps(0, 1))
+    assert all(micro.label.is_pinned() for micro in batch.micro)
+    there = module.transfer_batch_to_device(batch, torch.device("cuda"), 0)
+    for ours, theirs in zip(there.micro, batch.micro, strict=True):
+        assert torch.equal(ours.pair_index.cpu(), theirs.pair_index)
+        assert torch.equal(ours.label.cpu(), theirs.label)

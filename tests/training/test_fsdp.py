@@ -1,0 +1,146 @@
+"""FSDP2 on two gloo processes: one device's gradients, weights, evaluation and checkpoints, and exact resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, multiprocessing
+
+from rm_optimizer.core import BradleyTerryRM
+from rm_optimizer.core.data_loader import load_training_data
+from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.evaluate import score_pairs
+from tests.training.launched import (
+    ON_CPU,
+    TOLERANCE,
+    assert_same_bytes,
+    assert_same_trajectory,
+    forget_after,
+    run_to_its_end,
+    train_on_two_ranks,
+)
+from tests.training.sharded_worker import CASES, SHARDABLE, measure
+
+Build = Callable[..., TrainConfig]
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_torchrun.sh"
+
+# every second step is one pair, which one rank does not have
+OPTIONS = ["batching.batch_size=95", "training.epochs=2", "training.checkpoint_every=1", "training.keep_checkpoints=9"]
+FLOAT64 = 1e-12
+# autocast rounds alike on both sides; the float32 gradients of three passes are summed in another order
+BFLOAT16 = 1e-6
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("measured")
+    multiprocessing.spawn(measure, (str(folder),), nprocs=2)
+    values: dict[str, float] = json.loads((folder / "measured.json").read_text())
+    return values
+
+
+@pytest.fixture(scope="module")
+def one_process(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train_reward_model(small_config(folder, *OPTIONS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders_of_torchrun(small_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What `outputs/train` holds after torchrun's processes each took the time for its name."""
+    cwd = tmp_path_factory.mktemp("torchrun")
+    found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # torchrun
+    command = ["bash", str(SCRIPT), *small_overrides, *OPTIONS, "hardware=fsdp", *ON_CPU]
+    run_to_its_end(command, cwd, DEVICES="2", STRATEGY="fsdp", **found)
+    return list(cwd.glob("outputs/train/*/*"))
+
+
+@pytest.fixture(scope="module")
+def sharded(folders_of_torchrun: list[Path]) -> Path:
+    return folders_of_torchrun[0]
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_share_one_run_folder(folders_of_torchrun: list[Path]) -> None:
+    assert len(folders_of_torchrun) == 1
+    assert (folders_of_torchrun[0] / "run.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_uneven_micro_batches_give_the_gradient_of_one_device(measured: dict[str, float], case: str) -> None:
+    assert measured[f"gradient of {case}"] < (BFLOAT16 if case == "bfloat16" else FLOAT64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDABLE)
+def test_an_optimizer_steps_shards_as_it_steps_wholes(measured: dict[str, float], name: str) -> None:
+    assert measured[f"weights of {name}"] < FLOAT64
+
+
+@pytest.mark.slow
+def test_muon_orthogonalises_whole_matrices(measured: dict[str, float]) -> None:
+    assert measured["muon"] == 0
+
+
+@pytest.mark.slow
+def test_evaluation_is_exact_with_fewer_batches_than_ranks(measured: dict[str, float]) -> None:
+    assert measured["evaluation"] == 0
+
+
+@pytest.mark.slow
+def test_shards_follow_the_trajectory_of_one_process(sharded: Path, one_process: Path) -> None:
+    assert_same_trajectory(one_process, sharded)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shards_is_that_of_one_process(sharded: Path, one_process: Path) -> None:
+    name = "checkpoints/step-00000004.ckpt"
+    ours, theirs = (dict(tensors(torch.load(folder / name, weights_only=True))) for folder in (sharded, one_process))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, atol=TOLERANCE, rtol=0)
+
+
+def tensors(content: dict[str, object]) -> list[tuple[str, Tensor]]:
+    """Weights and optimizer state by name."""
+    weights = [(f"weight {name}", value) for name, value in content["state_dict"].items()]  # type: ignore[attr-defined]
+    states = content["optimizer_states"][0]["state"]  # type: ignore[index]
+    return weights + [(f"{name} of {key}", value) for key, state in states.items() for name, value in state.items()]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shards_gives_its_rewards_on_one_device(sharded: Path, small_config: Build) -> None:
+    config = small_config(sharded)
+    val = load_training_data(config.data).val
+    model = BradleyTerryRM.from_pretrained(sharded / "checkpoints" / "best.ckpt")
+    tokens = tokenize_pairs(val.pairs, model.renderer, None)
+    scored = score_pairs(model, tokens, val, token_budget=config.batching.eval_token_budget, prefix_sharing=True)
+    rows = [json.loads(line) for line in (sharded / "pair_rewards.jsonl").read_text().splitlines()]
+    assert scored.chosen.tolist() == [row["chosen"] for row in rows]
+    assert scored.rejected.tolist() == [row["rejected"] for row in rows]
+
+
+@pytest.mark.slow
+def test_killed_shards_resume_to_the_same_bytes(sharded: Path, small_overrides: list[str], tmp_path: Path) -> None:
+    shutil.copytree(sharded, tmp_path / "cut")
+    forget_after(2, tmp_path / "cut")
+    train_on_two_ranks(tmp_path / "cut", [*small_overrides, *OPTIONS, "resume=auto"], hardware="fsdp")
+    assert_same_bytes(sharded, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "soap", "scion"])
+def test_an_optimizer_that_needs_wholes_is_refused(small_config: Build, tmp_path: Path, optimizer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer={optimizer} does not go with hardware\.strategy=fsdp2"):
+        train_reward_model(small_config(tmp_path, "hardware=fsdp", f"optimizer={optimizer}"))

@@ -1,0 +1,83 @@
+"""Processes that torchrun or SLURM started know each other, and agree on one run folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import HardwareConfig
+from rm_optimizer.train import check_command
+from rm_optimizer.training.processes import Processes, launched_processes, process_overrides, require_launched
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}
+SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_JOB_NAME": "rm"}
+
+
+@pytest.fixture(autouse=True)
+def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Processes:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    processes = launched_processes()
+    assert processes is not None
+    return processes
+
+
+def test_a_process_alone_is_among_none() -> None:
+    assert launched_processes() is None
+    require_launched(HardwareConfig(devices=8))
+
+
+def test_launchers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, SLURM) == Processes("SLURM", 3, 4)
+    assert start(monkeypatch, TORCHRUN) == Processes("torchrun", 1, 4)  # torchrun inside a SLURM job
+
+
+def test_a_session_of_slurm_at_a_terminal_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (SLURM | {"SLURM_JOB_NAME": "interactive"}).items():
+        monkeypatch.setenv(name, value)
+    assert launched_processes() is None
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(monkeypatch, TORCHRUN)
+    require_launched(HardwareConfig(devices=2, num_nodes=2))
+    with pytest.raises(ConfigError, match=r"must be the 4 processes that torchrun started, got 2 times 1"):
+        check_command(["hardware=ddp"])
+
+
+def test_slurm_tasks_take_the_folder_of_job_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = start(monkeypatch, SLURM)
+    named, *own = process_overrides(processes, "outputs/train/12-00-01", [])
+    assert named == "hydra.run.dir='outputs/train/slurm-7.2'"
+    assert own == ["hydra.job.name=train_rank_3", "hydra.output_subdir=null"]
+    assert process_overrides(processes, "fixed", ["hydra.run.dir=fixed"]) == own
+    with pytest.raises(ConfigError, match="name a fixed folder"):
+        process_overrides(processes, "x", ["hydra.run.dir=x/${now:%H}"])
+
+
+def test_torchruns_first_process_names_the_folder_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    start(monkeypatch, TORCHRUN | agent)
+    first, second = Processes("torchrun", 0, 2), Processes("torchrun", 1, 2)
+    expected = "hydra.run.dir='runs/12-00-00'"
+    assert process_overrides(first, "runs/12-00-00", []) == [expected]
+    assert process_overrides(second, "runs/12-00-01", [])[0] == expected
+    assert process_overrides(first, "runs/12-05-00", []) == [expected]  # started again after a crash
+
+
+@pytest.mark.parametrize("script", ["train_torchrun.sh", "train_slurm.sh"])
+def test_example_scripts_are_bash(script: str) -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / script)], check=True)
