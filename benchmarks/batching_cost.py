@@ -1,0 +1,59 @@
+"""Gradient and CPU time of one macro-batch: pair-atomic micro-batches against one padded pass over the same pairs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.core.losses import bradley_terry_pair_losses
+from rm_optimizer.core.reward_model import BradleyTerryRM
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the summed loss of each micro-batch, the pairs in them, and the CPU seconds they took."""
+
+    sums: list[np.ndarray]
+    pairs: list[int]
+    seconds: float
+
+    @property
+    def exact(self) -> np.ndarray:
+        """Gradient of the mean over pairs."""
+        return np.asarray(sum(self.sums) / sum(self.pairs))
+
+    @property
+    def mean_of_means(self) -> np.ndarray:
+        """Gradient of the mean over micro-batches of their means."""
+        return np.asarray(sum(g / n for g, n in zip(self.sums, self.pairs, strict=True)) / len(self.sums))
+
+
+def gradients(model: BradleyTerryRM, batches: Sequence[AnyPairBatch]) -> Gradients:
+    """The gradient of each micro-batch; only passes are timed."""
+    sums, pairs, seconds = [], [], 0.0
+    for batch in batches:
+        model.zero_grad()
+        started = time.process_time()
+        torch.autograd.backward(bradley_terry_pair_losses(*batch.split(model.rewards_of(batch))).sum())
+        seconds += time.process_time() - started
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).numpy())
+        pairs.append(batch.num_pairs)
+    return Gradients(sums, pairs, seconds)
+
+
+def batching_row(pair_aware: Gradients, padded: Gradients) -> dict[str, float]:
+    """One macro-batch's comparison: log ratio of times, and distances of gradients from the one padded pass."""
+    reference = padded.exact
+    return {
+        "log_time_ratio": math.log(padded.seconds / pair_aware.seconds),
+        "gradient_difference": float(np.abs(pair_aware.exact - reference).max() / np.abs(reference).max()),
+        "mean_of_means_difference": float(
+            np.linalg.norm(pair_aware.mean_of_means - reference) / np.linalg.norm(reference)
+        ),
+    }

@@ -1,0 +1,130 @@
+"""The landscape benchmark on a pretrained encoder and real pairs: its top eigenvalues, and watching it in training."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import pytorch_lightning as pl
+from landscape_subjects import fitting, load_pairs, some
+
+from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.core.curvature import CurvatureReading
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.lanczos import Progress
+from rm_optimizer.landscape.probe import measure_curvature
+from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
+from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.observers import Observers
+
+EVERY = 50
+"""Steps between two measurements that the share of training time is given for."""
+
+
+def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
+    """The largest eigenvalues with their residuals, and the time they took."""
+    model = BradleyTerryRM.from_pretrained(args.minilm, max_length=512)
+    batches = some(fitting(args, model, load_pairs(args), args.num_pairs), args.num_pairs)
+    tokens = sum(batch.num_padded_tokens for batch in batches)
+    began = time.process_time()
+
+    def show(progress: Progress) -> None:
+        done = f"{progress.num_converged} of {progress.num_wanted}"
+        print(f"  {progress.num_products} products, {time.process_time() - began:.0f} s: {done}", flush=True)
+
+    found = HessianAnalyzer(model).compute_spectrum(
+        batches, top_k=2 * args.top_k, options=SpectrumOptions(which="largest"), on_iteration=show
+    )
+    cpu_seconds = time.process_time() - began
+    print(f"{found.num_parameters:,} parameters, {found.num_pairs} pairs, {tokens:,} padded tokens, by {found.product}")
+    for number, (value, residual) in enumerate(zip(found.eigenvalues, found.residuals, strict=True), 1):
+        print(f"  {number:2d}  {value:.5g}  residual {residual:.1e}")
+    return {
+        "products_top20": found.num_products,
+        "converged_top20": sum(found.converged),
+        "minutes_top20": found.wall_seconds / 60,
+        "cpu_minutes_top20": cpu_seconds / 60,
+    }
+
+
+def measure_callback(args: argparse.Namespace) -> dict[str, float]:
+    """Share of training time that curvature takes when it is measured every 50 steps.
+
+    `--steps` steps are trained with a measurement before the first, one in the middle and one after the last; a
+    measurement after the first is set against 50 of these steps, by seconds of the process.
+    """
+    readings: list[tuple[float, CurvatureReading]] = []
+    fits: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", _timed(pl.Trainer.fit, fits)):
+        config = _training(args, Path(folder))
+        train_reward_model(config, observers=Observers(measure_curvature=_watched(readings)))
+    first, *later = [seconds for seconds, _ in readings]
+    step = (fits[0] - first - sum(later)) / args.steps
+    warm = fmean(later)
+    return {
+        "callback_share": warm / (warm + EVERY * step),
+        "callback_seconds": warm,
+        "callback_seconds_first": first,
+        "callback_products": readings[-1][1].num_products,
+        "step_seconds": step,
+        "measurement_in_steps": warm / step,
+    }
+
+
+def _training(args: argparse.Namespace, folder: Path) -> TrainConfig:
+    """The preset of MiniLM, whose micro-token budget is the default one; evaluated on two pairs."""
+    values: dict[str, Any] = {
+        "model": "minilm",
+        "model.path": args.minilm,
+        "model.max_length": args.max_length,
+        "data.train": args.pairs,
+        "data.val_fraction": 0.01,
+        "training.max_steps": args.steps,
+        "training.evals_per_epoch": 1,
+        "training.eval_at_start": "false",
+        "training.hessian.every": max(1, args.steps // 2),
+        "training.hessian.num_pairs": args.num_pairs,
+        "training.num_bootstrap": 100,
+        "training.progress": "false",
+        "hardware.accelerator": "cpu",
+        "hardware.num_threads": args.threads,
+        "logger.tensorboard": "false",
+        "output_dir": folder,
+    }
+    return typed(compose([f"{name}={value}" for name, value in values.items() if value is not None]), TrainConfig)
+
+
+def _watched(readings: list[tuple[float, CurvatureReading]]) -> Callable[..., Callable[[], CurvatureReading]]:
+    """`measure_curvature`, whose readings come to the list with their seconds."""
+
+    def make(
+        model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig
+    ) -> Callable[[], CurvatureReading]:
+        measure = measure_curvature(model, micro_batches, loss)
+
+        def timed_measure() -> CurvatureReading:
+            began = time.process_time()
+            reading = measure()
+            readings.append((time.process_time() - began, reading))
+            return reading
+
+        return timed_measure
+
+    return make
+
+
+def _timed(fit: Callable[..., None], spent: list[float]) -> Callable[..., None]:
+    def measured(*args: Any, **kwargs: Any) -> None:
+        began = time.process_time()
+        fit(*args, **kwargs)
+        spent.append(time.process_time() - began)
+
+    return measured
