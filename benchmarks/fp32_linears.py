@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 
 TOKENS, HIDDEN = (512, 2048), (384, 768, 1536)
 BASELINE = "default"

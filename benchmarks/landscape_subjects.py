@@ -21,7 +21,7 @@ from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 
 SHAPES = {"encoder": ("bert", 4.0), "decoder": ("llama", 2.6875)}
 """Architecture, and width of the feed-forward layers over the hidden size."""

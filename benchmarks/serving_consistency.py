@@ -37,7 +37,7 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.publisher import RMPublisherAdapter, create_rm_publisher
 

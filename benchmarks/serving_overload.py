@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.serving.app import create_app
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch
 from rm_optimizer.serving.protocol import ClassifyResponse, ErrorBody

@@ -41,7 +41,7 @@ class Way:
 FEW = "training.max_steps=4 training.progress=false data.synthetic.num_train=64 data.synthetic.num_val=32"
 PAIRS = (
     "python -c 'from rm_optimizer.core.synthetic import synthetic_world as world; import json; "
-    "from rm_optimizer.schema.config import SyntheticConfig as Config; "
+    "from rm_optimizer.schema.data import SyntheticConfig as Config; "
     "rows = world(Config(num_train=80, num_val=2)).train; "
     'open("pairs.jsonl", "w").writelines(json.dumps(row.to_dict()) + "\\n" for row in rows)\''
 )

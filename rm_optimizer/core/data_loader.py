@@ -15,7 +15,7 @@ from rm_optimizer.core.data_sources import SkippedRow, load_source, mixed, parse
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.config import DataConfig, KwiseRule, OnBadRow
+from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow
 
 if TYPE_CHECKING:
     from rm_optimizer.core.macro_loader import create_dataloader

@@ -22,7 +22,7 @@ from rm_optimizer.core.formats import (
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.readers import Report, Row, read_rows, row_unit, source_name
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
-from rm_optimizer.schema.config import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import KwiseRule, OnBadRow
 
 FIRST_ROWS = 50
 """Rows that decide the format and the columns."""

@@ -18,7 +18,7 @@ from typing import Any
 from rm_optimizer.core.base import Message, Prompt, digest
 from rm_optimizer.core.readers import Report, Row
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.config import KwiseRule
+from rm_optimizer.schema.data import KwiseRule
 
 _TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
 _LAST_TURN = "\n\nAssistant:"

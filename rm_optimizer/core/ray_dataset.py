@@ -17,7 +17,7 @@ from rm_optimizer.core.ray_stream import BatchShape, MacroBatchStream, StreamOrd
 from rm_optimizer.core.ray_tokens import BlockReader, BlockTokenizer
 from rm_optimizer.core.ray_workers import TokenizerPool
 from rm_optimizer.core.readers import row_unit
-from rm_optimizer.schema.config import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import KwiseRule, OnBadRow
 
 WINDOW_BLOCKS = 16
 """Blocks whose pairs are mixed: about 32 MB of text."""

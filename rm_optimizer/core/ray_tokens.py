@@ -16,7 +16,7 @@ from rm_optimizer.core.chat import ConversationRenderer, Encoding
 from rm_optimizer.core.data_sources import SkippedRow, numbered_pairs, renamed
 from rm_optimizer.core.ray_blocks import Block, StreamFile
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.config import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import KwiseRule, OnBadRow
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rm_optimizer.core.base import Scorer, digest
+from rm_optimizer.core.files import replacing
 from rm_optimizer.core.readers import row_unit
 from rm_optimizer.core.response_files import (
     FileKind,
@@ -141,19 +142,14 @@ def _rewards(scorer: Scorer, chunk: Sequence[ResponseRow], source: Path) -> Iter
 
 def _write_target(source: Path, target: Path, partial: Path) -> None:
     """Write the output under a temporary name, rename it and drop the partial file."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as raw, partial.open("rb") as log:
-            next(log)
-            rewards = (json.loads(line) for line in log)
-            if target.name.endswith(".gz"):
-                with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
-                    write_with_rewards(source, packed, file_kind(target), rewards)  # type: ignore[arg-type]
-            else:
-                write_with_rewards(source, raw, file_kind(target), rewards)
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target) as temporary, temporary.open("wb") as raw, partial.open("rb") as log:
+        next(log)
+        rewards = (json.loads(line) for line in log)
+        if target.name.endswith(".gz"):
+            with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
+                write_with_rewards(source, packed, file_kind(target), rewards)  # type: ignore[arg-type]
+        else:
+            write_with_rewards(source, raw, file_kind(target), rewards)
+        raw.flush()
+        os.fsync(raw.fileno())
     partial.unlink()

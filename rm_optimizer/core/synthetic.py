@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 
 TOPICS = {
     "astronomy": ("eyepieces", "moonlight", "nebulae", "telescopes"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.config import OnBadRow
+from rm_optimizer.schema.data import OnBadRow
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.landscape.lanczos import Eigenpairs
 from rm_optimizer.landscape.parameters import ParameterSubset
@@ -43,10 +43,8 @@ class Directions:
 
     def save(self, path: Path, identity: str) -> Path:
         """Write the directions atomically, under the name of what they belong to."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        torch.save({**vars(self), "vectors": self.vectors.cpu(), "identity": identity}, temporary)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            torch.save({**vars(self), "vectors": self.vectors.cpu(), "identity": identity}, temporary)
         return path
 
     @classmethod

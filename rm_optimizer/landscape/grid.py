@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from rm_optimizer.core.base import digest
+from rm_optimizer.core.files import write_text
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.directions import Directions
 from rm_optimizer.landscape.loss_at import LossAt, PointLoss
@@ -68,9 +69,7 @@ class GridLedger:
             fields = json.loads(line)
             index = fields.pop("index")
             self.points[index] = PointLoss(**fields)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(f"{line}\n" for line in lines or [header]), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, "".join(f"{line}\n" for line in lines or [header]))
 
 
 def grid_identity(subject_fingerprint: str, points: Points) -> str:

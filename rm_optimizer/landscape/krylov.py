@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
+from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError
 
 _ROWS_OF_A_BLOCK = 16
@@ -101,9 +101,8 @@ class KrylovState:
             "num_restarts": self.num_restarts,
             "identity": self.identity,
         }
-        work = path.with_name(f"{path.name}.part")
-        torch.save(payload, work)
-        os.replace(work, path)
+        with replacing(path) as temporary:
+            torch.save(payload, temporary)
 
     @classmethod
     def load(cls, path: Path, *, identity: str = "", device: torch.device | None = None) -> KrylovState:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rm_optimizer.core.files import replacing
 from rm_optimizer.landscape.directions import Directions, TrajectoryPlane
 from rm_optimizer.landscape.grid import Points
 from rm_optimizer.landscape.loss_at import MISSING, PointLoss
@@ -172,10 +172,8 @@ ItemT = TypeVar("ItemT")
 
 def write_rows(path: Path, rows: Sequence[Row]) -> Path:
     """Write rows as Parquet, under a temporary name first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from matplotlib.contour import QuadContourSet
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from rm_optimizer.core.files import replacing
 from rm_optimizer.landscape.loss_at import PointLoss
 from rm_optimizer.landscape.surface import Measured, Slice, Surface, Trajectory
 from rm_optimizer.reporting.style import (
@@ -171,14 +171,12 @@ def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Fi
 
 def save_both(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as PNG and as SVG, each under a temporary name first; equal figures give equal files."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
     written = []
     for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
         path = stem.with_name(f"{stem.name}.{ending}")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with matplotlib.rc_context({"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}):
+        style = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}
+        with replacing(path) as temporary, matplotlib.rc_context(style):
             figure.savefig(temporary, format=ending, dpi=DPI, metadata=metadata)
-        os.replace(temporary, path)
         written.append(path)
     return written
 

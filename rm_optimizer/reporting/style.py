@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,6 +9,8 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from rm_optimizer.core.files import replacing
 
 DPI = 150
 
@@ -60,8 +61,6 @@ def count_ticks(axis: Axis) -> None:
 
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write the figure as PNG under a temporary name, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
     return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rm_optimizer.schema.compose import compose, config_root, typed
 from rm_optimizer.schema.config import (
     BatchingConfig,
-    DataConfig,
     HardwareConfig,
     LoggerConfig,
     LossConfig,
@@ -13,6 +12,7 @@ from rm_optimizer.schema.config import (
     TrainConfig,
     TrainingConfig,
 )
+from rm_optimizer.schema.data import DataConfig
 
 __all__ = [
     "BatchingConfig",

@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from rm_optimizer.schema.checks import require
-from rm_optimizer.schema.config import DataConfig, LossConfig
+from rm_optimizer.schema.config import LossConfig
+from rm_optimizer.schema.data import DataConfig
 
 
 class AnalysisType(StrEnum):

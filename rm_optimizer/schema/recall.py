@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema.config import DataConfig, LossConfig
+from rm_optimizer.schema.config import LossConfig
+from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.diagnose import explain
 
 OPTIONS_FILE = "options.json"

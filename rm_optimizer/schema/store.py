@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from rm_optimizer.schema.adapters import AdapterConfig
 from rm_optimizer.schema.config import (
     BatchingConfig,
-    DataConfig,
     HardwareConfig,
     LoggerConfig,
     LossConfig,
@@ -18,6 +17,7 @@ from rm_optimizer.schema.config import (
     TrainConfig,
     TrainingConfig,
 )
+from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 from rm_optimizer.schema.optimizers import (
     AdafactorConfig,

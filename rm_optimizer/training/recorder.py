@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loggers import Logger
 
+from rm_optimizer.core.files import replacing
 from rm_optimizer.training.disk import writing
 
 COLUMNS = {
@@ -134,13 +135,10 @@ class MetricsCSV(Logger):
     def _open(self) -> TextIO:
         kept = [] if self._resume_step is None else read_rows(self.path, self._resume_step)
         self._header = list(dict.fromkeys([*(kept[0] if kept else ()), *self._header]))
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        with replacing(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._header, lineterminator="\n")
             writer.writeheader()
             writer.writerows(kept)
-        os.replace(temporary, self.path)
         self._resume_step = None
         return self.path.open("a", newline="", encoding="utf-8")
 

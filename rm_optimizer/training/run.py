@@ -33,7 +33,8 @@ from rm_optimizer.errors import Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
-from rm_optimizer.schema.config import Resume, Streaming
+from rm_optimizer.schema.config import Resume
+from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
 from rm_optimizer.training.compiling import compile_backbone

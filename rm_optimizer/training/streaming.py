@@ -17,7 +17,7 @@ from rm_optimizer.core.ray_tally import StreamTally
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import BatchingConfig, DataConfig
-from rm_optimizer.schema.config import Streaming
+from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.datamodule import PreferenceDataModule
 
 FIRST_PAIRS = 4096

@@ -17,7 +17,7 @@ from scipy.stats import t as student
 
 from rm_optimizer.core.metrics import evaluate_pairs
 from rm_optimizer.core.synthetic import synthetic_world
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
 NAMES = [f"prompt {i % PROMPTS}" for i in range(PAIRS)]

@@ -21,7 +21,7 @@ from rm_optimizer.core.data_loader import (
 )
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import DataConfig
-from rm_optimizer.schema.config import KwiseRule, OnBadRow, SyntheticConfig
+from rm_optimizer.schema.data import KwiseRule, OnBadRow, SyntheticConfig
 
 REAL_DATA = Path(os.environ.get("RM_OPTIMIZER_REAL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_real_data = pytest.mark.skipif(

@@ -12,7 +12,7 @@ import pytest
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.data_sources import DataSource, SkippedRow, SourcePairs, load_source, mixed, parse_sources
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.schema.config import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import KwiseRule, OnBadRow
 
 ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}
 

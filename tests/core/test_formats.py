@@ -18,7 +18,7 @@ from rm_optimizer.core.formats import (
     row_format,
 )
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema.config import KwiseRule
+from rm_optimizer.schema.data import KwiseRule
 
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."}
 GOOD, BAD = {"role": "assistant", "content": "Hello!"}, {"role": "assistant", "content": "No."}

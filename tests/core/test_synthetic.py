@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from rm_optimizer.core import synthetic
 from rm_optimizer.core.base import digest
 from rm_optimizer.core.synthetic import gold_reward, synthetic_world
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 
 
 def world(num_train=2000, num_val=1000, noise=1.0, seed=0):
@@ -51,7 +51,7 @@ def test_the_seed_determines_every_text_and_label(default):
 def test_the_world_is_the_same_in_another_process_with_another_string_hash_seed(default):
     code = (
         "from rm_optimizer.core.synthetic import synthetic_world;from rm_optimizer.core.base import digest;"
-        "from rm_optimizer.schema.config import SyntheticConfig;"
+        "from rm_optimizer.schema.data import SyntheticConfig;"
         "w = synthetic_world(SyntheticConfig(num_train=2000, num_val=1000));"
         "print(digest([p.to_dict() for p in w.train]))"
     )

@@ -10,7 +10,7 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.core.tiny import train_tokenizer
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 
 PRESETS = ["tiny", "minilm", "deberta", "modernbert", "qwen", "llama"]
 

@@ -154,10 +154,11 @@ def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monk
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(style.os, "replace", fail)
+    monkeypatch.setattr("rm_optimizer.core.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         plot_accuracy(HISTORY, path)
     assert path.read_bytes() == before
+    assert [item.name for item in path.parent.iterdir()] == ["loss.png"]
     monkeypatch.undo()
     plot_accuracy(HISTORY, path)
     assert path.read_bytes() != before

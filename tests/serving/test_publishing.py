@@ -19,7 +19,7 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.synthetic import COURTEOUS, NEUTRAL, RUDE, synthetic_world
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.config import SyntheticConfig
+from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.publish import OnFailure, PublishConfig
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.publisher import PublishFailed, open_publisher

@@ -1,0 +1,99 @@
+"""The options of where preference pairs come from and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rm_optimizer.schema.checks import require
+
+
+class OnBadRow(StrEnum):
+    """What a row that is no preference pair does to the run."""
+
+    error = "error"
+    drop = "drop"
+
+
+class Streaming(StrEnum):
+    """Who holds the training pairs: `off` is memory, `ray` reads them from files as they are needed."""
+
+    off = "off"
+    ray = "ray"
+
+
+class KwiseRule(StrEnum):
+    """Which pairs a row of many scored responses gives."""
+
+    all = "all"
+    best_worst = "best_worst"
+    adjacent = "adjacent"
+
+
+@dataclass(kw_only=True)
+class SyntheticConfig:
+    """The embedded preference world, used when `data.train` is null."""
+
+    num_train: int = 6000
+    """Training pairs."""
+    num_val: int = 1000
+    """Validation pairs, on prompts that training never sees."""
+    noise: float = 1.0
+    """Temperature of the labeller: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
+    seed: int = 0
+    """Seed of the world's texts and labels, apart from the run's own seed."""
+
+    def __post_init__(self) -> None:
+        require(self.num_train >= 2, "data.synthetic.num_train", "be at least 2", self.num_train)
+        require(self.num_val >= 2, "data.synthetic.num_val", "be at least 2", self.num_val)
+        require(self.noise >= 0, "data.synthetic.noise", "not be negative", self.noise)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where pairs come from and how rows are read."""
+
+    train: Any = None
+    """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, label}. Null: synthetic."""
+    val: Any = None
+    """Validation pairs, in the same forms; null splits `val_fraction` of the training prompts off."""
+    val_fraction: float = 0.1
+    """Share of training prompts held out when `val` is null."""
+    split_seed: int = 0
+    """Seed of that split and of `max_pairs`."""
+    format: str = "auto"
+    """Row format: auto, explicit, hh, messages or kwise."""
+    columns: Any = None
+    """Column mapping, our name to the file's: {prompt: question, chosen: better}."""
+    kwise_rule: KwiseRule = KwiseRule.all
+    """Which pairs a k-wise row gives; equal scores never make a pair."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    """Stop at the first bad row, or drop bad rows, count them and list them."""
+    allow_prompt_overlap: bool = False
+    """Permit prompts that stand in both training and validation."""
+    max_pairs: int | None = None
+    """Train on a random subset of this many pairs."""
+    num_workers: int = 0
+    """Data-loader processes."""
+    fetch_timeout: float = 60.0
+    """Seconds a data-loader process may take for one batch before the run stops and names it."""
+    cache_dir: str | None = None
+    """Folder of tokenised data; null is the user's cache folder."""
+    streaming: Streaming = Streaming.off
+    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` tokenise, 0 is all."""
+    streaming_store_mb: int = 256
+    """Memory of Ray's object store, in MB."""
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    """The embedded world's size and noise."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.val_fraction < 1, "data.val_fraction", "lie in (0, 1)", self.val_fraction)
+        mapped = self.columns is None or isinstance(self.columns, Mapping)
+        require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
+        require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
+        require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
+        require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)
+        least = self.streaming_store_mb >= 80
+        require(least, "data.streaming_store_mb", "be at least 80, as Ray demands", self.streaming_store_mb)
