@@ -17,9 +17,10 @@ class CurvatureReading:
 
     Args:
         top_eigenvalue: largest algebraic eigenvalue.
-        residual: ``||H v - lambda v||``; some eigenvalue lies within it of `top_eigenvalue`.
-        trace: Hutchinson's estimate over its random probes.
-        num_products: Hessian-vector products spent.
+        residual: ``||H v - (v^T H v) v||`` of the unit vector that the reading took a product of, the one it began
+            with where there was a reading before; some eigenvalue lies within it of ``v^T H v <= top_eigenvalue``.
+        trace: Hutchinson's estimate from random probes.
+        num_products: Hessian-vector products spent; numbers ``v^T H v`` from the loss alone are not counted.
         num_pairs: pairs that the loss is averaged over.
     """
 

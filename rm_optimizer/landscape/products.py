@@ -50,11 +50,10 @@ class ReverseOverReverse:
 
     def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The products, in the order of the vectors."""
-        total = torch.zeros_like(vectors)
+        sums = _Sums(self.objective, vectors)
         for batch in self.objective.batches:
-            gradient = self.objective.batch_gradient(batch, create_graph=True)
-            _add_products(self.objective, gradient, vectors, total, keep=False)
-        return total
+            sums.add(self.objective.batch_gradient(batch, create_graph=True), keep=False)
+        return sums.total()
 
 
 class KeptGraph:
@@ -71,10 +70,10 @@ class KeptGraph:
         if self._gradients is None:
             batches = self.objective.batches
             self._gradients = [self.objective.batch_gradient(batch, create_graph=True) for batch in batches]
-        total = torch.zeros_like(vectors)
+        sums = _Sums(self.objective, vectors)
         for gradient in self._gradients:
-            _add_products(self.objective, gradient, vectors, total, keep=True)
-        return total
+            sums.add(gradient, keep=True)
+        return sums.total()
 
 
 class ForwardOverReverse:
@@ -238,22 +237,30 @@ def _free_bytes(device: torch.device) -> float:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
 
 
-def _add_products(
-    objective: PairObjective, gradient: tuple[Tensor, ...], vectors: Tensor, total: Tensor, *, keep: bool
-) -> None:
-    """Add the products of one micro-batch's Hessian; parts of the gradient that no weight changes give nothing."""
-    varying = [index for index, part in enumerate(gradient) if part.requires_grad]
-    if not varying:
-        return
-    outputs = [gradient[index] for index in varying]
-    for row, vector in enumerate(vectors):
-        parts = objective.subset.unflatten(vector)
-        products = torch.autograd.grad(
-            outputs,
-            objective.parameters,
-            [parts[index] for index in varying],
-            retain_graph=keep or row + 1 < len(vectors),
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        total[row] += objective.subset.flatten(products)
+class _Sums:
+    """Products of the vectors summed over micro-batches, by parameter: one flat copy at the end, not one a batch."""
+
+    def __init__(self, objective: PairObjective, vectors: Float[Tensor, "vectors parameters"]) -> None:
+        self.objective = objective
+        self.vectors = [objective.subset.unflatten(vector) for vector in vectors]
+        self._sums = [[torch.zeros_like(parameter) for parameter in objective.parameters] for _ in vectors]
+
+    def add(self, gradient: tuple[Tensor, ...], *, keep: bool) -> None:
+        """Add the products of one micro-batch's Hessian; parts of the gradient that no weight changes give nothing."""
+        varying = [index for index, part in enumerate(gradient) if part.requires_grad]
+        if not varying:
+            return
+        for row, (parts, sums) in enumerate(zip(self.vectors, self._sums, strict=True)):
+            products = torch.autograd.grad(
+                [gradient[index] for index in varying],
+                self.objective.parameters,
+                [parts[index] for index in varying],
+                retain_graph=keep or row + 1 < len(self.vectors),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            torch._foreach_add_(sums, products)
+
+    def total(self) -> Float[Tensor, "vectors parameters"]:
+        """The sums."""
+        return torch.stack([self.objective.subset.flatten(sums) for sums in self._sums])

@@ -41,7 +41,7 @@ class Observers:
             ConfigError: naming the option.
         """
         if config.training.hessian.every is not None:
-            _require_differentiable_twice(config.hardware)
+            _require_movable_weights(config.hardware)
         require_publishable(config)
         for option, is_on, name in (
             ("training.calibration.enabled", config.training.calibration.enabled, "draw_reliability"),
@@ -55,15 +55,15 @@ class Observers:
                 )
 
 
-def _require_differentiable_twice(hardware: HardwareConfig) -> None:
-    """Refuse runs whose gradient torch cannot differentiate again: compiled backbones and sharded weights."""
+def _require_movable_weights(hardware: HardwareConfig) -> None:
+    """Refuse runs whose gradient cannot be had at weights beside the model's: compiled backbones, sharded weights."""
     for is_on, option, instead in (
         (hardware.compile, "hardware.compile=true", "hardware.compile=false"),
         (hardware.strategy.startswith("fsdp"), f"hardware.strategy={hardware.strategy}", "hardware=ddp"),
     ):
         if is_on:
             raise ConfigError(
-                f"training.hessian.every does not go with {option}, under which torch has no second derivatives; "
+                f"training.hessian.every does not go with {option}: it takes gradients at copies of the weights; "
                 f"set {instead} or training.hessian.every=null"
             )
 

@@ -182,7 +182,7 @@ def test_without_a_measurement_the_option_is_refused(small_config: Build, tmp_pa
 
 
 @pytest.mark.parametrize("option", ["hardware.compile=true", "hardware.strategy=fsdp"])
-def test_runs_without_second_derivatives_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
+def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=rf"training\.hessian\.every does not go with {option}"):
         train_reward_model(small_config(tmp_path, *WATCHED, option), observers=Observers())
 
