@@ -16,6 +16,8 @@ from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError
 
 _ROWS_OF_A_BLOCK = 16
+_MUCH = 2**-0.5
+"""Share of its length below which a vector has lost so much that rounding may have left it some of the basis."""
 
 
 class OrthonormalBasis:
@@ -46,10 +48,20 @@ class OrthonormalBasis:
         return self._blocks[-1][(self._size - 1) % _ROWS_OF_A_BLOCK]
 
     def orthogonalise(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
-        """What is left of a vector without its part in the basis; twice is enough (Giraud et al., 2005)."""
+        """What is left of a vector without its part in the basis.
+
+        The newest two vectors, which hold almost all of that part of a product, come first; then one pass over all, and
+        a second where the first took much away: twice is enough (Giraud et al., 2005; Daniel et al., 1976, Eq. 3.8).
+        """
+        for position in range(max(0, self._size - 2), self._size):
+            row = self._blocks[position // _ROWS_OF_A_BLOCK][position % _ROWS_OF_A_BLOCK]
+            vector = vector - (row @ vector) * row
         for _ in range(2):
+            before = float(vector.norm())
             for rows in self.rows():
-                vector = vector - rows.T @ (rows @ vector)
+                vector = vector.addmv(rows.T, rows @ vector, alpha=-1)
+            if float(vector.norm()) > _MUCH * before:
+                break
         return vector
 
     def combine(self, weights: Float[Tensor, "vectors basis"]) -> Float[Tensor, "vectors parameters"]:
