@@ -85,6 +85,10 @@ class Study:
         remark = f"{progress.num_products} products, largest error {progress.worst_error:.1e}"
         self.on_progress("eigenvalues", progress.num_converged, progress.num_wanted, remark)
 
+    def on_product(self, num_products: int) -> None:
+        """Products beside a Lanczos iteration's."""
+        self.on_progress("products", num_products, None, "")
+
     def on_point(self, done: int, total: int) -> None:
         """A point of a grid."""
         self.on_progress("points", done, total, "")
@@ -222,6 +226,7 @@ def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
         matrix=matrix,
         options=options,
         on_iteration=study.on_iteration,
+        on_product=study.on_product,
     )
     return Finding(spectrum, spectrum.status == SpectrumStatus.interrupted)
 

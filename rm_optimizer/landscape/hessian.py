@@ -79,6 +79,7 @@ class HessianAnalyzer:
         options: SpectrumOptions | None = None,
         start: HessianSpectrum | None = None,
         on_iteration: Callable[[Progress], None] | None = None,
+        on_product: Callable[[int], None] = lambda num_products: None,
     ) -> HessianSpectrum:
         """Eigenvalues, and where asked for trace, density and sampling error.
 
@@ -94,6 +95,7 @@ class HessianAnalyzer:
             options: what else to find, and how exactly.
             start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
             on_iteration: told after each product of `lanczos`.
+            on_product: told the products spent so far by other methods, and by what follows the eigenvalues.
 
         Raises:
             ConfigError: if an option is unknown or does not fit, or the model cannot be differentiated twice.
@@ -105,8 +107,11 @@ class HessianAnalyzer:
         options, began = options or SpectrumOptions(), time.perf_counter()
         with self._measuring(pairs, num_pairs) as objective:
             operator = make_operator(objective, kind, options)
+            if method != "lanczos":
+                operator.on_product = on_product
             vectors = None if start is None else start.eigenvectors
             found = solve(operator, method, top_k, options, seed=self.seed, start=vectors, on_iteration=on_iteration)
+            operator.on_product = on_product
             extra = _Extra() if found.is_interrupted else _extras(operator, found, options, self.seed)
             return self._spectrum(operator, kind, method, found, extra, time.perf_counter() - began)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.products import ProductName, choose_product
+
+VECTORS_AT_ONCE = 4
+"""Rows that are multiplied together: they share what is computed once, and memory grows with them."""
 
 OutputCurvature = Literal["gauss_newton", "fisher"]
 
@@ -54,11 +58,12 @@ class MatrixOperator:
 
 
 class _LossOperator:
-    """What operators of a loss have in common."""
+    """What operators of a loss have in common: `on_product` is told how many products have been spent."""
 
     def __init__(self, objective: PairObjective) -> None:
         self.objective = objective
         self.num_products = 0
+        self.on_product: Callable[[int], None] = lambda num_products: None
         self.dimension = objective.subset.num_parameters
         self.dtype = objective.dtype
         self.device = objective.device
@@ -74,9 +79,12 @@ class _LossOperator:
             TrainingDiverged: if a product is not finite.
         """
         self.objective.require_still()
-        self.num_products += len(vectors)
-        products = self.objective.summed(self._local(vectors.to(self.device, self.dtype)))
-        return self.objective.checked(products)
+        products = []
+        for part in torch.split(vectors.to(self.device, self.dtype), VECTORS_AT_ONCE):
+            products.append(self.objective.summed(self._local(part)))
+            self.num_products += len(part)
+            self.on_product(self.num_products)
+        return self.objective.checked(torch.cat(products))
 
 
 class HessianOperator(_LossOperator):

@@ -24,8 +24,6 @@ GRAPH_SHARE = 0.5
 """Largest share of the free memory that kept graphs may take."""
 TRIAL_TOKENS = 1024
 """Tokens of the micro-batch that the ways are tried on, at least."""
-VECTORS_AT_ONCE = 4
-"""Vectors of one batched forward-over-reverse pass; memory grows with it."""
 
 
 class Product(Protocol):
@@ -97,9 +95,7 @@ class ForwardOverReverse:
         """The products, in the order of the vectors."""
         total = torch.zeros_like(vectors)
         for batch in self.objective.batches:
-            for start in range(0, len(vectors), VECTORS_AT_ONCE):
-                part = slice(start, start + VECTORS_AT_ONCE)
-                total[part] += self._products(batch, vectors[part])
+            total += self._products(batch, vectors)
         return total
 
     def _products(self, batch: AnyPairBatch, vectors: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.landscape.density import Combine, Terms
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 
-_NEEDS_ALL = "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or density_probes"
+_NEEDS_ALL = (
+    "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or density_probes (--type density)"
+)
 
 
 @dataclass(frozen=True)

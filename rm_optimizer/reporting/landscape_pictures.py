@@ -136,8 +136,14 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
         if index < _SHOWN or index >= total - _SHOWN:
             rows[f"eigenvalue {index + 1}"] = _eigenvalue(result, index, value)
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
+    lacking: dict[str | None, list[str]] = {}
     for name, quantity in summarise(result).items():
-        rows[name.replace("_", " ")] = _quantity(quantity)
+        label = name.replace("_", " ")
+        if quantity.estimate is None:
+            lacking.setdefault(quantity.reason, []).append(label)
+        else:
+            rows[label] = _quantity(quantity)
+    rows |= {", ".join(names): f"n/a: {reason}" for reason, names in lacking.items()}
     return rows
 
 

@@ -32,6 +32,7 @@ class SpectrumMethod(StrEnum):
     power_iteration = "power_iteration"
     full = "full"
     gauss_newton_exact = "gauss_newton_exact"
+    pyhessian = "pyhessian"
 
 
 class DirectionKind(StrEnum):
@@ -71,7 +72,7 @@ class LandscapeConfig:
     dtype: Precision = Precision.float32
     """float32, or float64 for four times the time."""
     method: SpectrumMethod = SpectrumMethod.lanczos
-    """lanczos, power_iteration, full (small models), or gauss_newton_exact, which is of that matrix alone."""
+    """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra)."""
     top_k: int = 20
     """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
     num_sampled: int = 0
