@@ -15,7 +15,7 @@ from torch import Tensor
 from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError
 
-_ROWS_OF_A_BLOCK = 16
+_ROWS_OF_A_BLOCK = 8
 _MUCH = 2**-0.5
 """Share of its length below which a vector has lost so much that rounding may have left it some of the basis."""
 
@@ -68,7 +68,10 @@ class OrthonormalBasis:
         """Linear combinations of the vectors."""
         blocks = self.rows()
         parts = torch.split(weights.to(blocks[0]), [len(rows) for rows in blocks], dim=1)
-        return torch.stack([part @ rows for part, rows in zip(parts, blocks, strict=True)]).sum(dim=0)
+        total = blocks[0].new_zeros(len(weights), blocks[0].shape[1])
+        for part, rows in zip(parts, blocks, strict=True):
+            total.addmm_(part, rows)
+        return total
 
     def orthogonality_loss(self) -> float:
         """Largest entry of `Q Q^T - I` in magnitude."""
