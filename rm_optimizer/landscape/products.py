@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -67,13 +67,17 @@ class KeptGraph:
 
     def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The products, in the order of the vectors."""
+        sums = _Sums(self.objective, vectors)
+        for gradient in self.build():
+            sums.add(gradient, keep=True)
+        return sums.total()
+
+    def build(self) -> list[tuple[Tensor, ...]]:
+        """The micro-batches' gradients with their graphs."""
         if self._gradients is None:
             batches = self.objective.batches
             self._gradients = [self.objective.batch_gradient(batch, create_graph=True) for batch in batches]
-        sums = _Sums(self.objective, vectors)
-        for gradient in self._gradients:
-            sums.add(gradient, keep=True)
-        return sums.total()
+        return self._gradients
 
 
 class ForwardOverReverse:
@@ -129,9 +133,8 @@ class ProductChoice:
     reason: str = "asked for"
 
 
-WAYS: dict[str, Callable[[PairObjective], Product]] = {
-    way.name: way for way in (KeptGraph, ReverseOverReverse, ForwardOverReverse)
-}
+Way: TypeAlias = KeptGraph | ReverseOverReverse | ForwardOverReverse
+WAYS: dict[str, type[Way]] = {way.name: way for way in (KeptGraph, ReverseOverReverse, ForwardOverReverse)}
 
 
 def choose_product(
@@ -158,20 +161,26 @@ def choose_product(
 
 def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> ProductChoice:
     trial = _trial(objective)
-    needed = graph_bytes(objective)
-    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     trial.gradient()
     gradient_seconds = _seconds(trial.gradient, objective.device)
+    kept = KeptGraph(trial)
+    needed = graph_bytes(objective, kept)
+    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     fits = needed <= free
-    # with the graph kept a product takes two thirds of the operations of the others, so that one of them is beside it
+    ways: list[Way] = [ReverseOverReverse(trial), ForwardOverReverse(trial)]
+    ways[:0] = [kept] if fits else []
+    del kept
     costs: dict[str, float] = {}
-    for name in ("kept_graph", "reverse") if fits else ("reverse", "forward"):
-        seconds = _trial_seconds(WAYS[name](trial))
-        if seconds is not None:
-            costs[name] = seconds / gradient_seconds
+    for way in ways:
+        try:
+            costs[way.name] = _trial_seconds(way) / gradient_seconds
+        except (RuntimeError, NotImplementedError):  # what autograd raises for an operation it cannot differentiate so
+            continue
+        if way.name == KeptGraph.name:
+            break  # the others take half as many operations again
     best = min(costs, key=costs.__getitem__)
-    note = "" if fits else f"; graphs of {needed / 1e9:.1f} GB do not fit"
-    return ProductChoice(WAYS[best](objective), costs, needed, f"cheapest of those tried{note}")
+    note = "fit" if fits else "do not fit"
+    return ProductChoice(WAYS[best](objective), costs, needed, f"graphs of {needed / 1e9:.1f} GB {note} into memory")
 
 
 def _trial(objective: PairObjective) -> PairObjective:
@@ -181,15 +190,12 @@ def _trial(objective: PairObjective) -> PairObjective:
     return PairObjective(objective.model, [chosen], objective.loss, objective.subset, group=None)
 
 
-def _trial_seconds(product: Product) -> float | None:
-    """Seconds of a product after a first one, or None where the model cannot be differentiated this way."""
-    objective: PairObjective = product.objective  # type: ignore[attr-defined]
+def _trial_seconds(product: Way) -> float:
+    """Seconds of a product after a first one."""
+    objective = product.objective
     vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
-    try:
-        product(vector)
-        return _seconds(lambda: product(vector), objective.device)
-    except (RuntimeError, NotImplementedError):  # what autograd raises for an operation it cannot differentiate so
-        return None
+    product(vector)
+    return _seconds(lambda: product(vector), objective.device)
 
 
 def _seconds(compute: Callable[[], object], device: torch.device) -> float:
@@ -205,9 +211,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def graph_bytes(objective: PairObjective) -> int:
-    """Memory that the graphs of all gradients take, from the tensors that one saves, with a quarter to spare."""
-    trial = _trial(objective)
+def graph_bytes(objective: PairObjective, kept: KeptGraph) -> int:
+    """Memory that the graphs of all gradients take, from the tensors that one saves, with a quarter to spare.
+
+    Args:
+        objective: the loss.
+        kept: of one micro-batch of it, whose graph is built here.
+    """
     sizes: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -216,12 +226,11 @@ def graph_bytes(objective: PairObjective) -> int:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = trial.batch_gradient(trial.batches[0], create_graph=True)
+        kept.build()
     weights = {parameter.untyped_storage().data_ptr() for parameter in objective.model.parameters()}
     saved = sum(size for address, size in sizes.items() if address not in weights)
-    del kept
     tokens = sum(batch.num_padded_tokens for batch in objective.batches)
-    return int(1.25 * saved * tokens / trial.batches[0].num_padded_tokens)
+    return int(1.25 * saved * tokens / sum(batch.num_padded_tokens for batch in kept.objective.batches))
 
 
 def _free_bytes(device: torch.device) -> float:
