@@ -12,6 +12,7 @@ from torch.func import functional_call
 from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.landscape.forward import RewardsModule
 from rm_optimizer.landscape.objective import PairObjective
+from rm_optimizer.landscape.vectors import inner
 
 LARGEST_MOVE = {torch.float32: 4e-4, torch.float64: 2e-6}
 """Most that any one weight moves for a product, in root mean squares of the weights: little, so that the curvature
@@ -69,7 +70,7 @@ class GradientDifferences:
         step = LARGEST_MOVE_FOR_A_NUMBER[self.dtype] * self._weight_size / largest
         point = self._moved(step * vector)
         shares = [self._share(point, batch) for batch in self.objective.batches]
-        return 2 * (self._summed(shares) - self._loss - step * float(gradient @ vector)) / step**2
+        return 2 * (self._summed(shares) - self._loss - step * inner(gradient, vector)) / step**2
 
     @cached_property
     def _gradient(self) -> Tensor:

@@ -16,8 +16,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import OutputCurvature
 from rm_optimizer.landscape.pair_gradients import curvature_rows
-
-_COLUMNS_AT_ONCE = 1 << 20
+from rm_optimizer.landscape.vectors import inner_products, unit
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def gauss_newton_exact(
     rows = _Rows(objective, curvature, memory_bytes)
     gram = torch.zeros(rows.count, rows.count, dtype=torch.float64)
     for block in rows:
-        gram += _inner(block)
+        gram += inner_products([block])
     objective.checked(gram)
     values, small = torch.linalg.eigh(gram)
     values, small = values.flip(0).clamp(min=0), small.flip(1)
@@ -138,10 +137,8 @@ class _Rows:
 
     def combined(self, weights: Tensor) -> Tensor:
         """Unit vectors along combinations of the rows."""
-        parts = [weights.to(block) @ block for block in self]
-        vectors = torch.cat(parts, dim=1)
-        length = vectors.norm(dim=1, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny)
-        return torch.div(vectors, length)
+        vectors = torch.cat([weights.to(block) @ block for block in self], dim=1)
+        return torch.stack([unit(vector) for vector in vectors])
 
     def _block(self, span: tuple[int, int], rows_most: int) -> Tensor:
         parameters, inner = _covering(self.objective, span)
@@ -168,9 +165,3 @@ def _covering(objective: PairObjective, span: tuple[int, int]) -> tuple[list[Ten
         start = stop
     assert first is not None, "a span lies inside the parameters"
     return chosen, slice(span[0] - first, span[1] - first)
-
-
-def _inner(block: Tensor) -> Tensor:
-    """`B B^T` with sums over long stretches in float64."""
-    parts = torch.split(block, _COLUMNS_AT_ONCE, dim=1)
-    return torch.stack([(part @ part.T).double() for part in parts]).sum(dim=0).cpu()

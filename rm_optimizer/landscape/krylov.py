@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.landscape.vectors import inner, inner_products, length
 
 _ROWS_OF_A_BLOCK = 8
 _MUCH = 2**-0.5
@@ -55,12 +56,12 @@ class OrthonormalBasis:
         """
         for position in range(max(0, self._size - 2), self._size):
             row = self._blocks[position // _ROWS_OF_A_BLOCK][position % _ROWS_OF_A_BLOCK]
-            vector = vector - (row @ vector) * row
+            vector = vector - inner(row, vector) * row
         for _ in range(2):
-            before = float(vector.norm())
+            before = length(vector)
             for rows in self.rows():
                 vector = vector.addmv(rows.T, rows @ vector, alpha=-1)
-            if float(vector.norm()) > _MUCH * before:
+            if length(vector) > _MUCH * before:
                 break
         return vector
 
@@ -75,9 +76,8 @@ class OrthonormalBasis:
 
     def orthogonality_loss(self) -> float:
         """Largest entry of `Q Q^T - I` in magnitude."""
-        blocks = self.rows()  # block by block: the basis may be most of what memory holds
-        gram = torch.cat([torch.cat([row @ column.T for column in blocks], dim=1) for row in blocks]).double()
-        return float((gram - torch.eye(len(gram), dtype=torch.float64, device=gram.device)).abs().max())
+        gram = inner_products(self.rows())
+        return float((gram - torch.eye(len(gram), dtype=torch.float64)).abs().max())
 
 
 @dataclass

@@ -16,6 +16,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.krylov import KrylovState
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
+from rm_optimizer.landscape.vectors import inner, length, unit
 
 End = Literal["largest", "smallest", "magnitude", "both"]
 """Which eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
@@ -110,7 +111,7 @@ def lanczos(
     limit = min(operator.dimension, max_products or 40 + 8 * wanted)
     random = RandomVectors(operator, seed)
     if not len(state.basis):
-        state.basis.append(_unit(random.normals(1)[0] if start is None else start.to(operator.dtype).sum(dim=0)))
+        state.basis.append(unit(random.normals(1)[0] if start is None else start.to(operator.dtype).sum(dim=0)))
     while True:
         selected = _select(state, top_k, which) if state.diagonal else np.empty(0, int)
         _, relative = _errors(operator, state, selected)
@@ -143,9 +144,9 @@ def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVector
     """Spend one product, and add the next basis vector where there is one; at random where the space is used up."""
     product = operator.apply(state.basis.last()[None])[0]
     state.num_products += 1
-    along = float(product.double() @ state.basis.last().double())
+    along = inner(product, state.basis.last())
     rest = state.basis.orthogonalise(product)
-    norm = float(rest.double().norm())
+    norm = length(rest)
     scale = max(map(abs, (*state.diagonal, *state.off_diagonal, along)))
     exhausted = norm <= (_BREAKDOWN if operator.dtype == torch.float32 else 1e-12) * scale or norm == 0
     state.diagonal.append(along)
@@ -155,7 +156,7 @@ def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVector
     if exhausted:
         state.num_restarts += 1
         rest = state.basis.orthogonalise(random.normals(1)[0])
-    state.basis.append(_unit(rest))
+    state.basis.append(unit(rest))
 
 
 def _select(state: KrylovState, top_k: int, which: End) -> NDArray[np.int64]:
@@ -232,7 +233,3 @@ def _eigenpairs(
         num_products=state.num_products,
         orthogonality_loss=state.basis.orthogonality_loss(),
     )
-
-
-def _unit(vector: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vector, dim=-1)

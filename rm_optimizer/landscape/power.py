@@ -10,6 +10,7 @@ from rm_optimizer.landscape.combined import DeflatedOperator
 from rm_optimizer.landscape.lanczos import Eigenpairs
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
+from rm_optimizer.landscape.vectors import unit
 
 
 def power_iteration(
@@ -54,7 +55,7 @@ def _dominant(
     operator: DeflatedOperator, start: Tensor, tolerance: float, max_products: int
 ) -> tuple[Tensor, float, float, int]:
     """Unit vector, its Rayleigh quotient and residual, and the products spent."""
-    vector = _unit(operator.project(start))
+    vector = unit(operator.project(start)[0])[None]
     products = 0
     while True:
         image = operator.apply(vector)
@@ -63,8 +64,4 @@ def _dominant(
         residual = float((image.double() - value * vector.double()).norm())
         if residual <= tolerance * abs(value) or products >= max_products or not image.any():
             return vector, value, residual, products
-        vector = _unit(operator.project(image))
-
-
-def _unit(vector: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vector, dim=-1)
+        vector = unit(operator.project(image)[0])[None]

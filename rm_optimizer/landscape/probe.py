@@ -19,6 +19,7 @@ from rm_optimizer.landscape.differences import GradientDifferences
 from rm_optimizer.landscape.lanczos import lanczos
 from rm_optimizer.landscape.objective import measuring
 from rm_optimizer.landscape.random_vectors import RandomVectors
+from rm_optimizer.landscape.vectors import inner, length, unit
 from rm_optimizer.schema import LossConfig
 
 FIRST_PRODUCTS = 10
@@ -59,7 +60,7 @@ def measure_curvature(
             top = _found(hessian, seed) if start is None else _two_steps(hessian, start)
             start = top.vector
             probe = RandomVectors(hessian, seed + len(probes) + 1).signs(1)[0]
-            probes.append(hessian.along(probe.sub_(start, alpha=float(start @ probe))))
+            probes.append(hessian.along(probe.sub_(start, alpha=inner(start, probe))))
             return CurvatureReading(
                 top_eigenvalue=top.value,
                 residual=top.residual,
@@ -87,15 +88,14 @@ def _found(hessian: GradientDifferences, seed: int) -> _Top:
 def _two_steps(hessian: GradientDifferences, start: Float[Tensor, " parameters"]) -> _Top:
     """The larger Ritz value of the plane of a vector and its product; the residual is that of the vector."""
     rest = hessian.apply(start[None])[0]
-    size, along = float(rest.norm()), float(start @ rest)
-    residual = float(rest.sub_(start, alpha=along).norm())
+    size, along = length(rest), inner(start, rest)
+    residual = length(rest.sub_(start, alpha=along))
     if residual <= _EXHAUSTED * size or hessian.dimension == 1:
         return _Top(along, start, residual)
     direction = rest.div_(residual)
     values, vectors = np.linalg.eigh([[along, residual], [residual, hessian.along(direction)]])
     first, second = vectors[:, -1].tolist()
-    vector = torch.nn.functional.normalize(first * start + second * direction, dim=0)
-    return _Top(float(values[-1]), vector, residual)
+    return _Top(float(values[-1]), unit(first * start + second * direction), residual)
 
 
 def _standard_error(probes: Sequence[float]) -> float | None:
