@@ -1,10 +1,11 @@
 """Hessian-vector products, time and memory of a reward model's spectrum, beside PyHessian's.
 
 Models of 5M parameters, a BERT-shaped encoder and a Llama-shaped decoder, trained for `--steps` steps from a random
-start with a Bradley-Terry loss; then the curvature of that loss over 64 of the training pairs, of varying lengths, in
-float32. Both sides differentiate the same micro-batches with the same attention, and PyHessian keeps the gradient's
-graph, which is its fastest way. Seconds are those of the process on one thread (`time.process_time`), which other work
-on the machine does not lengthen much; sides take turns, and ratios are medians over `--rounds`.
+start with a Bradley-Terry loss on all pairs of at most `--train-length` tokens; then the curvature of that loss over 64
+of them, of varying lengths up to `--max-length`, in float32. Both sides differentiate the same micro-batches with the
+same attention, and PyHessian keeps the gradient's graph, which is its fastest way. Seconds are those of the process on
+one thread (`time.process_time`), which other work on the machine does not lengthen much; sides take turns, and ratios
+are medians over `--rounds`.
 
 The truth is a Lanczos run in float64 to 1e-5. An error is the largest relative one of the ten eigenvalues of largest
 magnitude, both lists in descending order. `speedup_at_equal_accuracy_top10` is against PyHessian with a smaller `tol`
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -103,6 +104,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--num-pairs", type=int, default=64, help="pairs that the loss is averaged over")
     parser.add_argument("--max-length", type=int, default=64, help="tokens of the longest pair that is taken")
+    parser.add_argument("--train-length", type=int, default=128, help="tokens of the longest pair that is trained on")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size; fewer for a quick look")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300, help="training steps before the measurement")
@@ -291,9 +293,8 @@ def measure_growth(args: argparse.Namespace, subject: Subject) -> Results:
     results: Results = {}
     for k in (args.top_k // 2, args.top_k, 2 * args.top_k):
         results |= cost(f"k_{k}", subject, k)
-    collator = subject.macro.collator
     for count in (args.num_pairs // 4, args.num_pairs // 2):
-        part = Subject(subject.name, subject.model, some(collator, count), subject.macro)
+        part = replace(subject, batches=some(subject.measured, count))
         results |= cost(f"pairs_{count}", part, args.top_k)
     whole = results[f"seconds_per_product_k_{args.top_k}"]
     results["growth_exponent_pairs"] = math.log2(whole / results[f"seconds_per_product_pairs_{args.num_pairs // 2}"])

@@ -32,7 +32,7 @@ EVERY = 50
 def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
     """The largest eigenvalues with their residuals, and the time they took."""
     model = BradleyTerryRM.from_pretrained(args.minilm, max_length=512)
-    batches = some(fitting(args, model, load_pairs(args), args.num_pairs), args.num_pairs)
+    batches = some(fitting(model, load_pairs(args), args.max_length, args.num_pairs), args.num_pairs)
     tokens = sum(batch.num_padded_tokens for batch in batches)
     began = time.process_time()
 

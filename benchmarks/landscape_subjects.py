@@ -26,7 +26,8 @@ from rm_optimizer.schema.data import SyntheticConfig
 SHAPES = {"encoder": ("bert", 4.0), "decoder": ("llama", 2.6875)}
 """Architecture, and width of the feed-forward layers over the hidden size."""
 VOCABULARY = 8192
-TRAINING_PAIRS, BATCH_SIZE, LEARNING_RATE = 512, 16, 3e-4
+BATCH_SIZE, LEARNING_RATE = 16, 3e-4
+SYNTHETIC_PAIRS = 2048
 TOKEN_BUDGET = 2048
 
 
@@ -37,7 +38,8 @@ class Subject:
     Args:
         name: its key in `SHAPES`.
         model: the reward model.
-        batches: the fixed pairs.
+        measured: training pairs that are short enough to be measured.
+        batches: the first of them, which are.
         macro: training batches, by step.
         optimizer: the model's.
         step: optimizer steps taken.
@@ -45,6 +47,7 @@ class Subject:
 
     name: str
     model: BradleyTerryRM
+    measured: PairCollator
     batches: list[AnyPairBatch]
     macro: MacroBatches
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -66,14 +69,14 @@ class Subject:
         self.optimizer.zero_grad()
 
 
-def fitting(args: argparse.Namespace, model: BradleyTerryRM, dataset: PreferenceDataset, count: int) -> PairCollator:
-    """Pairs whose responses end within `--max-length` tokens, drawn once."""
+def fitting(model: BradleyTerryRM, dataset: PreferenceDataset, max_length: int, least: int) -> PairCollator:
+    """Pairs whose responses end within so many tokens, in an order drawn once."""
     tokens = tokenize_pairs(dataset.pairs, model.renderer, None)
     longest = [max(len(tokens.chosen(i)), len(tokens.rejected(i))) for i in range(len(tokens))]
-    fit = np.flatnonzero(np.array(longest) <= args.max_length)
-    if len(fit) < args.num_pairs:
-        raise SystemExit(f"{len(fit)} pairs fit in --max-length {args.max_length}, expected at least {args.num_pairs}")
-    drawn = np.sort(np.random.default_rng(0).permutation(fit)[:count])
+    fit = np.flatnonzero(np.array(longest) <= max_length)
+    if len(fit) < least:
+        raise SystemExit(f"{len(fit)} pairs end within {max_length} tokens, expected at least {least}")
+    drawn = np.random.default_rng(0).permutation(fit)
     pairs = [dataset.pairs[index] for index in tokens.pair_index[drawn].tolist()]
     return PairCollator(tokenize_pairs(pairs, model.renderer, None), pairs, model.renderer.pad_token_id)
 
@@ -88,7 +91,7 @@ def load_pairs(args: argparse.Namespace) -> PreferenceDataset:
     """The pairs of `--pairs`, or the synthetic ones."""
     if args.pairs:
         return PreferenceDataset.load(args.pairs)
-    return PreferenceDataset(synthetic_world(SyntheticConfig(num_train=4 * TRAINING_PAIRS, num_val=2)).train)
+    return PreferenceDataset(synthetic_world(SyntheticConfig(num_train=SYNTHETIC_PAIRS, num_val=2)).train)
 
 
 def prepare(args: argparse.Namespace, name: str, hidden: int | None = None) -> Subject:
@@ -106,13 +109,18 @@ def prepare(args: argparse.Namespace, name: str, hidden: int | None = None) -> S
         "max_position_embeddings": 512,
     }
     model = BradleyTerryRM.from_config(shape, tokenizer, max_length=512, seed=0)
-    collator = fitting(args, model, dataset, TRAINING_PAIRS)
-    macro = MacroBatches(collator, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
-    subject = Subject(name, model, some(collator, args.num_pairs), macro)
+    measured = fitting(model, dataset, args.max_length, args.num_pairs)
+    trained = fitting(model, dataset, max(args.train_length, args.max_length), BATCH_SIZE)
+    macro = MacroBatches(trained, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
+    subject = Subject(name, model, measured, some(measured, args.num_pairs), macro)
     subject.train(args.steps)
     tokens = sum(batch.num_padded_tokens for batch in subject.batches)
     count = sum(p.numel() for p in model.parameters())
-    print(f"{name}: {count:,} parameters, {sum(b.num_pairs for b in subject.batches)} pairs, {tokens:,} padded tokens")
+    print(
+        f"{name}: {count:,} parameters trained on {len(trained.tokenized):,} pairs; measured on "
+        f"{sum(b.num_pairs for b in subject.batches)}, {tokens:,} padded tokens",
+        flush=True,
+    )
     return subject
 
 
