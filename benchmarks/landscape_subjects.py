@@ -75,7 +75,7 @@ def fitting(model: BradleyTerryRM, dataset: PreferenceDataset, max_length: int, 
     longest = [max(len(tokens.chosen(i)), len(tokens.rejected(i))) for i in range(len(tokens))]
     fit = np.flatnonzero(np.array(longest) <= max_length)
     if len(fit) < least:
-        raise SystemExit(f"{len(fit)} pairs end within {max_length} tokens, expected at least {least}")
+        raise SystemExit(f"{len(fit)} pairs fit in --max-length {max_length}, expected at least {least}; raise it")
     drawn = np.random.default_rng(0).permutation(fit)
     pairs = [dataset.pairs[index] for index in tokens.pair_index[drawn].tolist()]
     return PairCollator(tokenize_pairs(pairs, model.renderer, None), pairs, model.renderer.pad_token_id)
