@@ -97,6 +97,7 @@ async def _serve(options: ServeOptions) -> None:
     import uvicorn
 
     from rm_optimizer.serving.app import create_app
+    from rm_optimizer.serving.bounded_headers import BoundedHeaders
     from rm_optimizer.serving.receiver import WeightReceiver
     from rm_optimizer.serving.service import RewardService
     from rm_optimizer.serving.transformers_engine import TransformersEngine
@@ -110,7 +111,9 @@ async def _serve(options: ServeOptions) -> None:
     service = RewardService(TransformersEngine(worker), model_name=name, max_queued_tokens=options.max_queued_tokens)
     receiver = WeightReceiver(service.engine, root=options.weights_root)
     app = create_app(service, api_key=options.api_key, routers=[weight_router(receiver)])
-    config = uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", access_log=False)
+    config = uvicorn.Config(
+        app, host=options.host, port=options.port, http=BoundedHeaders, log_level="warning", access_log=False
+    )
     try:
         await _run(uvicorn.Server(config), service, options)
     finally:

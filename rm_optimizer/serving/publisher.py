@@ -6,9 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from types import TracebackType
-from typing import Any
 
 import httpx
 from pydantic import ValidationError
@@ -22,33 +20,31 @@ from rm_optimizer.serving.outgoing import Cargo, Outgoing, outgoing
 from rm_optimizer.serving.protocol import (
     Abort,
     Begin,
-    Commit,
     Outcome,
     OutcomeStatus,
     RewardModelTrainingMode,
     Transport,
     WeightProbe,
-    WireModel,
 )
 from rm_optimizer.serving.receiver import WeightStatus
 from rm_optimizer.serving.retries import (
-    RETRIED_ERRORS,
     RETRIED_STATUSES,
     Deadline,
     RewardServerRefused,
     RewardServerUnavailable,
     is_loopback,
-    refusal,
-    retry_after,
 )
 from rm_optimizer.serving.sent_tensors import manifest, sent_tensors, weight_probe
+from rm_optimizer.serving.update_messages import CommitUnanswered, UpdateMessages
 
 ATTEMPTS = 3
 """Times that a whole update is tried, where the server forgot it or the transfer broke."""
+GIVING_UP_SECONDS = 5.0
+"""Time that the server has to say how an update ended that failed here."""
 
 
 class PublishFailed(RMOptimizerError):
-    """New weights do not serve; those before do. The text holds the server's reason."""
+    """New weights do not serve, and those before do; or whether they do is unknown. The text says which, and why."""
 
 
 class RMPublisherAdapter:
@@ -82,6 +78,7 @@ class RMPublisherAdapter:
         self.timeout_seconds = timeout_seconds
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = httpx.Client(headers=headers, trust_env=not is_loopback(self.url))
+        self._messages = UpdateMessages(self.url, self._http)
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
         """Make the weights serve, and return how that went once they do.
@@ -91,7 +88,8 @@ class RMPublisherAdapter:
             version: their name on the server.
 
         Raises:
-            PublishFailed: if the server refuses them or does not take them in time; the old ones serve on.
+            PublishFailed: if the server refuses them or does not take them in time, so that the old ones serve on; or
+                if it was lost while it swapped them in, which the text then says.
             ConfigError: if the mode does not suit the model, or the version's name the protocol.
         """
         model = weights if isinstance(weights, BradleyTerryRM) else None
@@ -103,10 +101,12 @@ class RMPublisherAdapter:
             try:
                 return self._attempt(cargo, probe, version, batch_id, deadline)
             except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
-                reason = self._given_up(batch_id, error)
+                ended = self._given_up(batch_id, version, error)
+                if isinstance(ended, Outcome):
+                    return ended
                 if attempt == ATTEMPTS or not _may_help_again(error):
-                    raise PublishFailed(f"weights {version} do not serve at {self.url}: {reason}") from error
-                time.sleep(self._pause(deadline, reason, version))
+                    raise ended from error
+                time.sleep(_pause(deadline, ended))
         raise AssertionError("the last attempt returns or raises")
 
     def status(self) -> WeightStatus:
@@ -115,7 +115,7 @@ class RMPublisherAdapter:
         Raises:
             RMOptimizerError: if the server does not say.
         """
-        answer = self._request("GET", "status", Deadline(self.url, self.timeout_seconds))
+        answer = self._messages.request("GET", "status", Deadline(self.url, self.timeout_seconds))
         return WeightStatus.model_validate(answer.json())
 
     def close(self) -> None:
@@ -133,19 +133,19 @@ class RMPublisherAdapter:
     def _attempt(
         self, cargo: Cargo, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
     ) -> Outcome:
-        status = WeightStatus.model_validate(self._request("GET", "status", deadline).json())
+        status = WeightStatus.model_validate(self._messages.request("GET", "status", deadline).json())
         with outgoing(self.transport, cargo, status, host=self.host, timeout_seconds=deadline.left) as way_out:
             begin = self._announcement(cargo, probe, version, batch_id, way_out, deadline)
-            self._post("begin", begin, deadline)
+            self._messages.post("begin", begin, deadline)
 
             def upload(body: Iterator[bytes], size: int) -> None:
                 headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-                self._request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
+                self._messages.request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
 
             way_out.send(cargo, upload)
-            outcome = Outcome.model_validate(self._post("commit", Commit(batch_id=batch_id), deadline).json())
+            outcome = self._messages.commit(batch_id, deadline)
         if outcome.status is not OutcomeStatus.committed:
-            raise PublishFailed(f"weights {version} do not serve at {self.url}: {_reason(outcome)}")
+            raise self._do_not_serve(version, _reason(outcome))
         return outcome
 
     def _announcement(
@@ -173,65 +173,40 @@ class RMPublisherAdapter:
             first = error.errors()[0]
             raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
 
-    def _given_up(self, batch_id: str, error: RMOptimizerError) -> str:
-        """Tell the server that nothing more will come; the best reason that anybody knows."""
+    def _given_up(self, batch_id: str, version: str, error: RMOptimizerError) -> Outcome | PublishFailed:
+        """Tell the server that nothing more will come; how the update ended, by the best reason that anybody knows."""
         abort = Abort(batch_id=batch_id, reason=str(error)[:500])
-        with suppress(RMOptimizerError, httpx.HTTPError):
-            outcome = Outcome.model_validate(self._post("abort", abort, Deadline(self.url, 5.0)).json())
-            if outcome.status is not OutcomeStatus.aborted and outcome.error is not None:
-                return outcome.error.message
-        return str(error)
-
-    def _pause(self, deadline: Deadline, reason: str, version: str) -> float:
         try:
-            return deadline.pause(reason)
-        except RewardServerUnavailable as error:
-            raise PublishFailed(f"weights {version} do not serve at {self.url}: {reason}") from error
+            answer = self._messages.post("abort", abort, Deadline(self.url, GIVING_UP_SECONDS))
+        except RMOptimizerError as silence:
+            is_told = isinstance(silence, RewardServerRefused) and silence.status < 500  # it has no such update
+            if isinstance(error, CommitUnanswered) and not is_told:
+                return PublishFailed(
+                    f"whether weights {version} serve at {self.url} is unknown: all of them were sent, and how their "
+                    f"swap ended was never answered; ask GET {self.url}/rm/weights/status, or publish again: {error}"
+                )
+            return self._do_not_serve(version, str(error))
+        outcome = Outcome.model_validate(answer.json())
+        if outcome.status is OutcomeStatus.committed:  # its answer was lost
+            return outcome
+        is_refused = outcome.status is OutcomeStatus.refused
+        return self._do_not_serve(version, _reason(outcome) if is_refused else str(error))
 
-    def _post(self, route: str, message: WireModel, deadline: Deadline) -> httpx.Response:
-        return self._request("POST", route, deadline, json=message.model_dump(mode="json"))
+    def _do_not_serve(self, version: str, reason: str) -> PublishFailed:
+        return PublishFailed(f"weights {version} do not serve at {self.url}: {reason}")
 
-    def _request(self, method: str, route: str, deadline: Deadline, **content: Any) -> httpx.Response:
-        """An answer that is a success; repeated messages are safe, as they carry the update's id.
 
-        Raises:
-            RewardServerRefused: if the server refuses.
-            RewardServerUnavailable: if it does not answer in time.
-        """
-        while True:
-            wait = None
-            try:
-                url = f"{self.url}/rm/weights/{route}"
-                response = self._http.request(method, url, timeout=deadline.timeout(), **content)
-            except RETRIED_ERRORS as error:
-                if "content" in content:  # a body is read once; the update is tried again as a whole
-                    raise TransferFailed(f"the upload broke off: {error}") from error
-                reason = f"{type(error).__name__} {error}".strip()
-            except httpx.HTTPError as error:
-                raise RewardServerUnavailable(f"{self.url}: {type(error).__name__} {error}") from error
-            else:
-                if response.is_success:
-                    return response
-                failure = refusal(response)
-                if response.status_code not in RETRIED_STATUSES or _is_outcome(response):
-                    raise failure
-                reason, wait = str(failure), retry_after(response)
-            time.sleep(deadline.pause(reason, wait))
+def _pause(deadline: Deadline, failure: PublishFailed) -> float:
+    try:
+        return deadline.pause(str(failure))
+    except RewardServerUnavailable as error:
+        raise failure from error
 
 
 def _may_help_again(error: RMOptimizerError) -> bool:
     """Whether the whole update may pass a second time: it broke off, was forgotten, or its worker died."""
     died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
     return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") == "UnknownUpdate"
-
-
-def _is_outcome(response: httpx.Response) -> bool:
-    """Whether an answer says how an update ended: the same message again gets the same answer."""
-    try:
-        Outcome.model_validate_json(response.content)
-    except ValidationError:
-        return False
-    return True
 
 
 def _reason(outcome: Outcome) -> str:

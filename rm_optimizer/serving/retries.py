@@ -14,7 +14,8 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtra("httpx", "serve") from error
 
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+RETRIED_STATUSES = frozenset({429, 503})
+"""Our server's ways to say later. 502 and 504 are a proxy's, which does not say whether the server was reached."""
 RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """Connections that were refused, broke or did not come about. A connection that stays silent is waited for."""
 FIRST_DELAY_SECONDS = 0.05
@@ -98,7 +99,8 @@ def refusal(response: httpx.Response) -> RewardServerRefused:
         text = response.text[:200] or response.reason_phrase
         return RewardServerRefused(f"{response.url}: {response.status_code} {text}", response.status_code, "HttpError")
     where = f" ({detail.param})" if detail.param and detail.param not in detail.message else ""
-    return RewardServerRefused(f"{response.url}: {detail.message}{where}", response.status_code, detail.type)
+    message = f"{response.url}: {response.status_code} {detail.message}{where}"
+    return RewardServerRefused(message, response.status_code, detail.type)
 
 
 def is_loopback(url: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.serving.parent_death import end_with_parent
 from rm_optimizer.serving.vllm_folder import VllmModel, prepare_model
 from rm_optimizer.serving.vllm_settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
 
@@ -175,7 +176,9 @@ class Supervisor:
     def _run_once(self, num_restarts: int) -> int:
         """The exit code of one server; what it leaves of its processes is killed."""
         environment = self._environment | {RESTARTS_VARIABLE: str(num_restarts)}
-        self._server = subprocess.Popen(self._command, env=environment, start_new_session=True)
+        self._server = subprocess.Popen(
+            self._command, env=environment, start_new_session=True, preexec_fn=end_with_parent
+        )
         try:
             return self._server.wait()
         finally:

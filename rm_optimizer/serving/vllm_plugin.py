@@ -7,10 +7,8 @@ names it. vLLM's own routes are taken away: they would answer past the API key, 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
 import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
@@ -21,7 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rm_optimizer.serving.api_errors import NotReady
 from rm_optimizer.serving.app import create_app
+from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.error_answers import error_answer
+from rm_optimizer.serving.parent_death import end_with_parent
 from rm_optimizer.serving.receiver import WeightReceiver
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.vllm_engine import VllmEngine
@@ -35,16 +35,15 @@ NAME = "rm_optimizer"
 """Of both entry points, hence in `VLLM_PLUGINS`."""
 DRAIN_SECONDS = 20.0
 """Time that accepted requests have to be answered when the server is stopped."""
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Let each process of a server of ours end with the one that started it, so that none keeps memory or port.
+    """Let each process of a server of ours end with the one that started it.
 
     vLLM calls this in all its processes, of anybody's server; those that are not ours stay as they are.
     """
-    if SETTINGS_VARIABLE in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if SETTINGS_VARIABLE in os.environ:
+        end_with_parent()
 
 
 class RewardEndpoint:
@@ -87,8 +86,9 @@ def _greeting(service: RewardService, settings: VllmSettings) -> str:
 class RewardApplication:
     """vLLM's outermost middleware (`--middleware`): our application answers every request.
 
-    SIGTERM is taken over too: what was accepted is answered before vLLM hears of it. vLLM's own way to drain fails on a
-    pooling engine that is given another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
+    Its server has no option for the HTTP protocol, so ours is set here, before it listens. SIGTERM is taken over too:
+    what was accepted is answered before vLLM hears of it. vLLM's own way to drain fails on a pooling engine that is
+    given another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
 
     Args:
         app: vLLM's, which keeps its start and its end.
@@ -103,6 +103,7 @@ class RewardApplication:
         """Pass the request to our application, unless the server is stopping."""
         if scope["type"] == "lifespan":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
+            scope["app"].state.server.config.http_protocol_class = BoundedHeaders  # looked up for each connection
             await self.app(scope, receive, send)
             return
         if self._ending is not None and scope["type"] == "http":

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from rm_optimizer.serving.app import create_app
+from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.receiver import WeightReceiver
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_routes import weight_router
@@ -34,10 +35,10 @@ def free_socket() -> socket.socket:
 
 
 @contextmanager
-def app_running(app: ASGIApp) -> Iterator[str]:
+def app_running(app: ASGIApp, http: type[BoundedHeaders] = BoundedHeaders) -> Iterator[str]:
     """The URL of an application that runs in a thread."""
     listening = free_socket()
-    config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off")
+    config = uvicorn.Config(app, http=http, log_level="critical", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -154,9 +154,9 @@ def test_rewards_come_in_the_order_of_the_responses(stub, renderer, expected, to
 
 @pytest.mark.parametrize(
     "fault",
-    [failure(503), failure(429), failure(502), failure(504), httpx.ConnectError("refused"),
-     httpx.RemoteProtocolError("dropped"), httpx.ReadError("reset")],
-    ids=["503", "429", "502", "504", "refused", "dropped", "reset"],
+    [failure(503), failure(429), httpx.ConnectError("refused"), httpx.RemoteProtocolError("dropped"),
+     httpx.ReadError("reset")],
+    ids=["503", "429", "refused", "dropped", "reset"],
 )  # fmt: skip
 def test_a_passing_failure_is_retried(stub, renderer, expected, fault):
     with connected(stub, renderer=renderer) as client:
@@ -165,14 +165,28 @@ def test_a_passing_failure_is_retried(stub, renderer, expected, fault):
         assert stub.faults == []
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 500])
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 500, 502, 504])
 def test_a_refusal_is_not_retried_and_says_why(stub, renderer, status):
     with connected(stub, renderer=renderer) as client:
         stub.faults = [failure(status)]
         asked = len(stub.requests)
-        with pytest.raises(RewardServerRefused, match="the queue is full") as caught:
+        with pytest.raises(RewardServerRefused, match=f"{status} the queue is full") as caught:
             client.score(PROMPTS, RESPONSES)
         assert (caught.value.status, caught.value.kind, len(stub.requests) - asked) == (status, "Overloaded", 1)
+
+
+@pytest.mark.parametrize("status", [502, 504])
+def test_an_answer_of_a_proxy_is_not_retried_and_its_status_is_named(stub, renderer, status):
+    async def main() -> tuple[str, int]:
+        transport = httpx.MockTransport(stub)
+        async with AsyncRewardClient("http://stub", renderer=renderer, transport=transport) as client:
+            stub.faults = [httpx.Response(status, text="<h1>no upstream</h1>")]
+            asked = len(stub.requests)
+            with pytest.raises(RewardServerRefused) as caught:
+                await client.score(PROMPTS, RESPONSES)
+            return str(caught.value), len(stub.requests) - asked
+
+    assert asyncio.run(main()) == (f"http://stub/classify: {status} <h1>no upstream</h1>", 1)
 
 
 def test_retry_after_is_honoured_and_the_deadline_with_it(stub, renderer):

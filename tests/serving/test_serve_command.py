@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.serve import ServeOptions
+from rm_optimizer.serving.bounded_headers import MAX_HEADER_BYTES
 from tests.serving.engines import exported
 from tests.serving.test_openapi import free_port
 
@@ -35,6 +37,9 @@ def test_the_server_starts_answers_and_ends_with_every_accepted_request_answered
             assert f"ready: {url} serves 'mine'" in lines[1]
             assert httpx.get(f"{url}/health").status_code == 401
             assert httpx.get(f"{url}/ready", headers=KEY).status_code == 200
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                connection.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES)
+                assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
             body = {"model": "mine", "items": [{"prompt": "Hi", "responses": ["Hello.", "No."]}]}
             rewards = httpx.post(f"{url}/rm/score", json=body, headers=KEY).json()["rewards"][0]
             assert rewards == pytest.approx(model.score(["Hi"] * 2, ["Hello.", "No."]).tolist(), abs=1e-4)

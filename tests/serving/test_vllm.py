@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from rm_optimizer.core.export import save_adapter
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.serving.bounded_headers import HEADER_SECONDS, MAX_HEADER_BYTES
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
@@ -188,6 +190,17 @@ def test_no_route_answers_without_the_key_and_vllms_own_answer_nobody(server):
         for path in VLLMS_OWN:
             for method in ("GET", "POST"):
                 assert client.request(method, path, headers=AUTHORIZED).status_code == 404, (method, path)
+
+
+def test_headers_that_never_end_are_refused_by_vllms_own_server_too(server):
+    url = httpx.URL(server.url)
+    slow, large = (socket.create_connection((url.host, url.port), timeout=2 * HEADER_SECONDS) for _ in range(2))
+    with slow, large:
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        large.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES)
+        assert large.recv(65536).startswith(b"HTTP/1.1 431 ")
+        assert post(server, "/classify", {"input": "a"}).status_code == 200
+        assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("transport", ["inline", "path"])

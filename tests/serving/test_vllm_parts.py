@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from rm_optimizer.errors import MissingExtra, RMOptimizerError
 from rm_optimizer.interfaces.serve import ServeOptions, serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving import vllm_launch
+from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
 from rm_optimizer.serving.live_weights import fingerprint, tensor_specs
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
@@ -67,19 +70,24 @@ def test_a_writer_waits_for_readers_and_keeps_new_ones_out():
     assert events == ["first in", "first out", "write in", "write out", "late in", "late out"]
 
 
-def test_a_cancelled_reader_leaves_the_gate_open():
+def test_a_reader_keeps_a_writer_out_until_it_is_cancelled():
+    entered: list[str] = []
+
+    async def enter(gate_side: AbstractAsyncContextManager[None], name: str) -> None:
+        async with gate_side:
+            entered.append(name)
+            if name == "reader":
+                await asyncio.Event().wait()
+
     async def scene() -> None:
         gate = Gate()
-
-        async def read() -> None:
-            async with gate.reading():
-                await asyncio.sleep(60)
-
-        reader = asyncio.create_task(read())
-        await asyncio.sleep(0)
+        reader = asyncio.create_task(enter(gate.reading(), "reader"))
+        writer = asyncio.create_task(enter(gate.writing(), "writer"))
+        assert not (await asyncio.wait([writer], timeout=0.05))[0]
+        assert entered == ["reader"]
         reader.cancel()
-        async with asyncio.timeout(5), gate.writing():
-            pass
+        assert (await asyncio.wait([writer], timeout=5))[0]
+        assert entered == ["reader", "writer"]
 
     asyncio.run(scene())
 
@@ -245,6 +253,14 @@ def test_a_server_that_never_was_up_is_not_started_again(tmp_path):
         supervised(tmp_path, "raise SystemExit(3)").run()
 
 
+def wait_gone(process: int) -> None:
+    stat = Path(f"/proc/{process}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_sigterm_ends_the_server_and_what_it_left_behind(tmp_path):
     program = """
 import os, pathlib, signal, subprocess, sys, time
@@ -263,10 +279,43 @@ time.sleep(60)
     threading.Thread(target=stop).start()
     supervised(tmp_path, program).run()
     orphan = int(started.read_text())
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{orphan}/stat").exists() and Path(f"/proc/{orphan}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_gone(orphan)
+
+
+def test_a_supervisor_that_is_killed_takes_a_server_along_that_is_still_starting(tmp_path):
+    """It has called nothing of ours."""
+    program = (
+        "import os, pathlib, time; pathlib.Path(os.environ['STARTED']).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    supervisor = f"""
+import os, pathlib, sys
+from rm_optimizer.serving.vllm_launch import Supervisor
+started = pathlib.Path({str(tmp_path / "started")!r})
+Supervisor([sys.executable, "-c", {program!r}], os.environ | {{"STARTED": str(started)}}, started).run()
+"""
+    started = tmp_path / "started"
+    with subprocess.Popen([sys.executable, "-c", supervisor]) as process:
+        while not (started.exists() and started.read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    wait_gone(int(started.read_text()))
+
+
+def test_a_process_whose_parent_ended_before_it_asked_ends_too(tmp_path):
+    asks = (
+        "import sys; from rm_optimizer.serving.parent_death import end_with_parent; "
+        "sys.stdin.read(); end_with_parent(); print('it lives')"
+    )
+    starts = f"""
+import subprocess, sys
+with open({str(tmp_path / "printed")!r}, "w") as printed:
+    child = subprocess.Popen([sys.executable, "-c", {asks!r}], stdin=subprocess.PIPE, stdout=printed)
+print(child.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", starts], start_new_session=True, capture_output=True, check=True)
+    wait_gone(int(done.stdout))
+    assert (tmp_path / "printed").read_text() == ""
 
 
 def test_a_manifest_may_name_no_type_that_no_file_holds(tmp_path):
@@ -293,8 +342,11 @@ def test_vllm_hears_of_sigterm_when_open_requests_are_answered():
             events.append("answered")
 
         outer = RewardApplication(nothing)
-        scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(reward_app=reward_app))}
-        await outer({"type": "lifespan"}, nothing, nothing)
+        config = SimpleNamespace(http_protocol_class=None)
+        state = SimpleNamespace(reward_app=reward_app, server=SimpleNamespace(config=config))
+        scope = {"type": "http", "app": SimpleNamespace(state=state)}
+        await outer(scope | {"type": "lifespan"}, nothing, nothing)
+        assert config.http_protocol_class is BoundedHeaders
         early = asyncio.create_task(outer(scope, nothing, nothing))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)

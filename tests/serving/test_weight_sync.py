@@ -23,7 +23,7 @@ from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.protocol import OutcomeStatus
-from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
+from rm_optimizer.serving.publisher import PublishFailed, RMPublisherAdapter, create_rm_publisher
 from tests.core.tiny_models import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running, serve_process
@@ -206,6 +206,45 @@ def test_a_lost_answer_is_asked_for_again_and_the_update_is_one(plain):
         outcome = publisher.publish(plain.model, version)
     assert len(lost) == 2
     assert (outcome.status, outcome.version) == (OutcomeStatus.committed, version)
+
+
+def answering(publisher: RMPublisherAdapter, route: str, answer: httpx.Response | Exception) -> list[str]:
+    """Let the server's answers of a route be lost on the way, with this in their place; the routes asked so far."""
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path.split("/")[3])
+        with httpx.Client() as other:
+            passed_on = httpx.Request(request.method, request.url, headers=request.headers, stream=request.stream)
+            response = other.send(passed_on)
+        if asked[-1] != route:
+            return response
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    publisher._messages.session = publisher._http = httpx.Client(transport=httpx.MockTransport(handle))
+    return asked
+
+
+def test_a_commit_whose_answer_never_came_is_known_by_asking_again(plain):
+    version = next(names)
+    with create_rm_publisher(plain.url) as publisher:
+        answering(publisher, "commit", httpx.ReadTimeout("silence"))
+        outcome = publisher.publish(plain.model, version)
+    assert (outcome.status, outcome.version) == (OutcomeStatus.committed, version)
+    assert served_difference(plain, plain.model, version) <= PARITY
+
+
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_proxys_refusal_of_an_update_is_not_retried_and_its_status_is_named(plain, status):
+    before = plain.client.score_versioned(PROMPTS, RESPONSES)
+    with create_rm_publisher(plain.url) as publisher:
+        asked = answering(publisher, "begin", httpx.Response(status, text="no upstream"))
+        with pytest.raises(PublishFailed, match=f"do not serve at .*: {status} no upstream"):
+            publisher.publish(plain.model, "refused")
+    assert asked == ["status", "begin", "abort"]
+    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
 
 
 def test_a_server_that_is_not_there_is_an_error_in_time():

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema import HardwareConfig
+from rm_optimizer.schema import HardwareConfig, TrainConfig, compose, typed
 from rm_optimizer.train import check_command
 from rm_optimizer.training.processes import Processes, launched_processes, process_overrides, require_launched
 
@@ -78,6 +78,29 @@ def test_torchruns_first_process_names_the_folder_for_good(monkeypatch: pytest.M
     assert process_overrides(first, "runs/12-05-00", []) == [expected]  # started again after a crash
 
 
-@pytest.mark.parametrize("script", ["train_torchrun.sh", "train_slurm.sh"])
-def test_example_scripts_are_bash(script: str) -> None:
-    subprocess.run(["bash", "-n", str(EXAMPLES / script)], check=True)
+LAUNCHERS = {
+    "train_torchrun.sh": ("torchrun", {"DEVICES": "2"}, ["hardware.devices=2"]),
+    "train_slurm.sh": (
+        "srun",
+        {"RUN": "runs/first", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3", "SLURM_JOB_ID": "7"},
+        ["hydra.run.dir=runs/first", "hardware.devices=2", "hardware.num_nodes=3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_example_scripts_start_a_training_whose_options_compose(tmp_path: Path, script: str) -> None:
+    """The launcher is replaced by one that writes down its command line."""
+    launcher, variables, expected = LAUNCHERS[script]
+    recorder = tmp_path / launcher
+    recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    recorder.chmod(0o755)
+    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    own = ["training.max_steps=10", "output_dir=with a space"]
+    done = subprocess.run(["bash", EXAMPLES / script, *own], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = done.stdout.splitlines()
+    overrides = words[words.index("rm_optimizer.train") + 1 :]
+    assert {*expected, *own, "resume=auto"} <= set(overrides)
+    config = typed(compose([word for word in overrides if not word.startswith("hydra.")]), TrainConfig)
+    assert (config.hardware.devices, config.output_dir, config.resume) == (2, "with a space", "auto")

@@ -1,0 +1,118 @@
+"""How long a request's headers may take and how large they may be; uvicorn sets no time, and httptools no size.
+
+Whoever stops or trickles is told 408 and the connection closed, as by Apache's `RequestReadTimeout header=20`. What
+follows the headers is for the application; see `body_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from rm_optimizer.serving.api_errors import ApiError, InvalidRequest
+from rm_optimizer.serving.error_answers import error_answer
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
+else:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+
+HEADER_SECONDS = 20.0
+"""From the connection, or on one that has answered before from the next request's first byte, to the last header."""
+MAX_HEADER_BYTES = 16 * 2**10
+"""Of a request line and its headers, as long as they are not whole; h11's own limit."""
+
+
+class SlowHeaders(ApiError):
+    """The client stopped in the middle of its headers, or sends them too slowly."""
+
+    status, kind = 408, "SlowHeaders"
+
+
+class HeadersTooLarge(ApiError):
+    """The headers are not whole after the most bytes that are taken."""
+
+    status, kind = 431, "HeadersTooLarge"
+
+
+class BoundedHeaders(HttpProtocol):
+    """uvicorn's protocol, of whichever parser is installed, for `uvicorn.Config(http=…)`."""
+
+    seconds = HEADER_SECONDS
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._last = self.cycle  # the request before the one whose headers are counted
+        self._num_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request's headers."""
+        super().connection_made(transport)
+        self._begin_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Let uvicorn parse the bytes; those that complete no request's headers are counted, and end some time."""
+        last = self.cycle
+        if last is not self._last:
+            self._last, self._num_bytes = last, 0
+        if last is None or not last.more_body:  # the rest of a body that was answered early is none of this
+            self._num_bytes += len(data)
+        if last is None or last.response_complete:
+            self._begin_wait()
+        super().data_received(data)
+        if self.cycle is not last:
+            self._end_wait()
+        elif self._num_bytes > MAX_HEADER_BYTES and not self.flow.read_paused:  # paused: h11 has a next request waiting
+            self._refuse(_too_large())
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or what h11 finds too long, in our form."""
+        self._refuse(_too_large() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
+
+    def _begin_wait(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.seconds, self._expire)
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        """Close, with a word where a request had begun; a connection that became a websocket is no longer ours."""
+        if self not in self.connections:
+            return
+        if self._num_bytes:
+            self._refuse(
+                SlowHeaders(
+                    f"{self._num_bytes} bytes of the request line and its headers came within {self.seconds:g} s, and "
+                    "no end of them; send them in one go"
+                )
+            )
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        if self.transport.is_closing():
+            return
+        answer = error_answer(error)
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not is_answering:
+            lines = [
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(),
+                *(name + b": " + value for name, value in answer.raw_headers),
+                b"connection: close",
+            ]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
+        self.transport.close()
+
+
+def _too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"expected a request line and headers of at most {MAX_HEADER_BYTES} bytes; send fewer")
