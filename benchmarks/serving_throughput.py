@@ -11,6 +11,7 @@ Over HTTP, sixteen clients send singles and best-of-8 groups in turn, each one r
 the type of the engine that the last lines speak of; the preference orders that it flips against float32 are counted.
 
     python benchmarks/serving_throughput.py --pairs hh_val.jsonl.gz
+    python benchmarks/serving_throughput.py --pairs hh_val.jsonl.gz --vllm-python .venv-vllm/bin/python
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="layers, fewer for a quick look")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of either side")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the last lines")
-    parser.add_argument("--vllm-url", help="a vLLM server of the same model, measured over HTTP beside the two")
+    parser.add_argument(
+        "--vllm-python", help="Python of an environment with vLLM, whose engine is measured over HTTP too"
+    )
     parser.add_argument("--naive-server", nargs=2, metavar=("FOLDER", "PORT"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -210,20 +213,20 @@ def run_naive_server(folder: str, port: str) -> None:
 @contextmanager
 def servers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]]:
     """Addresses of the servers, all of them running, only one of them loaded at a time."""
-    ports = [free_port(), free_port()]
+    ports = [free_port() for _ in range(3)]
     naive = [sys.executable, __file__, "--naive-server", str(folder), str(ports[0])]
-    start = "from rm_optimizer.interfaces.cli import app; app()"
-    ours = [sys.executable, "-c", start, "serve", str(folder), "--port", str(ports[1]), "--dtype", args.dtype]
+    start = ["-c", "from rm_optimizer.interfaces.cli import app; app()", "serve", str(folder), "--dtype", args.dtype]
+    common = [*start, "--threads", str(args.threads), "--port"]
+    commands = {"naive": naive, "engine": [sys.executable, *common, str(ports[1]), "--engine", "transformers"]}
+    if args.vllm_python:
+        commands["vllm"] = [args.vllm_python, *common, str(ports[2]), "--engine", "vllm"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        for command in (naive, [*ours, "--threads", str(args.threads)])
-    ]
-    urls = {"naive": f"http://127.0.0.1:{ports[0]}", "engine": f"http://127.0.0.1:{ports[1]}"}
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands.values()]
     try:
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in zip(commands, ports[: len(commands)], strict=True)}
         for url in urls.values():
             wait_until_ready(url)
-        yield urls | ({"vllm": args.vllm_url} if args.vllm_url else {})
+        yield urls
     finally:
         for process in running:
             process.terminate()
@@ -271,17 +274,25 @@ async def latencies(url: str, args: argparse.Namespace, work: Work) -> list[floa
     return taken
 
 
-def over_http(args: argparse.Namespace, folder: Path, work: Work) -> float:
-    """Ratio of the engine's p99 to the naive server's, over all rounds."""
+def over_http(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, float]:
+    """Each server's p99 and wall time beside the naive server's, over all rounds."""
     seen: dict[str, list[float]] = {}
+    walls: dict[str, float] = {}
     with servers(args, folder) as urls:
         for _ in range(args.rounds):
             for name, url in urls.items():
+                began = time.perf_counter()
                 seen.setdefault(name, []).extend(asyncio.run(latencies(url, args, work)))
+                walls[name] = walls.get(name, 0.0) + time.perf_counter() - began
+    tails = {name: float(np.percentile(taken, 99)) for name, taken in seen.items()}
     for name, taken in seen.items():
-        p50, p99 = np.percentile(taken, (50, 99))
-        print(f"http {name:7s} {len(taken)} requests  p50 {p50:.3f} s  p99 {p99:.3f} s")
-    return float(np.percentile(seen["engine"], 99) / np.percentile(seen["naive"], 99))
+        rate = len(taken) / walls[name]
+        print(f"http {name:7s} {len(taken)} requests, {rate:.2f}/s  p50 {median(taken):.3f} s  p99 {tails[name]:.3f} s")
+    found = {"p99_ratio": tails["engine"] / tails["naive"], "http_speedup": walls["naive"] / walls["engine"]}
+    if "vllm" in seen:
+        found["p99_ratio_vllm"] = tails["vllm"] / tails["naive"]
+        found["http_speedup_vllm"] = walls["naive"] / walls["vllm"]
+    return found
 
 
 def main() -> None:
@@ -298,13 +309,13 @@ def main() -> None:
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {args.threads} CPU thread(s)")
         work = work_of(args, dataset, model.renderer)
         figures = offline(args, folder, work)
-        ratio = over_http(args, folder, work) if args.clients else None
+        http = over_http(args, folder, work) if args.clients else {}
     singles, groups = (figures[f"engine {args.dtype} {part}"] for part in ("singles", "best_of_8"))
-    print(f"speedup_singles {singles:.2f}")
-    print(f"speedup_best_of_8 {groups:.2f}")
-    if ratio is not None:
-        print(f"p99_ratio {ratio:.3f}")
-    print(f"share_of_limit {groups / (singles * figures['ratio']):.2f}")
+    print(f"speedup_singles: {singles:.2f}")
+    print(f"speedup_best_of_8: {groups:.2f}")
+    for name, value in http.items():
+        print(f"{name}: {value:.3f}")
+    print(f"share_of_limit: {groups / (singles * figures['ratio']):.2f}")
 
 
 if __name__ == "__main__":
