@@ -61,10 +61,22 @@ def error_of(answer: bytes) -> tuple[int, str]:
 
 
 def read_answer(connection: socket.socket) -> None:
+    """One answer and not a byte of the next."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += received(connection, 1)
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert received(connection, len(ANSWER)) == ANSWER
+
+
+def received(connection: socket.socket, count: int) -> bytes:
+    """So many bytes; fails where the server closes before."""
     data = b""
-    while not data.endswith(ANSWER):
-        data += connection.recv(65536)
-    assert data.startswith(b"HTTP/1.1 200 ")
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        assert part, "the server closed the connection"
+        data += part
+    return data
 
 
 @pytest.mark.parametrize(
