@@ -101,8 +101,15 @@ class MemoryProfile(pl.Callback):
                 write_text(path, json.dumps(self._summary(pl_module.device), indent=2) + "\n")
             log.info("%s", _sentence(medians(self.steps), len(self.steps), path))
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """End the sampling thread of a run that fails, which Lightning does not tear down."""
+        self._end()
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the sampling thread, also where the run failed."""
+        """End the sampling thread."""
+        self._end()
+
+    def _end(self) -> None:
         if self._sampler is not None:
             self._sampler.stop()
             self._sampler = None

@@ -49,7 +49,8 @@ def test_export_run_folder_and_checkpoint_load_to_the_same_rewards(family: str, 
     checkpoint = lightning_checkpoint(model, tmp_path / "last.ckpt")
     for source in (tmp_path / "run" / "best", str(tmp_path / "run"), checkpoint):
         loaded = BradleyTerryRM.from_pretrained(source)
-        assert torch.equal(loaded.score(PROMPTS, RESPONSES), rewards)
+        # the same bits of weights, at other addresses: MKL's sums depend on their alignment
+        assert torch.allclose(loaded.score(PROMPTS, RESPONSES), rewards, rtol=0, atol=1e-6)
         assert loaded.identity() == model.identity()
         assert loaded.max_length == 77
         assert not loaded.training

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.flops import ModelFlops, peak_bf16_flops
-from rm_optimizer.training.memory_profile import step_rates
+from rm_optimizer.training.memory_profile import MemoryProfile, step_rates
 from rm_optimizer.training.recorder import read_rows
-from rm_optimizer.training.rss import RssSampler, rss_bytes
+from rm_optimizer.training.rss import RssSampler
 
 Build = Callable[..., TrainConfig]
 LLAMA = {
@@ -111,33 +112,41 @@ def test_a_rank_without_pairs_has_no_rates() -> None:
     assert set(step_rates(macro(), seconds=1.0).values()) == {0}
 
 
+SAMPLING = """
+from rm_optimizer.training.rss import RssSampler, rss_bytes
+
+sampler = RssSampler()
+sampler.start()
+before = rss_bytes()
+block = b"x" * 320_000_000
+seen = sampler.peak_bytes()
+del block
+after = sampler.peak_bytes()
+sampler.restart_peak()
+print(before, seen, after, sampler.peak_bytes())
+sampler.stop()
+"""
+
+
 def test_the_sampler_sees_memory_that_was_returned_and_forgets_it() -> None:
-    gc.collect()  # what earlier tests left may not be returned in between
-    sampler = RssSampler()
-    sampler.start()
-    before = rss_bytes()
-    block = np.ones(40_000_000)  # 320 MB
-    seen = sampler.peak_bytes()
-    del block
-    assert sampler.peak_bytes() >= seen >= before + 250_000_000
-    sampler.restart_peak()
-    assert sampler.peak_bytes() < seen - 150_000_000
-    sampler.stop()
+    # in a small process of its own: what a large one holds and does not use may be taken from it at any time
+    done = subprocess.run([sys.executable, "-c", SAMPLING], capture_output=True, text=True, check=True)
+    before, seen, after, restarted = map(int, done.stdout.split())
+    assert after >= seen >= before + 250_000_000
+    assert restarted < seen - 150_000_000
 
 
 def test_a_sample_taken_before_a_restart_is_not_written_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([1000, 10, 10])
-    sampler = RssSampler()
+    sampler, taken = RssSampler(), threading.Event()
 
-    def slow_reading() -> int:
-        reading = next(readings)
-        if reading == 1000:
-            taken.set()
-            time.sleep(0.1)  # the restart arrives while this reading is on its way
-        return reading
+    def reading() -> int:
+        if threading.current_thread() is not watcher:
+            return 10
+        taken.set()
+        time.sleep(0.1)  # the restart arrives while this reading is on its way
+        return 1000
 
-    taken = threading.Event()
-    monkeypatch.setattr("rm_optimizer.training.rss.rss_bytes", slow_reading)
+    monkeypatch.setattr("rm_optimizer.training.rss.rss_bytes", reading)
     watcher = threading.Thread(target=sampler.peak_bytes)
     watcher.start()
     taken.wait()
@@ -238,3 +247,13 @@ def test_a_resumed_profile_goes_on_in_the_same_file(small_config: Build, tmp_pat
     train_reward_model(small_config(tmp_path, "training.checkpoint_every=2", "resume=auto", "profile_memory=true"))
     with (tmp_path / "profile.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["5", "6"]
+
+
+def test_a_run_that_fails_samples_no_more(small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MemoryProfile, "on_train_batch_end", fail)
+    with pytest.raises(ZeroDivisionError):
+        train_reward_model(small_config(tmp_path, "profile_memory=true"))
+    assert "rss-sampler" not in {thread.name for thread in threading.enumerate()}
