@@ -19,11 +19,10 @@ from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.handshake import ServerIdentity, shake_hands
 from rm_optimizer.serving.protocol import VERSION_HEADER
 from rm_optimizer.serving.retries import (
-    RETRIED_ERRORS,
     RETRIED_STATUSES,
     Deadline,
     RewardServerRefused,
-    RewardServerUnavailable,
+    broken,
     is_loopback,
     refusal,
     retry_after,
@@ -196,10 +195,8 @@ class AsyncRewardClient:
             try:
                 async with self._slots:
                     response = await self._http.request(method, self.url + path, timeout=deadline.timeout(), **content)
-            except RETRIED_ERRORS as error:
-                reason = f"{type(error).__name__} {error}".strip()
             except httpx.HTTPError as error:
-                raise RewardServerUnavailable(f"{self.url}{path}: {type(error).__name__} {error}") from error
+                reason = broken(error, self.url + path)
             else:
                 if response.is_success:
                     return response

@@ -42,6 +42,18 @@ class RewardServerRefused(RMOptimizerError):
         self.kind = kind
 
 
+def broken(error: httpx.HTTPError, url: str) -> str:
+    """Why a request got no answer, in words, where it may be sent again.
+
+    Raises:
+        RewardServerUnavailable: where it may not.
+    """
+    reason = f"{type(error).__name__} {error}".strip()
+    if isinstance(error, RETRIED_ERRORS):
+        return reason
+    raise RewardServerUnavailable(f"{url}: {reason}") from error
+
+
 class Deadline:
     """The time a call may take, and the pauses between its attempts: exponential, with jitter.
 

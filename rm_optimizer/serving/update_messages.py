@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from rm_optimizer.serving.group_transfer import TransferFailed
 from rm_optimizer.serving.protocol import Commit, Outcome, WireModel
 from rm_optimizer.serving.retries import (
-    RETRIED_ERRORS,
     RETRIED_STATUSES,
     Deadline,
     RewardServerRefused,
     RewardServerUnavailable,
+    broken,
     refusal,
     retry_after,
 )
@@ -70,12 +70,10 @@ class UpdateMessages:
             try:
                 url = f"{self.url}/rm/weights/{route}"
                 response = self.session.request(method, url, timeout=deadline.timeout(), **content)
-            except RETRIED_ERRORS as error:
+            except httpx.HTTPError as error:
+                reason = broken(error, self.url)
                 if "content" in content:
                     raise TransferFailed(f"the upload broke off: {error}") from error
-                reason = f"{type(error).__name__} {error}".strip()
-            except httpx.HTTPError as error:
-                raise RewardServerUnavailable(f"{self.url}: {type(error).__name__} {error}") from error
             else:
                 if response.is_success:
                     return response

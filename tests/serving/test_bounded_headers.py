@@ -60,13 +60,13 @@ def error_of(answer: bytes) -> tuple[int, str]:
     return error.code, error.type
 
 
-def read_answer(connection: socket.socket) -> None:
-    """One answer and not a byte of the next."""
+def next_answer(connection: socket.socket) -> bytes:
+    """The body of one answer 200, and not a byte of the next."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         head += received(connection, 1)
     assert head.startswith(b"HTTP/1.1 200 ")
-    assert received(connection, len(ANSWER)) == ANSWER
+    return received(connection, len(ANSWER))
 
 
 def received(connection: socket.socket, count: int) -> bytes:
@@ -118,7 +118,7 @@ def test_a_client_that_trickles_is_ended_though_it_never_pauses_for_long(url):
 def test_a_second_request_on_a_connection_has_no_more_time_than_the_first(url):
     with connected(url) as connection:
         connection.sendall(HEAD + b"\r\n")
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
         connection.sendall(HEAD)
         assert error_of(rest_of(connection)) == (408, "SlowHeaders")
 
@@ -143,7 +143,7 @@ def test_headers_of_the_most_bytes_are_taken(url):
     with connected(url) as connection:
         for start in range(0, len(head), 1000):
             connection.sendall(head[start : start + 1000])
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
 
 
 def test_what_is_no_http_is_refused_in_our_form(url):
@@ -155,26 +155,26 @@ def test_what_is_no_http_is_refused_in_our_form(url):
 def test_an_answer_may_take_longer_than_the_headers(url):
     with connected(url) as connection:
         connection.sendall(b"GET /later HTTP/1.1\r\nHost: server\r\n\r\n")
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
         connection.sendall(HEAD + b"\r\n")
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
 
 
 def test_the_rest_of_a_body_that_was_answered_early_is_no_header(url):
     body = b"x" * (8 * MAX_HEADER_BYTES)
     with connected(url) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: server\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:10])
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
         connection.sendall(body[10:])
         connection.sendall(HEAD + b"\r\n")
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
 
 
 def test_requests_sent_at_once_are_all_answered(url):
     with connected(url) as connection:
         connection.sendall(b"GET /later HTTP/1.1\r\nHost: server\r\n\r\n" + HEAD + b"\r\n")
-        read_answer(connection)
-        read_answer(connection)
+        assert next_answer(connection) == ANSWER
+        assert next_answer(connection) == ANSWER
 
 
 def test_many_slow_clients_keep_nobody_waiting(url):

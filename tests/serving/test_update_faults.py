@@ -23,7 +23,8 @@ from rm_optimizer.serving.publisher import create_rm_publisher
 from rm_optimizer.serving.sent_tensors import manifest, sent_tensors, weight_probe
 from tests.serving.engines import exported
 from tests.serving.running import free_socket, serve_process, wait_ready
-from tests.serving.test_weight_sync import PARITY, PROMPTS, RESPONSES, moved
+from tests.serving.test_weight_sync import PARITY, PROMPTS, RESPONSES
+from tests.serving.trained import moved
 
 pytestmark = pytest.mark.slow
 FULL = RewardModelTrainingMode.full

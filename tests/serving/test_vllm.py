@@ -37,6 +37,7 @@ from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
 from rm_optimizer.serving.sent_tensors import manifest
 from tests.serving.engines import exported
 from tests.serving.running import free_socket
+from tests.serving.trained import moved
 
 pytestmark = [
     pytest.mark.vllm,
@@ -106,16 +107,6 @@ def post(server, path: str, body: object, **options: object) -> httpx.Response:
 
 def publisher(server, mode: str, transport: str = "inline"):
     return create_rm_publisher(server.url, mode=mode, transport=transport, api_key=KEY, timeout_seconds=60)
-
-
-def moved(model: BradleyTerryRM, seed: int, *, head_only: bool = False) -> BradleyTerryRM:
-    """The model after a step of training, as it were."""
-    generator = torch.Generator().manual_seed(seed)
-    trained = model.reward_head.parameters() if head_only else (p for p in model.parameters() if p.requires_grad)
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def served_difference(server, model: BradleyTerryRM, version: str) -> float:

@@ -27,6 +27,7 @@ from rm_optimizer.serving.publisher import PublishFailed, RMPublisherAdapter, cr
 from tests.core.tiny_models import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running, serve_process
+from tests.serving.trained import moved
 
 SHORT = [*DEFAULT_PROBE[:3], ("Hi", "Go away."), ("Name a colour.", "Blue."), ("Why?", "Because."), ("Hi", "Hello!")]
 PROMPTS, RESPONSES = (list(column) for column in zip(*SHORT, strict=True))
@@ -34,16 +35,6 @@ LORA = AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0)
 PARITY = 1e-4
 HALF_SENDER = Path(__file__).with_name("half_sender.py")
 names = (f"v{number}" for number in itertools.count())
-
-
-def moved(model: BradleyTerryRM, seed: int, *, head_only: bool = False) -> BradleyTerryRM:
-    """The model after a step of training, as it were."""
-    generator = torch.Generator().manual_seed(seed)
-    trained = model.reward_head.parameters() if head_only else (p for p in model.parameters() if p.requires_grad)
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @pytest.fixture(scope="module")
