@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -32,6 +33,13 @@ from rm_optimizer.landscape.surface import (
 )
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 from tests.landscape.subjects import PAIRS, tiny_subject
+
+
+def assert_same(points: dict[int, PointLoss], others: dict[int, PointLoss]) -> None:
+    """But for the last bits, which follow where in memory a matrix lies."""
+    assert points.keys() == others.keys()
+    for place, point in points.items():
+        assert asdict(point) == pytest.approx(asdict(others[place]), rel=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +124,7 @@ def test_two_processes_find_what_one_finds(subject):
     points = plane_grid((-1.0, 0.0, 1.0), (0.0, 0.5))
     before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
     serial, parallel = (measured_grid(subject, directions, points, processes=n) for n in (1, 2))
-    assert parallel.points == serial.points
+    assert_same(parallel.points, serial.points)
     assert all(torch.equal(tensor, before[name]) for name, tensor in subject.model.state_dict().items())
 
 
@@ -138,7 +146,7 @@ def test_an_interrupted_grid_goes_on_and_ends_the_same(subject, tmp_path):
     assert sorted(ledger.points) == [0, 1]
     measure_grid(subject, directions, points, ledger, on_point=lambda done, total: measured.append(done))
     assert measured == [2, 3, 4, 5]
-    assert GridLedger(path, "x").points == whole.points
+    assert_same(GridLedger(path, "x").points, whole.points)
 
 
 def test_points_of_something_else_are_refused(tmp_path):
