@@ -19,6 +19,7 @@ from rm_optimizer.landscape.lanczos import Eigenpairs, extend
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
 from rm_optimizer.landscape.trace import estimate_of_mean
+from rm_optimizer.landscape.vectors import length
 
 Terms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """From eigenvalues to the terms `(terms, eigenvalues)` that are added up over them."""
@@ -123,7 +124,7 @@ def spectral_density(
     for _ in range(num_probes):
         probe = random.signs(1)
         probe = rest.project(probe) if isinstance(rest, DeflatedOperator) else probe
-        size = float(probe.double().norm())
+        size = length(probe[0])
         state = KrylovState()
         state.basis.append(probe[0] / size)
         free = operator.dimension - (0 if found is None else len(found.values))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError
-from rm_optimizer.landscape.vectors import inner, inner_products, length
+from rm_optimizer.landscape.vectors import inner, length
 
 _ROWS_OF_A_BLOCK = 8
 _MUCH = 2**-0.5
@@ -73,11 +73,6 @@ class OrthonormalBasis:
         for part, rows in zip(parts, blocks, strict=True):
             total.addmm_(part, rows)
         return total
-
-    def orthogonality_loss(self) -> float:
-        """Largest entry of `Q Q^T - I` in magnitude."""
-        gram = inner_products(self.rows())
-        return float((gram - torch.eye(len(gram), dtype=torch.float64)).abs().max())
 
 
 @dataclass

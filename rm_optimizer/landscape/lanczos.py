@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.krylov import KrylovState
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.vectors import inner, length, unit
+from rm_optimizer.landscape.vectors import inner, length, orthogonality_loss, unit
 
 End = Literal["largest", "smallest", "magnitude", "both"]
 """Which eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
@@ -231,5 +231,5 @@ def _eigenpairs(
         error_bounds=torch.from_numpy(errors),
         converged=tuple(converged.tolist()),
         num_products=state.num_products,
-        orthogonality_loss=state.basis.orthogonality_loss(),
+        orthogonality_loss=orthogonality_loss(state.basis.rows()),
     )

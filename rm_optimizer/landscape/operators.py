@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -57,7 +58,7 @@ class MatrixOperator:
         return vectors @ self.matrix
 
 
-class _LossOperator:
+class _LossOperator(ABC):
     """What operators of a loss have in common: `on_product` is told how many products have been spent."""
 
     def __init__(self, objective: PairObjective) -> None:
@@ -68,8 +69,9 @@ class _LossOperator:
         self.dtype = objective.dtype
         self.device = objective.device
 
+    @abstractmethod
     def _local(self, vectors: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The products with the part of the matrix that this process's pairs give."""
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row, summed over all processes.
@@ -92,7 +94,7 @@ class HessianOperator(_LossOperator):
 
     Args:
         objective: the loss.
-        product: way to multiply; `auto` measures and takes the cheapest, and `choice` says what it found.
+        product: way to multiply, or `auto`; see `choose_product`. `choice` says which it is, and at what cost.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
     """
 

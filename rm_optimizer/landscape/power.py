@@ -10,7 +10,7 @@ from rm_optimizer.landscape.combined import DeflatedOperator
 from rm_optimizer.landscape.lanczos import Eigenpairs
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.vectors import unit
+from rm_optimizer.landscape.vectors import orthogonality_loss, unit
 
 
 def power_iteration(
@@ -46,8 +46,7 @@ def power_iteration(
     order = sorted(range(top_k), key=lambda index: -found[index][0])
     values, residuals = (torch.tensor([found[i][side] for i in order], dtype=torch.float64) for side in (0, 1))
     converged = tuple((residuals <= tolerance * values.abs()).tolist())
-    eye = torch.eye(top_k, dtype=torch.float64, device=vectors.device)
-    loss = float((vectors.double() @ vectors.double().T - eye).abs().max())
+    loss = orthogonality_loss([vectors])
     return Eigenpairs(values, vectors[order], residuals, residuals, converged, spent, loss)
 
 

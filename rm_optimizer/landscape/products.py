@@ -140,7 +140,7 @@ WAYS: dict[str, type[Way]] = {way.name: way for way in (KeptGraph, ReverseOverRe
 def choose_product(
     objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
 ) -> ProductChoice:
-    """The way of that name, or the cheapest by time on one micro-batch among those that the model and memory allow.
+    """The way of that name; else kept graphs where they fit, or the cheaper of the others on one micro-batch.
 
     Args:
         objective: the loss.
@@ -167,17 +167,10 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     needed = graph_bytes(objective, kept)
     free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     fits = needed <= free
-    ways: list[Way] = [ReverseOverReverse(trial), ForwardOverReverse(trial)]
-    ways[:0] = [kept] if fits else []
+    costs = _cost(kept, gradient_seconds) if fits else {}
     del kept
-    costs: dict[str, float] = {}
-    for way in ways:
-        try:
-            costs[way.name] = _trial_seconds(way) / gradient_seconds
-        except (RuntimeError, NotImplementedError):  # what autograd raises for an operation it cannot differentiate so
-            continue
-        if way.name == KeptGraph.name:
-            break  # the others take half as many operations again
+    if not costs:  # beside kept graphs nothing needs to be tried: the others take half as many operations again
+        costs = _cost(ReverseOverReverse(trial), gradient_seconds) | _cost(ForwardOverReverse(trial), gradient_seconds)
     best = min(costs, key=costs.__getitem__)
     note = "fit" if fits else "do not fit"
     return ProductChoice(WAYS[best](objective), costs, needed, f"graphs of {needed / 1e9:.1f} GB {note} into memory")
@@ -190,12 +183,15 @@ def _trial(objective: PairObjective) -> PairObjective:
     return PairObjective(objective.model, [chosen], objective.loss, objective.subset, group=None)
 
 
-def _trial_seconds(product: Way) -> float:
-    """Seconds of a product after a first one."""
+def _cost(product: Way, gradient_seconds: float) -> dict[str, float]:
+    """A product's cost in gradients, by its name; nothing where the model cannot be differentiated this way."""
     objective = product.objective
     vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
-    product(vector)
-    return _seconds(lambda: product(vector), objective.device)
+    try:
+        product(vector)
+        return {product.name: _seconds(lambda: product(vector), objective.device) / gradient_seconds}
+    except (RuntimeError, NotImplementedError):  # what autograd raises for an operation it cannot differentiate so
+        return {}
 
 
 def _seconds(compute: Callable[[], object], device: torch.device) -> float:

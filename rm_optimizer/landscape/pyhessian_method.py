@@ -17,6 +17,7 @@ from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.landscape.lanczos import Eigenpairs
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import HessianOperator
+from rm_optimizer.landscape.vectors import orthogonality_loss
 
 MAX_ITERATIONS = 100
 """PyHessian's own default, for each eigenvalue."""
@@ -164,10 +165,10 @@ def _checked(
     values, vectors = values[order], vectors[order.to(vectors.device)]
     scaled = values.to(vectors)[:, None] * vectors
     residuals = (operator.apply(vectors) - scaled).double().norm(dim=1).cpu()
-    eye = torch.eye(len(values), dtype=torch.float64, device=vectors.device)
-    loss = float((vectors.double() @ vectors.double().T - eye).abs().max())
     converged = tuple((residuals <= tolerance * values.abs()).tolist())
-    return Eigenpairs(values, vectors, residuals, residuals, converged, num_products + len(values), loss)
+    return Eigenpairs(
+        values, vectors, residuals, residuals, converged, num_products + len(values), orthogonality_loss([vectors])
+    )
 
 
 def _library() -> Any:

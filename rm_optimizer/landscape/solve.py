@@ -47,7 +47,7 @@ class SpectrumOptions:
         num_sampled: eigenvalues from the top that get their error over pairs.
         state_file: where `lanczos` keeps its state and continues from after a kill; removed at the end.
         memory_bytes: most memory for the rows of `gauss_newton_exact`.
-        product: way to multiply with the Hessian; `auto` tries them on the model and takes the cheapest.
+        product: way to multiply with the Hessian, or `auto`; see `choose_product`.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
     """
 

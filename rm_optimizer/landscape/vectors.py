@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-COLUMNS_AT_ONCE = 1 << 16
+COLUMNS_AT_ONCE = 1 << 12
 """Entries that one float32 matrix product adds up."""
 
 
@@ -30,6 +30,12 @@ def length(vector: Float[Tensor, " parameters"]) -> float:
 def unit(vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
     """The vector at length 1; a vector of zeros stays what it is."""
     return vector / (length(vector) or 1.0)
+
+
+def orthogonality_loss(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> float:
+    """Largest entry of `Q Q^T - I` in magnitude, `Q` being the rows of the blocks."""
+    products = inner_products(blocks)
+    return float((products - torch.eye(len(products), dtype=torch.float64)).abs().max())
 
 
 def inner_products(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> Float[Tensor, "vectors vectors"]:

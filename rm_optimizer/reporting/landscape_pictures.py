@@ -143,7 +143,7 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
             lacking.setdefault(quantity.reason, []).append(label)
         else:
             rows[label] = _quantity(quantity)
-    rows |= {", ".join(names): f"n/a: {reason}" for reason, names in lacking.items()}
+    rows |= {", ".join(names): _quantity(Quantity(None, reason)) for reason, names in lacking.items()}
     return rows
 
 
