@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.files import replacing
 from rm_optimizer.errors import CheckpointError
-from rm_optimizer.landscape.vectors import inner, length
+from rm_optimizer.landscape.vectors import inner, length, products
 
 _ROWS_OF_A_BLOCK = 8
 _MUCH = 2**-0.5
@@ -60,7 +60,8 @@ class OrthonormalBasis:
         for _ in range(2):
             before = length(vector)
             for rows in self.rows():
-                vector = vector.addmv(rows.T, rows @ vector, alpha=-1)
+                along = products(rows, vector[None])[:, 0].to(vector.dtype)
+                vector = vector.addmv(rows.T, along, alpha=-1)
             if length(vector) > _MUCH * before:
                 break
         return vector
