@@ -28,6 +28,7 @@ from rm_optimizer.landscape.solve import (
     Solution,
     SpectrumOptions,
     check_choices,
+    known_ends,
     make_operator,
     solve,
 )
@@ -113,7 +114,7 @@ class HessianAnalyzer:
             found = solve(operator, method, top_k, options, seed=self.seed, start=vectors, on_iteration=on_iteration)
             operator.on_product = on_product
             extra = _Extra() if found.is_interrupted else _extras(operator, found, options, self.seed)
-            return self._spectrum(operator, kind, method, found, extra, time.perf_counter() - began)
+            return self._spectrum(operator, kind, method, options, found, extra, time.perf_counter() - began)
 
     def compute_block_spectra(
         self,
@@ -180,15 +181,25 @@ class HessianAnalyzer:
             yield objective
 
     def _spectrum(
-        self, operator: LossOperator, matrix: str, method: str, found: Solution, extra: _Extra, wall_seconds: float
+        self,
+        operator: LossOperator,
+        matrix: str,
+        method: str,
+        options: SpectrumOptions,
+        found: Solution,
+        extra: _Extra,
+        wall_seconds: float,
     ) -> HessianSpectrum:
         objective, pairs = operator.objective, found.pairs
+        num_top, num_bottom = known_ends(pairs.values.tolist(), method, options.which)
         choice = operator.choice if isinstance(operator, HessianOperator) else None
         return HessianSpectrum(
             eigenvalues=tuple(pairs.values.tolist()),
             residuals=tuple(pairs.residuals.tolist()),
             error_bounds=tuple(pairs.error_bounds.tolist()),
             converged=pairs.converged,
+            num_top=num_top,
+            num_bottom=num_bottom,
             is_exhaustive=found.is_exhaustive,
             trace=found.trace or extra.trace,
             density=extra.density,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -98,6 +98,23 @@ def check_choices(method: str, matrix: str) -> None:
         )
     if method == "pyhessian" and matrix != "hessian":
         raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
+
+
+def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, int]:
+    """How many of the values, descending, are the largest of all without a gap, and how many the smallest.
+
+    Values of largest magnitude are both: an eigenvalue above the smallest positive of them would be among them.
+    """
+    count = len(values)
+    if method == "full":
+        return count, count
+    if method == "gauss_newton_exact":
+        return count, 0
+    if method == "lanczos" and which != "magnitude":
+        half = count // 2
+        return {"largest": (count, 0), "smallest": (0, count), "both": (count - half, half)}[which]
+    num_positive = sum(value > 0 for value in values)
+    return num_positive, count - num_positive
 
 
 def make_operator(objective: PairObjective, matrix: str, options: SpectrumOptions) -> LossOperator:

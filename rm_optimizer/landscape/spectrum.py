@@ -31,6 +31,8 @@ class HessianSpectrum:
         residuals: `||A v - lambda v||` of each.
         error_bounds: bound on the error of each, from residual and gap, rounding included.
         converged: whether each error bound is within the tolerance.
+        num_top: how many of the first are the largest of all, with none missing between them.
+        num_bottom: how many of the last are the smallest of all, with none missing between them.
         is_exhaustive: whether every eigenvalue that is not listed is 0.
         trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
         density: of all eigenvalues; None where it was not estimated.
@@ -55,6 +57,8 @@ class HessianSpectrum:
     residuals: tuple[float, ...]
     error_bounds: tuple[float, ...]
     converged: tuple[bool, ...]
+    num_top: int
+    num_bottom: int
     is_exhaustive: bool
     trace: Estimate | None
     density: SpectralDensity | None

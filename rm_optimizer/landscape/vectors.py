@@ -53,6 +53,6 @@ def products(
 ) -> Float[Tensor, "left right"]:
     """`left right^T` in float64, where runs of entries are added up in the vectors' own type."""
     whole = left.shape[1] // RUN * RUN
-    left_runs, right_runs = (rows[:, :whole].unflatten(1, (-1, RUN)).transpose(0, 1) for rows in (left, right))
-    total = (left_runs @ right_runs.transpose(1, 2)).sum(dim=0, dtype=torch.float64)
+    left_runs, right_runs = (rows[:, :whole].view(len(rows), -1, RUN).transpose(0, 1) for rows in (left, right))
+    total: Tensor = (left_runs @ right_runs.transpose(1, 2)).sum(dim=0, dtype=torch.float64)
     return total + (left[:, whole:] @ right[:, whole:].T).double()

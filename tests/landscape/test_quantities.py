@@ -40,6 +40,8 @@ def spectrum(values: tuple[float, ...] = VALUES, *, is_exhaustive: bool = True) 
         residuals=bounds,
         error_bounds=bounds,
         converged=(True,) * len(values),
+        num_top=len(values),
+        num_bottom=len(values),
         is_exhaustive=is_exhaustive,
         trace=trace,
         density=None,

@@ -20,6 +20,7 @@ from rm_optimizer.landscape.objective import measuring
 from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.pair_gradients import single_pairs
 from rm_optimizer.landscape.power import power_iteration
+from rm_optimizer.landscape.solve import known_ends
 from rm_optimizer.schema import LossConfig
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, PLAIN, dense, micro_batches, pairs, reward_model
 
@@ -235,3 +236,19 @@ def test_bootstrap_intervals_hold_the_estimate() -> None:
         assert estimate.num_samples == 8
         assert estimate.low <= estimate.value <= estimate.high  # type: ignore[operator]
         assert estimate.standard_error > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("method", "which", "ends"),
+    [
+        ("full", "both", (5, 5)),
+        ("gauss_newton_exact", "both", (5, 0)),
+        ("lanczos", "largest", (5, 0)),
+        ("lanczos", "smallest", (0, 5)),
+        ("lanczos", "both", (3, 2)),
+        ("lanczos", "magnitude", (4, 1)),
+        ("power_iteration", "both", (4, 1)),
+    ],
+)
+def test_it_is_known_which_ends_of_the_spectrum_the_values_are(method, which, ends):
+    assert known_ends([9.0, 3.0, 2.0, 1.0, -4.0], method, which) == ends
