@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,7 @@ class PairObjective:
         sizes = torch.stack([torch.as_tensor(weights).cpu(), torch.tensor(float(sum(b.num_pairs for b in batches)))])
         total_weight, num_pairs = self.summed(sizes.to(model.device)).tolist()
         self.total_weight, self.num_pairs = float(total_weight), int(num_pairs)
-        self._fingerprint = self._weights_now()
+        self._state = self._state_now()
         self._is_open = True
 
     @property
@@ -101,7 +100,8 @@ class PairObjective:
     def value(self) -> float:
         """The loss over all pairs."""
         shares = [self.share(self.model.rewards_of(batch), batch).double() for batch in self.batches]
-        return float(self.summed(torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)))
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return float(self.summed(torch.stack([zero, *shares]).sum()))
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place."""
@@ -110,16 +110,16 @@ class PairObjective:
         return values
 
     def require_still(self) -> None:
-        """Make sure that derivatives are taken where the measurement began.
+        """Make sure that derivatives are taken where the measurement began, of the same loss.
 
         Raises:
-            RMOptimizerError: if the measurement has ended, or a weight has changed since it began.
+            RMOptimizerError: if the measurement has ended, or a weight or a micro-batch has changed since it began.
         """
         if not self._is_open:
             raise RMOptimizerError("this operator's measurement has ended; use it inside its `with measuring(…)` block")
-        if self._weights_now() != self._fingerprint:
+        if self._state_now() != self._state:
             raise RMOptimizerError(
-                "a weight changed between two products, which makes them products with different matrices; "
+                "a weight or a batch changed between two products, which makes them products with different matrices; "
                 "measure between optimizer steps, and start anew after one"
             )
 
@@ -134,12 +134,6 @@ class PairObjective:
         raise TrainingDiverged(
             f"the curvature of the loss is not finite {self._culprits()}; load an earlier checkpoint"
         )
-
-    def identity(self) -> str:
-        """Digest of weights, pairs, loss and parameters: whether an earlier measurement was of the same matrix."""
-        pairs = [(batch.pair_index.tolist(), batch.weight.tolist()) for batch in self.batches]
-        sums = self._fingerprint[1]
-        return hashlib.sha256(repr((self.subset.names, sums, pairs, self.loss, str(self.dtype))).encode()).hexdigest()
 
     def close(self) -> None:
         """End the measurement."""
@@ -157,14 +151,24 @@ class PairObjective:
         return f"since the loss is NaN or infinite on pairs {', '.join(map(str, found[:8]))}{more}"
 
     @torch.no_grad()
-    def _weights_now(self) -> tuple[object, ...]:
+    def _state_now(self) -> tuple[object, ...]:
         """Versions and addresses, and sums that also notice a change through `.data`, which counts no version."""
         parameters: list[Tensor] = list(self.model.parameters())
-        sums = torch._foreach_norm(parameters, 1)
+        sums = [*torch._foreach_norm(parameters, 1), *(parameter.sum() for parameter in parameters)]
+        numbers = (value for batch in self.batches for value in _tensors(batch))
         return (
-            tuple((parameter._version, parameter.data_ptr()) for parameter in parameters),
-            tuple(float(part) for part in torch.stack([part.double() for part in sums]).nan_to_num().tolist()),
+            tuple((tensor._version, tensor.data_ptr()) for tensor in (*parameters, *numbers)),
+            tuple(torch.stack([part.double() for part in sums]).nan_to_num().tolist()),
         )
+
+
+def _tensors(batch: object) -> Iterator[Tensor]:
+    """All tensors of a micro-batch, those of its trees included."""
+    for value in vars(batch).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(value)
 
 
 @contextmanager

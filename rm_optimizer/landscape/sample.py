@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import DataError
+from rm_optimizer.landscape.identity import pairs_digest, weights_digest
 from rm_optimizer.landscape.objective import PairObjective, measuring
 from rm_optimizer.landscape.parameters import TRAINABLE
 from rm_optimizer.schema import LossConfig
@@ -30,7 +30,7 @@ class PairSample:
         batches: the pairs, each in one micro-batch.
         prompts: number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent.
         seed: of the draw.
-        fingerprint: digest of the pairs.
+        fingerprint: digest of the pairs as the loss sees them.
     """
 
     batches: tuple[AnyPairBatch, ...]
@@ -83,8 +83,8 @@ def draw_pairs(
     chosen = sorted(int(tokenized.pair_index[position]) for position in drawn)
     numbers: dict[str, int] = {}
     prompts = {index: numbers.setdefault(pairs[index].prompt_id, len(numbers)) for index in chosen}
-    fingerprint = digest([pairs[index].pair_id for index in chosen])
-    return PairSample(tuple(map(collator, batches)), prompts, seed, fingerprint)
+    collated = tuple(map(collator, batches))
+    return PairSample(collated, prompts, seed, pairs_digest(collated))
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,5 @@ class Subject:
 
     def fingerprint(self) -> str:
         """Digest of everything that a measurement depends on: weights, pairs, loss, parameters and type."""
-        weights = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            weights.update(name.encode())
-            weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest([weights.hexdigest(), self.sample.fingerprint, vars(self.loss), self.params, str(self.dtype)])
+        weights = weights_digest(self.model)
+        return digest([weights, self.sample.fingerprint, vars(self.loss), self.params, str(self.dtype)])

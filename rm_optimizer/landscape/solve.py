@@ -16,6 +16,7 @@ from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.dense import full_spectrum
 from rm_optimizer.landscape.gauss_newton import GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.identity import identity_of
 from rm_optimizer.landscape.krylov import KrylovState
 from rm_optimizer.landscape.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos
 from rm_optimizer.landscape.objective import PairObjective
@@ -179,7 +180,7 @@ def _by_lanczos(
     start: Tensor | None,
     on_iteration: Callable[[Progress], None] | None,
 ) -> Solution:
-    identity = f"{operator.objective.identity()} {getattr(operator, 'curvature', 'hessian')} {seed}"
+    identity = f"{identity_of(operator.objective)} {getattr(operator, 'curvature', 'hessian')} {seed}"
     file = options.state_file
     resumed = file is not None and file.exists()
     state = KrylovState.load(file, identity=identity, device=operator.device) if file and resumed else KrylovState()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from rm_optimizer.core.batching import PairBatch
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError, RMOptimizerError, TrainingDiverged
 from rm_optimizer.landscape.dense import dense_matrix
@@ -129,18 +131,27 @@ def test_weights_count_pairs_not_batches() -> None:
     torch.testing.assert_close(*results, **EXACT)
 
 
+CHANGES: dict[str, Callable[[BradleyTerryRM, PairBatch], object]] = {
+    "a weight": lambda model, batch: model.reward_head.weight.add_(1e-3),
+    "a weight's data": lambda model, batch: model.reward_head.weight.data.add_(1e-3),
+    "a weight's sign": lambda model, batch: model.reward_head.weight.data.neg_(),
+    "tokens": lambda model, batch: batch.input_ids.copy_(batch.input_ids.flip(0)),
+    "weights of pairs": lambda model, batch: batch.weight.mul_(2),
+}
+
+
 @pytest.mark.parametrize("product", WAYS)
-@pytest.mark.parametrize("through_data", [False, True])
-def test_a_weight_changed_between_products_raises(product: str, through_data: bool) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_products_raises(product: str, change: str) -> None:
     model = reward_model("bert")
-    with measuring(model, micro_batches(model), PLAIN) as objective:
+    batches = micro_batches(model)
+    with measuring(model, batches, PLAIN) as objective:
         operator = HessianOperator(objective, product=product)  # type: ignore[arg-type]
         vector = torch.ones(1, operator.dimension)
         operator.apply(vector)
         with torch.no_grad():
-            weight = model.reward_head.weight
-            (weight.data if through_data else weight).add_(1e-3)
-        with pytest.raises(RMOptimizerError, match="a weight changed between two products"):
+            CHANGES[change](model, batches[0])  # type: ignore[arg-type]
+        with pytest.raises(RMOptimizerError, match="a weight or a batch changed between two products"):
             operator.apply(vector)
 
 

@@ -1,0 +1,43 @@
+"""Whether two measurements are of the same thing: digests of weights and of pairs as the loss sees them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from rm_optimizer.core.base import digest
+from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.landscape.objective import PairObjective
+from rm_optimizer.landscape.pair_gradients import single_pairs
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Of every parameter's name and bytes."""
+    weights = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        weights.update(name.encode())
+        weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return weights.hexdigest()
+
+
+def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:
+    """Of each pair's tokens, margin, label and weight, whatever the micro-batches, their padding and their layout."""
+    singles = (single for batch in batches for single in single_pairs(batch))
+    rows = [
+        [
+            *(single.pair_index.tolist() + single.margin.tolist() + single.label.tolist() + single.weight.tolist()),
+            *(ids[mask != 0].tolist() for ids, mask in zip(single.input_ids, single.attention_mask, strict=True)),
+        ]
+        for single in singles
+    ]
+    return digest(sorted(rows))
+
+
+def identity_of(objective: PairObjective) -> str:
+    """Of everything that the loss and its derivatives depend on."""
+    loss, dtype = vars(objective.loss), str(objective.dtype)
+    pairs = pairs_digest(objective.batches)
+    return digest([weights_digest(objective.model), pairs, objective.subset.names, loss, dtype])
