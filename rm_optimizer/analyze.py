@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
+from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted, RMOptimizerError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -140,8 +140,8 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
 
     kind = options.landscape.type
     checkpoints = _run_checkpoints(options.checkpoint) if kind == AnalysisType.trajectory else {}
-    last = str(max(checkpoints.items())[1]) if checkpoints else None
-    subject = load_subject(options, last)
+    weights = max(checkpoints.items())[1] if checkpoints else _unmerged(options.checkpoint)
+    subject = load_subject(options, weights)
     analysis.require_finite_loss(subject)
     study = analysis.Study(subject, options.landscape, folder, on_progress)
     if kind == AnalysisType.trajectory:
@@ -158,6 +158,33 @@ def _run_checkpoints(checkpoint: str) -> dict[int, Path]:
     if folder is None:
         raise ConfigError(f"landscape=trajectory needs a run folder with its checkpoints, got '{checkpoint}'")
     return {checkpoint_step(path): path for path in periodic_checkpoints(folder)}
+
+
+def _unmerged(checkpoint: str) -> Path | None:
+    """The best weights of a run with their adapter, which `best/` has merged; None for anything else.
+
+    Raises:
+        CheckpointError: if the run has them no more.
+        ConfigError: if they are four-bit ones.
+    """
+    from rm_optimizer.schema.adapters import AdapterKind
+    from rm_optimizer.schema.recall import OPTIONS_FILE, run_folder_of
+    from rm_optimizer.training.checkpoints import BEST, FOLDER
+
+    run_dir = run_folder_of(checkpoint)
+    if run_dir is None or run_dir != Path(checkpoint).expanduser():
+        return None
+    trained = json.loads((run_dir / OPTIONS_FILE).read_text(encoding="utf-8"))
+    adapter = trained.get("adapter", {}).get("kind", AdapterKind.none)
+    if adapter == AdapterKind.none:
+        return None
+    merged = f"checkpoint={run_dir}/best measures the merged model"
+    if adapter == AdapterKind.qlora:
+        raise ConfigError(f"{run_dir}: four-bit weights (adapter=qlora) cannot be differentiated twice; {merged}")
+    path = run_dir / FOLDER / BEST
+    if not path.is_file():
+        raise CheckpointError(f"{path}, which held the run's adapter apart from its base, is missing; {merged}")
+    return path
 
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:

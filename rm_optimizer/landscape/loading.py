@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from rm_optimizer.core.data_loader import PreferenceDataset, load_pairs, load_training_data
@@ -13,7 +15,7 @@ from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 from rm_optimizer.schema.recall import run_folder_of
 
 
-def load_subject(options: AnalyzeConfig, checkpoint: str | None = None) -> Subject:
+def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subject:
     """The model of a checkpoint on its device, and pairs drawn as the options say.
 
     Args:

@@ -102,7 +102,10 @@ def _nothing(which: str | Sequence[str], names: list[str]) -> str:
     if which == TRAINABLE:
         return "the model has no trainable parameters, so its loss has no curvature; unfreeze some or name a subset"
     if which == LORA:
-        return "params=lora needs a model with a LoRA adapter, and this one has none; use params=trainable"
+        return (
+            "params=lora needs a model with a LoRA adapter, and this one has none or has it merged, as best/ of a run "
+            "does; give the run folder, or use params=trainable"
+        )
     pattern = which if isinstance(which, str) else ", ".join(which)
     nearest = did_you_mean("params", pattern, names).split("; ", 1)[1].split(" Known")[0]
     return f"params='{pattern}' matches no parameter; {nearest if nearest.startswith('did') else f'one is {names[0]}'}"

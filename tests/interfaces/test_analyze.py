@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -51,6 +52,14 @@ QUICK = ["landscape.num_pairs=8", "progress=false"]
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("analyzed") / "run"
     train_reward_model(typed(compose([*SMALL, f"output_dir={folder}"]), TrainConfig))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("analyzed") / "lora"
+    options = ["adapter=lora_r8", "data.synthetic.num_train=16", "data.synthetic.num_val=4", f"output_dir={folder}"]
+    train_reward_model(typed(compose([*SMALL, *options]), TrainConfig))
     return folder
 
 
@@ -110,6 +119,27 @@ def test_a_trajectory_ends_at_the_last_checkpoint(run_dir):
     assert result.steps == (1, 2, 3)
     assert result.coordinates[-1] == pytest.approx((0.0, 0.0), abs=1e-6)
     assert {"trajectory.png", "trajectory.parquet", "contour.png", "surface.png", "surface.parquet"} <= names(folder)
+
+
+def test_a_run_with_an_adapter_is_measured_over_what_it_trained(lora_run, tmp_path):
+    options = ["landscape.top_k=1", "landscape.num_probes=2", "landscape.tolerance=0.1"]
+    trained = json.loads((lora_run / "run.json").read_text())["parameters"]
+    spectra = {}
+    for params in ("trainable", "lora", "head"):
+        folder = analyzed(lora_run, *options, f"landscape.params={params}", f"output_dir={tmp_path / params}")
+        spectra[params] = HessianSpectrum.from_json((folder / "hessian.json").read_text())
+    merged = BradleyTerryRM.from_pretrained(lora_run / "best")
+    assert spectra["trainable"].num_parameters == trained < sum(p.numel() for p in merged.parameters())
+    assert spectra["lora"].num_parameters == trained - spectra["head"].num_parameters
+    folder = analyzed(lora_run / "best", *options, "landscape.params=head", f"output_dir={tmp_path / 'best'}")
+    exported = HessianSpectrum.from_json((folder / "hessian.json").read_text())
+    assert exported.loss == pytest.approx(spectra["trainable"].loss, rel=1e-5)  # float32: the same function
+
+
+def test_an_adapter_that_is_gone_is_said_with_what_is_left(lora_run, tmp_path):
+    shutil.copytree(lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("*.ckpt"))
+    with pytest.raises(CheckpointError, match=r"best\.ckpt, which held .*/best measures the merged model"):
+        analyzed(tmp_path / "run", f"output_dir={tmp_path / 'out'}")
 
 
 def test_ctrl_c_leaves_a_labelled_part_and_the_same_command_completes_it(run_dir, tmp_path, monkeypatch):
