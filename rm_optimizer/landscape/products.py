@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.func import functional_call, grad, jvp, vmap
 
 from rm_optimizer.core.batching import AnyPairBatch
@@ -37,6 +37,16 @@ class Product(Protocol):
         """The products, in the order of the vectors."""
 
 
+_GradientGraph: TypeAlias = dict[int, GradientEdge]
+"""Where the graph of a gradient ends, by position of the parameter; parts that no weight changes have no graph."""
+
+
+def _gradient_graph(objective: PairObjective, batch: AnyPairBatch) -> _GradientGraph:
+    """The graph alone: the gradient's own numbers, one for each parameter, are not needed for its products."""
+    gradient = objective.batch_gradient(batch, create_graph=True)
+    return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
+
+
 class ReverseOverReverse:
     """Gradient of `g(θ) · v`, with the graph of the gradient `g` built anew in every call (Pearlmutter, 1994).
 
@@ -52,7 +62,7 @@ class ReverseOverReverse:
         """The products, in the order of the vectors."""
         sums = _Sums(self.objective, vectors)
         for batch in self.objective.batches:
-            sums.add(self.objective.batch_gradient(batch, create_graph=True), keep=False)
+            sums.add(_gradient_graph(self.objective, batch), keep=False)
         return sums.total()
 
 
@@ -63,21 +73,24 @@ class KeptGraph:
 
     def __init__(self, objective: PairObjective) -> None:
         self.objective = objective
-        self._gradients: list[tuple[Tensor, ...]] | None = None
+        self._graphs: list[_GradientGraph] | None = None
 
     def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The products, in the order of the vectors."""
         sums = _Sums(self.objective, vectors)
-        for gradient in self.build():
-            sums.add(gradient, keep=True)
+        for graph in self.build():
+            sums.add(graph, keep=True)
         return sums.total()
 
-    def build(self) -> list[tuple[Tensor, ...]]:
-        """The micro-batches' gradients with their graphs."""
-        if self._gradients is None:
-            batches = self.objective.batches
-            self._gradients = [self.objective.batch_gradient(batch, create_graph=True) for batch in batches]
-        return self._gradients
+    def build(self) -> list[_GradientGraph]:
+        """The graphs of the micro-batches' gradients."""
+        if self._graphs is None:
+            self._graphs = [_gradient_graph(self.objective, batch) for batch in self.objective.batches]
+        return self._graphs
+
+    def release(self) -> None:
+        """Give the graphs' memory back; the next product builds them again."""
+        self._graphs = None
 
 
 class ForwardOverReverse:
@@ -148,7 +161,7 @@ def choose_product(
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
 
     Raises:
-        ConfigError: if the name is unknown.
+        ConfigError: if the name is unknown, or the model cannot be differentiated twice in any way.
     """
     if name in WAYS:
         return ProductChoice(WAYS[name](objective))
@@ -167,13 +180,22 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     needed = graph_bytes(objective, kept)
     free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     fits = needed <= free
-    costs = _cost(kept, gradient_seconds) if fits else {}
+    failures: list[str] = []
+    costs = _cost(kept, gradient_seconds, failures) if fits else {}
     del kept
     if not costs:  # beside kept graphs nothing needs to be tried: the others take half as many operations again
-        costs = _cost(ReverseOverReverse(trial), gradient_seconds) | _cost(ForwardOverReverse(trial), gradient_seconds)
+        for way in (ReverseOverReverse(trial), ForwardOverReverse(trial)):
+            costs |= _cost(way, gradient_seconds, failures)
+    if not costs:
+        raise ConfigError(
+            f"{type(objective.model.model).__name__} cannot be differentiated twice here ({failures[0]}); "
+            "use method=gauss_newton_exact, which needs first derivatives alone, or fewer pairs if memory ran out"
+        )
     best = min(costs, key=costs.__getitem__)
     note = "fit" if fits else "do not fit"
-    return ProductChoice(WAYS[best](objective), costs, needed, f"graphs of {needed / 1e9:.1f} GB {note} into memory")
+    tried = ", ".join(f"{way} {cost:.2g}" for way, cost in costs.items())
+    reason = f"graphs of {needed / 1e9:.1f} GB {note} into memory; tried, in gradients a product: {tried}"
+    return ProductChoice(WAYS[best](objective), costs, needed, reason)
 
 
 def _trial(objective: PairObjective) -> PairObjective:
@@ -183,14 +205,15 @@ def _trial(objective: PairObjective) -> PairObjective:
     return PairObjective(objective.model, [chosen], objective.loss, objective.subset, group=None)
 
 
-def _cost(product: Way, gradient_seconds: float) -> dict[str, float]:
-    """A product's cost in gradients, by its name; nothing where the model cannot be differentiated this way."""
+def _cost(product: Way, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
+    """A product's cost in gradients, by its name; nothing but a line of `failures` where it cannot be computed."""
     objective = product.objective
     vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
     try:
         product(vector)
         return {product.name: _seconds(lambda: product(vector), objective.device) / gradient_seconds}
-    except (RuntimeError, NotImplementedError):  # what autograd raises for an operation it cannot differentiate so
+    except RuntimeError as error:  # an operation that autograd cannot differentiate so, or no memory
+        failures.append(f"{product.name}: {error}".splitlines()[0])
         return {}
 
 
@@ -247,16 +270,15 @@ class _Sums:
         self.vectors = [objective.subset.unflatten(vector) for vector in vectors]
         self._sums = [[torch.zeros_like(parameter) for parameter in objective.parameters] for _ in vectors]
 
-    def add(self, gradient: tuple[Tensor, ...], *, keep: bool) -> None:
-        """Add the products of one micro-batch's Hessian; parts of the gradient that no weight changes give nothing."""
-        varying = [index for index, part in enumerate(gradient) if part.requires_grad]
-        if not varying:
+    def add(self, graph: _GradientGraph, *, keep: bool) -> None:
+        """Add the products of one micro-batch's Hessian."""
+        if not graph:
             return
         for row, (parts, sums) in enumerate(zip(self.vectors, self._sums, strict=True)):
             products = torch.autograd.grad(
-                [gradient[index] for index in varying],
+                list(graph.values()),
                 self.objective.parameters,
-                [parts[index] for index in varying],
+                [parts[index] for index in graph],
                 retain_graph=keep or row + 1 < len(self.vectors),
                 allow_unused=True,
                 materialize_grads=True,

@@ -15,7 +15,7 @@ from rm_optimizer.errors import ConfigError, RMOptimizerError, TrainingDiverged
 from rm_optimizer.landscape.dense import dense_matrix
 from rm_optimizer.landscape.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators import HessianOperator, OutputOperator
-from rm_optimizer.landscape.products import WAYS, choose_product
+from rm_optimizer.landscape.products import WAYS, KeptGraph, choose_product
 from rm_optimizer.landscape.sharpness import local_geometry, loss_at
 from rm_optimizer.schema import LossConfig
 from tests.landscape.worlds import (
@@ -212,3 +212,44 @@ def test_the_loss_elsewhere_leaves_the_weights() -> None:
         before = point(objective)
         loss_at(objective, torch.ones_like(before))
         assert torch.equal(point(objective), before)
+
+
+class OnceBackwards(torch.autograd.Function):
+    """The identity, with a derivative whose own derivative is not implemented."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return NotBackwards.apply(gradient)
+
+
+class NotBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gradient):
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("derivative for a fused kernel is not implemented")
+
+
+def test_a_model_that_cannot_be_differentiated_twice_is_named() -> None:
+    model = reward_model("bert")
+    embeddings = model.model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda module, inputs, output: OnceBackwards.apply(output))
+    message = r"BertForSequenceClassification cannot be differentiated twice here \(kept_graph: derivative for a fused"
+    with measuring(model, micro_batches(model), PLAIN) as objective, pytest.raises(ConfigError, match=message):
+        choose_product(objective)
+
+
+def test_released_graphs_are_built_again() -> None:
+    model = reward_model("llama")
+    with measuring(model, micro_batches(model, 200), PLAIN) as objective:
+        product = KeptGraph(objective)
+        vector = random_vectors(objective.subset.num_parameters, 1).float()
+        first = product(vector)
+        product.release()
+        assert torch.equal(product(vector), first)
