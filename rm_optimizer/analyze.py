@@ -20,14 +20,13 @@ from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted, RMOpt
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from rm_optimizer.landscape.analysis import Finding
+    from rm_optimizer.landscape.study import Finding
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
 OnProgress = Callable[[str, int, int | None, str], None]
 """Told what is being done, how much of it is, of how much, and a remark."""
 
 MAIN_FILE = "analyze"
-INTERRUPTED = 130
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
     except RMOptimizerError as error:
         sys.exit(_report(error))
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(_report(Interrupted("stopped")))
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
@@ -117,9 +116,12 @@ def analyze(options: AnalyzeConfig) -> Path:
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
 
     folder, kind = Path(options.output_dir), options.landscape.type
+    try:
+        with _progress(options.progress) as on_progress:
+            finding = _measured(options, folder, on_progress)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped before there was a result to write; the same command starts again") from None
     _record(options, folder)
-    with _progress(options.progress) as on_progress:
-        finding = _measured(options, folder, on_progress)
     state = "_partial" if finding.is_partial else ""
     write_text(folder / f"{kind}{state}.json", finding.result.to_json() + "\n")
     if not finding.is_partial:
@@ -128,7 +130,8 @@ def analyze(options: AnalyzeConfig) -> Path:
     _draw_history(options, folder)
     print_result(f"{options.checkpoint}: {kind}{' (PARTIAL)' if finding.is_partial else ''}", finding.result)
     if finding.is_partial:
-        raise Interrupted(f"stopped; partial results, labelled so, are in {folder}; the same command goes on from them")
+        again = "goes on from them" if finding.is_kept else "starts anew"
+        raise Interrupted(f"stopped; partial results, labelled so, are in {folder}; the same command {again}")
     print(f"JSON, pictures and Parquet: {folder}")
     return folder
 
@@ -136,14 +139,15 @@ def analyze(options: AnalyzeConfig) -> Path:
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> Finding[Any]:
     from rm_optimizer.landscape import analysis
     from rm_optimizer.landscape.loading import load_subject
+    from rm_optimizer.landscape.study import Study, require_finite_loss
     from rm_optimizer.schema.landscape import AnalysisType
 
     kind = options.landscape.type
     checkpoints = _run_checkpoints(options.checkpoint) if kind == AnalysisType.trajectory else {}
     weights = max(checkpoints.items())[1] if checkpoints else _unmerged(options.checkpoint)
     subject = load_subject(options, weights)
-    analysis.require_finite_loss(subject)
-    study = analysis.Study(subject, options.landscape, folder, on_progress)
+    require_finite_loss(subject)
+    study = Study(subject, options.landscape, folder, on_progress)
     if kind == AnalysisType.trajectory:
         return analysis.measure_trajectory(study, checkpoints)
     return analysis.MEASURES[kind](study)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +20,28 @@ from rm_optimizer.landscape.directions import (
     filter_normalised,
     trajectory_plane,
 )
-from rm_optimizer.landscape.grid import GridLedger, Points, grid_identity, measure_grid
+from rm_optimizer.landscape.grid import GridLedger, Points, measure_grid
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.lanczos import Progress, lanczos
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, block_names, curvature_of_blocks
-from rm_optimizer.landscape.loss_at import MISSING, PointLoss
+from rm_optimizer.landscape.ledger import Ledger
+from rm_optimizer.landscape.loss_at import MISSING
 from rm_optimizer.landscape.operators import HessianOperator
 from rm_optimizer.landscape.parameters import select_parameters
-from rm_optimizer.landscape.sample import Subject
 from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.study import (
+    DIRECTIONS_FILE,
+    LAYERS_FILE,
+    POINTS_FILE,
+    STATE_FILE,
+    Finding,
+    Study,
+)
 from rm_optimizer.landscape.surface import (
-    Measured,
     Slice,
     Surface,
     Trajectory,
-    describe,
     in_rows,
     plane_grid,
     plane_ranges,
@@ -45,96 +51,27 @@ from rm_optimizer.landscape.surface import (
 )
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 
-POINTS_FILE, DIRECTIONS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "lanczos.pt"
-"""In the folder of results: each measured point as soon as it is, the directions that they lie along, and where an
-iteration stands."""
-ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True)
-class Finding(Generic[ResultT]):
-    """A result, and whether an interruption cut it short.
-
-    Args:
-        result: what was measured.
-        is_partial: whether the user stopped it before it was whole.
-    """
-
-    result: ResultT
-    is_partial: bool
-
-
-@dataclass(frozen=True)
-class Study:
-    """What is measured and how.
-
-    Args:
-        subject: model, pairs and loss.
-        config: the options.
-        folder: where points are kept while they are measured, so that the same study goes on after a kill.
-        on_progress: told what is being done, how much of it is, of how much (None where nobody knows), and a remark.
-    """
-
-    subject: Subject
-    config: LandscapeConfig
-    folder: Path
-    on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
-
-    def on_iteration(self, progress: Progress) -> None:
-        """A product of a Lanczos iteration."""
-        remark = f"{progress.num_products} products, largest error {progress.worst_error:.1e}"
-        self.on_progress("eigenvalues", progress.num_converged, progress.num_wanted, remark)
-
-    def on_product(self, num_products: int) -> None:
-        """Products beside a Lanczos iteration's."""
-        self.on_progress("products", num_products, None, "")
-
-    def on_point(self, done: int, total: int) -> None:
-        """A point of a grid."""
-        self.on_progress("points", done, total, "")
-
-    def measured(self, directions: Directions) -> Measured:
-        """What captions say."""
-        sample = self.subject.sample
-        params = self.subject.params
-        return describe(
-            directions,
-            params=params if isinstance(params, str) else ", ".join(params),
-            num_parameters=directions.vectors.shape[1],
-            num_pairs=sample.num_pairs,
-            num_prompts=sample.num_prompts,
-            seed=sample.seed,
-        )
-
-
-def require_finite_loss(subject: Subject) -> float:
-    """The loss where the landscape is looked at.
-
-    Raises:
-        TrainingDiverged: if it is NaN or infinite; names the pairs.
-    """
-    with subject.measuring() as objective:
-        value = objective.value()
-        objective.checked(torch.tensor(value))
-        return value
-
 
 def measure_slices(study: Study) -> Finding[Slice]:
     """The loss along lines through the weights."""
     config = study.config
-    directions, identity = study_directions(study, config.num_directions)
+    identity = _identity_of_directions(study, config.num_directions)
+    ledger = _ledger(study, identity, config.num_directions * config.num_points)
+    directions = _directions(study, config.num_directions, identity)
     steps = symmetric_steps(_span(config, directions), config.num_points)
-    points, is_partial = _measure(study, directions, slice_grid(len(directions.names), steps), identity)
-    rows = in_rows(points, len(steps), len(directions.names))
+    is_partial = _measure(study, directions, slice_grid(len(directions.names), steps), ledger)
+    rows = in_rows(ledger.points, len(steps), len(directions.names))
     return Finding(Slice(study.measured(directions), steps, rows), is_partial)
 
 
 def measure_surface(study: Study) -> Finding[Surface]:
     """The loss over a plane through the weights."""
-    directions, identity = study_directions(study, 2)
+    identity = _identity_of_directions(study, 2)
+    ledger = _ledger(study, identity, study.config.num_points**2)
+    directions = _directions(study, 2, identity)
     steps = symmetric_steps(_span(study.config, directions), study.config.num_points)
-    points, is_partial = _measure(study, directions, plane_grid(steps, steps), identity)
-    rows = in_rows(points, len(steps), len(steps))
+    is_partial = _measure(study, directions, plane_grid(steps, steps), ledger)
+    rows = in_rows(ledger.points, len(steps), len(steps))
     return Finding(Surface(study.measured(directions), steps, steps, rows), is_partial)
 
 
@@ -153,16 +90,18 @@ def measure_trajectory(study: Study, checkpoints: Mapping[int, Path]) -> Finding
             f"a trajectory needs at least 3 checkpoints, and the run has {len(checkpoints)}; train with "
             "training.checkpoint_every=STEPS and training.keep_checkpoints=NUMBER"
         )
+    size = study.config.num_points
+    identity = digest([study.subject.fingerprint(), list(checkpoints)])
+    ledger = _ledger(study, identity, size * size + len(checkpoints))
     subset = select_parameters(study.subject.model, study.subject.params)
     displacements = displacements_of([_weights(path) for path in checkpoints.values()], subset)
     plane = trajectory_plane(displacements)
-    size = study.config.num_points
     x, y = plane_ranges(plane, size)
     moves = Directions(
         plane.directions.names, torch.cat([plane.directions.vectors, displacements]), plane.directions.method
     )
-    identity = digest([study.subject.fingerprint(), list(checkpoints)])
-    points, is_partial = _measure(study, moves, trajectory_grid(x, y, len(checkpoints)), identity)
+    is_partial = _measure(study, moves, trajectory_grid(x, y, len(checkpoints)), ledger)
+    points = ledger.points
     surface = Surface(study.measured(plane.directions), x, y, in_rows(points, size, size))
     result = Trajectory(
         surface,
@@ -176,30 +115,34 @@ def measure_trajectory(study: Study, checkpoints: Mapping[int, Path]) -> Finding
 
 def measure_layers(study: Study) -> Finding[LayerCurvature]:
     """Top eigenvalue and trace of each layer's block of the Hessian."""
-    subject, config = study.subject, study.config
-    names = list(block_names(subject))
-    blocks: list[BlockCurvature] = []
+    subject, sample, config = study.subject, study.subject.sample, study.config
+    names = block_names(subject)
+    identity = [subject.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
+    ledger = Ledger(study.folder / LAYERS_FILE, digest(identity), len(names))
+    found = {row["block"]: BlockCurvature.from_fields(row) for row in ledger.rows}
 
     def report(block: str, progress: Progress) -> None:
-        study.on_progress(block, len(blocks), len(names), f"relative error {progress.worst_error:.1e}")
+        study.on_progress(block, len(found), len(names), f"relative error {progress.worst_error:.1e}")
 
     is_partial = False
     try:
         for block in curvature_of_blocks(
             subject,
+            {name: parameters for name, parameters in names.items() if name not in found},
             tolerance=config.tolerance,
             num_probes=config.num_probes,
             max_products=config.max_products,
             on_iteration=report,
         ):
-            blocks.append(block)
+            ledger.add(asdict(block))
+            found[block.block] = block
     except KeyboardInterrupt:
+        if not found:
+            raise
         is_partial = True
-    sample = subject.sample
-    missing = tuple(names[len(blocks) :])
-    return Finding(
-        LayerCurvature(tuple(blocks), missing, sample.num_pairs, sample.num_prompts, sample.seed), is_partial
-    )
+    missing = tuple(name for name in names if name not in found)
+    blocks = tuple(found[name] for name in names if name in found)
+    return Finding(LayerCurvature(blocks, missing, sample.num_pairs, sample.num_prompts, sample.seed), is_partial)
 
 
 def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
@@ -228,20 +171,27 @@ def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
         on_iteration=study.on_iteration,
         on_product=study.on_product,
     )
-    return Finding(spectrum, spectrum.status == SpectrumStatus.interrupted)
+    is_partial = spectrum.status == SpectrumStatus.interrupted
+    if is_partial and not spectrum.eigenvalues:
+        raise KeyboardInterrupt
+    return Finding(spectrum, is_partial, is_kept=(study.folder / STATE_FILE).exists())
 
 
-def study_directions(study: Study, count: int) -> tuple[Directions, str]:
-    """The directions of a study and what they belong to; an interrupted study goes on along the same ones."""
-    config = study.config
-    kind = config.directions.value
-    identity = digest([study.subject.fingerprint(), kind, count, study.subject.sample.seed, config.tolerance])
+def _identity_of_directions(study: Study, count: int) -> str:
+    """What the directions of a study belong to."""
+    subject, config = study.subject, study.config
+    how = [config.directions.value, count, subject.sample.seed, config.tolerance, config.max_products]
+    return digest([subject.fingerprint(), *how])
+
+
+def _directions(study: Study, count: int, identity: str) -> Directions:
+    """Those of an earlier call of the same study, or new ones."""
     path = study.folder / DIRECTIONS_FILE
     found = Directions.load(path, identity)
     if found is None:
         found = _new_directions(study, count)
         found.save(path, identity)
-    return found, identity
+    return found
 
 
 def _new_directions(study: Study, count: int) -> Directions:
@@ -269,16 +219,28 @@ def _span(config: LandscapeConfig, directions: Directions) -> float:
     return (2 / largest) ** 0.5 if largest > 0 else 1.0
 
 
-def _measure(study: Study, directions: Directions, points: Points, identity: str) -> tuple[dict[int, PointLoss], bool]:
-    """The measured points, and whether an interruption left some out."""
-    ledger = GridLedger(study.folder / POINTS_FILE, grid_identity(identity, points))
+def _ledger(study: Study, identity: str, num_points: int) -> GridLedger:
+    """Opened before anything is computed, so that a refusal costs nothing."""
+    config = study.config
+    kind = digest([identity, config.type.value, config.num_points, config.span])
+    return GridLedger(study.folder / POINTS_FILE, kind, num_points)
+
+
+def _measure(study: Study, directions: Directions, points: Points, ledger: GridLedger) -> bool:
+    """Measure the points, and say whether an interruption left some out.
+
+    Raises:
+        KeyboardInterrupt: if it left all of them out.
+    """
     try:
         measure_grid(
             study.subject, directions, points, ledger, processes=study.config.processes, on_point=study.on_point
         )
     except KeyboardInterrupt:
-        return ledger.points, True
-    return ledger.points, False
+        if not ledger.points:
+            raise
+        return True
+    return False
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from rm_optimizer.core.base import digest
-from rm_optimizer.core.files import write_text
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.directions import Directions
+from rm_optimizer.landscape.ledger import Ledger
 from rm_optimizer.landscape.loss_at import LossAt, PointLoss
 from rm_optimizer.landscape.sample import Subject
 
@@ -31,50 +28,25 @@ OnPoint = Callable[[int, int], None]
 
 
 class GridLedger:
-    """Points that are done, one JSON line each as soon as it is: a killed grid goes on where it stopped.
+    """Points that are done, each on disk as soon as it is.
 
     Args:
-        path: the file; None keeps the points in memory only.
+        path: the file.
         identity: what the points belong to.
+        num_points: of the whole grid.
 
     Raises:
-        DataError: if the file belongs to something else.
+        DataError: if the file holds part of another grid.
     """
 
-    def __init__(self, path: Path | None, identity: str) -> None:
-        self.points: dict[int, PointLoss] = {}
-        self._path = path
-        if path is not None:
-            self._begin(path, json.dumps({"identity": identity}))
+    def __init__(self, path: Path, identity: str, num_points: int) -> None:
+        self._ledger = Ledger(path, identity, num_points)
+        self.points = {row["index"]: PointLoss(**row["point"]) for row in self._ledger.rows}
 
     def add(self, index: int, point: PointLoss) -> None:
         """Keep a point, on disk first."""
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"index": index, **asdict(point)}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        self._ledger.add({"index": index, "point": asdict(point)})
         self.points[index] = point
-
-    def _begin(self, path: Path, header: str) -> None:
-        """Read what an earlier call left, and cut off a torn last line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        if lines and lines[0] != header:
-            raise DataError(
-                f"{path}: holds points of other weights, pairs or options; remove it, or set another output_dir"
-            )
-        for line in lines[1:]:
-            fields = json.loads(line)
-            index = fields.pop("index")
-            self.points[index] = PointLoss(**fields)
-        write_text(path, "".join(f"{line}\n" for line in lines or [header]))
-
-
-def grid_identity(subject_fingerprint: str, points: Points) -> str:
-    """Digest of what a grid's points belong to; the directions stand in a file of the same identity."""
-    return digest([subject_fingerprint, [list(point) for point in points]])
 
 
 def measure_grid(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.landscape.lanczos import Progress, lanczos
@@ -38,6 +39,11 @@ class BlockCurvature:
     trace: Estimate
     num_products: int
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> BlockCurvature:
+        """The block that `dataclasses.asdict` took apart."""
+        return cls(**{**fields, "trace": Estimate(**fields["trace"])})
+
 
 @dataclass(frozen=True)
 class LayerCurvature:
@@ -65,8 +71,8 @@ class LayerCurvature:
     def from_json(cls, text: str) -> LayerCurvature:
         """What `to_json` wrote."""
         fields = json.loads(text)
-        blocks = [BlockCurvature(**{**block, "trace": Estimate(**block["trace"])}) for block in fields["blocks"]]
-        return cls(**{**fields, "blocks": tuple(blocks), "missing": tuple(fields["missing"])})
+        blocks = tuple(map(BlockCurvature.from_fields, fields["blocks"]))
+        return cls(**{**fields, "blocks": blocks, "missing": tuple(fields["missing"])})
 
 
 def block_names(subject: Subject) -> dict[str, tuple[str, ...]]:
@@ -78,6 +84,7 @@ def block_names(subject: Subject) -> dict[str, tuple[str, ...]]:
 
 def curvature_of_blocks(
     subject: Subject,
+    blocks: Mapping[str, tuple[str, ...]],
     *,
     tolerance: float,
     num_probes: int,
@@ -87,14 +94,15 @@ def curvature_of_blocks(
     """Measure one block after the other; what was given before an interruption stays valid.
 
     Args:
-        subject: what is measured; its `params` limit the blocks.
+        subject: what is measured.
+        blocks: parameters of each block, as `block_names` gives them.
         tolerance: relative error of a top eigenvalue.
         num_probes: probes of a trace, one product each.
         max_products: products at most of a top eigenvalue.
         on_iteration: told after each product of a top eigenvalue.
     """
     way: ProductName = "auto"
-    for block, names in block_names(subject).items():
+    for block, names in blocks.items():
         with replace(subject, params=names).measuring() as objective:
             hessian = HessianOperator(objective, product=way)
             way = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others

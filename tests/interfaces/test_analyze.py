@@ -19,6 +19,7 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface import Slice, Surface, Trajectory
+from rm_optimizer.landscape.trace import deflated_trace
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.command_line import checked
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -145,7 +146,7 @@ def test_an_adapter_that_is_gone_is_said_with_what_is_left(lora_run, tmp_path):
 def test_ctrl_c_leaves_a_labelled_part_and_the_same_command_completes_it(run_dir, tmp_path, monkeypatch):
     options = ["landscape=surface", "landscape.num_points=3", f"output_dir={tmp_path}"]
     with monkeypatch.context() as patch:
-        patch.setattr("rm_optimizer.landscape.analysis.Study.on_point", stop_after(4))
+        patch.setattr("rm_optimizer.landscape.study.Study.on_point", stop_after(4))
         with pytest.raises(Interrupted, match="partial results, labelled so, are in") as caught:
             analyzed(run_dir, *options)
     assert caught.value.exit_code == 130
@@ -155,6 +156,59 @@ def test_ctrl_c_leaves_a_labelled_part_and_the_same_command_completes_it(run_dir
     assert (tmp_path / "points.jsonl").read_text().splitlines()[:5] == before
     assert Surface.from_json((tmp_path / "surface.json").read_text()).num_missing == 0
     assert "surface_partial.json" not in names(tmp_path)
+
+
+def test_ctrl_c_before_the_first_point_is_one_sentence_and_writes_nothing(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("rm_optimizer.landscape.study.Study.on_point", stop_after(0))
+    with pytest.raises(Interrupted, match="stopped before there was a result to write"):
+        analyzed(run_dir, "landscape=surface", "landscape.num_points=3", f"output_dir={tmp_path}")
+    assert names(tmp_path) == {"directions.pt"}
+
+
+def test_ctrl_c_among_the_eigenvectors_of_slices_is_one_sentence_and_writes_nothing(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("rm_optimizer.landscape.study.Study.on_iteration", stopped)
+    with pytest.raises(Interrupted, match="stopped before there was a result to write"):
+        analyzed(run_dir, "landscape=slices", "landscape.directions=eigenvectors", f"output_dir={tmp_path}")
+    assert names(tmp_path) == set()
+
+
+def stopped(self, progress: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path, monkeypatch):
+    options = ["landscape=layers", "landscape.num_probes=2", "landscape.tolerance=0.1", f"output_dir={tmp_path}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(1))
+        with pytest.raises(Interrupted, match="the same command goes on from them"):
+            analyzed(run_dir, *options)
+    partial = LayerCurvature.from_json((tmp_path / "layers_partial.json").read_text())
+    assert ([block.block for block in partial.blocks], partial.missing) == (["embeddings"], ("layer 1", "head"))
+    with monkeypatch.context() as patch:
+        patch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(2))
+        analyzed(run_dir, *options)
+    whole = LayerCurvature.from_json((tmp_path / "layers.json").read_text())
+    assert whole.blocks[0] == partial.blocks[0]
+    assert [block.block for block in whole.blocks] == ["embeddings", "layer 1", "head"]
+
+
+def test_ctrl_c_before_the_first_layer_is_one_sentence(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(0))
+    with pytest.raises(Interrupted, match="stopped before there was a result to write"):
+        analyzed(run_dir, "landscape=layers", "landscape.tolerance=0.1", f"output_dir={tmp_path}")
+    assert names(tmp_path) == set()
+
+
+def allowed(count: int):
+    """The trace of a block, and Ctrl-C in place of that after so many."""
+    left = iter(range(count))
+
+    def trace(*args: object, **options: object) -> object:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return deflated_trace(*args, **options)
+
+    return trace
 
 
 def stop_after(count: int):

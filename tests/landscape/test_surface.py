@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,13 +14,14 @@ import pytest
 import torch
 
 from rm_optimizer.errors import DataError
-from rm_optimizer.landscape.analysis import Study, measure_slices, measure_surface
+from rm_optimizer.landscape.analysis import measure_slices, measure_surface
 from rm_optimizer.landscape.directions import Directions, along_eigenvectors, filter_normalised
 from rm_optimizer.landscape.grid import GridLedger, measure_grid
 from rm_optimizer.landscape.lanczos import lanczos
 from rm_optimizer.landscape.loss_at import PointLoss, _clustered_mean
 from rm_optimizer.landscape.operators import HessianOperator
 from rm_optimizer.landscape.sample import draw_pairs
+from rm_optimizer.landscape.study import Study
 from rm_optimizer.landscape.surface import (
     Measured,
     Slice,
@@ -57,8 +60,9 @@ def losses(ledger: GridLedger) -> list[float]:
 
 
 def measured_grid(subject, directions: Directions, points, **options) -> GridLedger:
-    ledger = GridLedger(None, "any")
-    measure_grid(subject, directions, points, ledger, **options)
+    with TemporaryDirectory() as folder:
+        ledger = GridLedger(Path(folder) / "points.jsonl", "any", len(points))
+        measure_grid(subject, directions, points, ledger, **options)
     return ledger
 
 
@@ -139,20 +143,58 @@ def test_an_interrupted_grid_goes_on_and_ends_the_same(subject, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_grid(subject, directions, points, GridLedger(path, "x"), on_point=stop)
+        measure_grid(subject, directions, points, GridLedger(path, "x", 5), on_point=stop)
     with path.open("a") as file:
-        file.write('{"index": 2, "lo')  # killed while writing
-    ledger = GridLedger(path, "x")
+        file.write('{"index": 2, "po')  # killed while writing
+    ledger = GridLedger(path, "x", 5)
     assert sorted(ledger.points) == [0, 1]
     measure_grid(subject, directions, points, ledger, on_point=lambda done, total: measured.append(done))
     assert measured == [2, 3, 4, 5]
-    assert_same(GridLedger(path, "x").points, whole.points)
+    assert_same(GridLedger(path, "x", 5).points, whole.points)
 
 
-def test_points_of_something_else_are_refused(tmp_path):
-    GridLedger(tmp_path / "points.jsonl", "one")
+def test_part_of_something_else_is_refused_and_kept(tmp_path):
+    path = tmp_path / "points.jsonl"
+    GridLedger(path, "one", 2).add(0, POINT)
     with pytest.raises(DataError, match="other weights, pairs or options; remove it"):
-        GridLedger(tmp_path / "points.jsonl", "another")
+        GridLedger(path, "another", 2)
+    assert GridLedger(path, "one", 2).points == {0: POINT}
+
+
+def test_a_finished_grid_makes_room_for_another(tmp_path):
+    path = tmp_path / "points.jsonl"
+    for ledger in (GridLedger(path, "one", 1), GridLedger(path, "another", 2)):
+        assert ledger.points == {}
+        ledger.add(0, POINT)
+    assert GridLedger(path, "another", 2).points == {0: POINT}
+
+
+def test_other_options_start_a_finished_study_anew_and_refuse_to_mix_with_an_unfinished_one(subject, tmp_path):
+    def lines(num_points: int, on_progress=lambda *of: None):
+        config = LandscapeConfig(type=AnalysisType.slices, num_points=num_points, num_directions=1)
+        return measure_slices(Study(subject, config, tmp_path, on_progress))
+
+    def stop(what: str, done: int, total: int | None, remark: str) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    first = lines(3).result
+    assert lines(5, stop).result.num_missing == 4
+    directions = (tmp_path / "directions.pt").read_bytes()
+    with pytest.raises(DataError, match="holds part of a measurement"):
+        lines(3)
+    assert (tmp_path / "directions.pt").read_bytes() == directions
+    again = lines(5).result
+    losses = [[point.loss for point in line] for line in (again.points[0][::2], first.points[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_more_products_give_other_eigenvectors(subject, tmp_path):
+    names = []
+    for most in (2, 3):
+        options = {"directions": DirectionKind.eigenvectors, "max_products": most}
+        names.append(measure_slices(study(subject, tmp_path, AnalysisType.slices, **options)).result.measured.names)
+    assert names[0] != names[1]
 
 
 def study(subject, folder, kind: AnalysisType, **options) -> Study:

@@ -1,0 +1,89 @@
+"""What an analysis measures and how, and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from rm_optimizer.landscape.directions import Directions
+from rm_optimizer.landscape.lanczos import Progress
+from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.surface import Measured, describe
+from rm_optimizer.schema.landscape import LandscapeConfig
+
+POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.pt"
+"""In the folder of results: each measured point as soon as it is, the directions that they lie along, each measured
+layer, and where an iteration stands."""
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Finding(Generic[ResultT]):
+    """A result, and whether an interruption cut it short.
+
+    Args:
+        result: what was measured.
+        is_partial: whether the user stopped it before it was whole.
+        is_kept: whether the same study goes on from it.
+    """
+
+    result: ResultT
+    is_partial: bool
+    is_kept: bool = True
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is measured and how.
+
+    Args:
+        subject: model, pairs and loss.
+        config: the options.
+        folder: where points are kept while they are measured, so that the same study goes on after a kill.
+        on_progress: told what is being done, how much of it is, of how much (None where nobody knows), and a remark.
+    """
+
+    subject: Subject
+    config: LandscapeConfig
+    folder: Path
+    on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
+
+    def on_iteration(self, progress: Progress) -> None:
+        """A product of a Lanczos iteration."""
+        remark = f"{progress.num_products} products, largest error {progress.worst_error:.1e}"
+        self.on_progress("eigenvalues", progress.num_converged, progress.num_wanted, remark)
+
+    def on_product(self, num_products: int) -> None:
+        """Products beside a Lanczos iteration's."""
+        self.on_progress("products", num_products, None, "")
+
+    def on_point(self, done: int, total: int) -> None:
+        """A point of a grid."""
+        self.on_progress("points", done, total, "")
+
+    def measured(self, directions: Directions) -> Measured:
+        """What captions say."""
+        sample = self.subject.sample
+        params = self.subject.params
+        return describe(
+            directions,
+            params=params if isinstance(params, str) else ", ".join(params),
+            num_parameters=directions.vectors.shape[1],
+            num_pairs=sample.num_pairs,
+            num_prompts=sample.num_prompts,
+            seed=sample.seed,
+        )
+
+
+def require_finite_loss(subject: Subject) -> None:
+    """Make sure of the loss where the landscape is looked at.
+
+    Raises:
+        TrainingDiverged: if it is NaN or infinite; names the pairs.
+    """
+    with subject.measuring() as objective:
+        objective.checked(torch.tensor(objective.value()))
