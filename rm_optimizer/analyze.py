@@ -7,6 +7,7 @@ which import this module again, need neither Hydra nor torch.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from rm_optimizer.landscape.study import Finding
-    from rm_optimizer.schema.landscape import AnalyzeConfig
+    from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 
 OnProgress = Callable[[str, int, int | None, str], None]
 """Told what is being done, how much of it is, of how much, and a remark."""
 
 MAIN_FILE = "analyze"
+log = logging.getLogger("rm_optimizer")
 
 
 def main() -> None:
@@ -116,6 +118,7 @@ def analyze(options: AnalyzeConfig) -> Path:
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
 
     folder, kind = Path(options.output_dir), options.landscape.type
+    _warn_of_ignored(options.landscape)
     try:
         with _progress(options.progress) as on_progress:
             finding = _measured(options, folder, on_progress)
@@ -134,6 +137,14 @@ def analyze(options: AnalyzeConfig) -> Path:
         raise Interrupted(f"stopped; partial results, labelled so, are in {folder}; the same command {again}")
     print(f"JSON, pictures and Parquet: {folder}")
     return folder
+
+
+def _warn_of_ignored(config: LandscapeConfig) -> None:
+    from rm_optimizer.schema.landscape import ignored_options
+
+    ignored = ignored_options(config)
+    if ignored:
+        log.warning("landscape=%s (method=%s) ignores %s; leave it out", config.type, config.method, ", ".join(ignored))
 
 
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> Finding[Any]:

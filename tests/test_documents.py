@@ -82,9 +82,7 @@ WAYS: dict[str, Way] = {
         "rm-opt analyze --checkpoint outputs/run --type slices landscape.directions=eigenvectors --cfg job",
         prints="directions: eigenvectors",
     ),
-    "rm-opt analyze --checkpoint outputs/run/best --data pairs.jsonl --params head --top-k 5 --method full": Way(
-        slow=True
-    ),
+    "rm-opt analyze --checkpoint outputs/run/best --data pairs.jsonl --params head --method full": Way(slow=True),
     # make installs and then starts what is run here with fewer steps; the whole suite cannot run inside itself
     "make quickstart": Way(
         f"rm-opt train experiment=quickstart {FEW} hydra.run.dir=quick", prints="gold reward", slow=True

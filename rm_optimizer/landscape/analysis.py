@@ -159,7 +159,7 @@ def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
         trace_products=0 if is_density else config.num_probes,
         density_probes=config.num_probes if is_density else 0,
         density_steps=config.probe_steps,
-        num_sampled=min(config.num_sampled, config.top_k),
+        num_sampled=config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k),
         state_file=study.folder / STATE_FILE,
     )
     spectrum = analyzer.compute_spectrum(

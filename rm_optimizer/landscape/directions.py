@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class Directions:
             return None
         try:
             content: dict[str, Any] = torch.load(path, weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} cannot be read; remove it to start again") from error
         return cls(**content) if content.pop("identity", None) == identity else None
 
@@ -102,13 +103,16 @@ def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
 def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
     """Unit vectors along eigenvectors, those of the largest magnitude first; a unit is one of parameter distance.
 
+    The name of one that did not converge says so.
+
     Args:
         found: computed eigenpairs.
         count: how many of them.
     """
     order = found.values.abs().argsort(descending=True)[:count]
     values = tuple(found.values[order].tolist())
-    names = tuple(f"λ = {value:.3g}" for value in values)
+    remarks = ("" if found.converged[index] else " (not converged)" for index in order.tolist())
+    names = tuple(f"λ = {value:.3g}{remark}" for value, remark in zip(values, remarks, strict=True))
     return Directions(names, found.vectors[order.to(found.vectors.device)], EIGENVECTORS, values)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -19,6 +19,7 @@ from rm_optimizer.optim.param_groups import partition
 
 TRAINABLE, HEAD, LORA = "trainable", "head", "lora"
 """Names of subsets; anything else is a pattern of parameter names such as `*.layer.0.*`."""
+_WILDCARDS = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,20 @@ class ParameterSubset:
 
 
 def select_parameters(model: BradleyTerryRM, which: str | Sequence[str] = TRAINABLE) -> ParameterSubset:
-    """The trainable parameters, the reward head, the LoRA factors, or those whose names match patterns.
+    """The trainable parameters, the reward head, the LoRA factors, those that match a pattern, or several of these.
 
     Args:
         model: the reward model.
-        which: `trainable`, `head`, `lora`, one shell pattern of names (`*.layer.0.*`), or several patterns.
+        which: `trainable`, `head`, `lora`, a shell pattern of names (`*.layer.0.*`), or several of these.
 
     Raises:
-        ConfigError: if nothing is selected, or what is selected is sharded over processes or stored in four bits.
+        ConfigError: if nothing is selected, a name in a list is none, or what is selected is sharded over processes or
+            stored in four bits.
     """
     named = dict(model.named_parameters())
     chosen = {name: named[name] for name in _names(model, which)}
     if not chosen:
-        raise ConfigError(_nothing(which, list(named)))
+        raise ConfigError(_nothing(which if isinstance(which, str) else ", ".join(which), list(named)))
     _refuse_sharded(chosen)
     if is_quantised(model.model):
         raise ConfigError(
@@ -90,15 +92,26 @@ def parameter_blocks(model: BradleyTerryRM) -> dict[str, ParameterSubset]:
 
 def _names(model: BradleyTerryRM, which: str | Sequence[str]) -> list[str]:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
-    if which == TRAINABLE:
+    wanted = [which] if isinstance(which, str) else list(which)
+    chosen: set[str] = set()
+    for item in wanted:
+        found = _matching(model, named, item)
+        if not found and not _WILDCARDS.intersection(item):
+            raise ConfigError(_nothing(item, list(named)))
+        chosen.update(found)
+    return [name for name in named if name in chosen]
+
+
+def _matching(model: BradleyTerryRM, named: Mapping[str, nn.Parameter], item: str) -> list[str]:
+    if item == TRAINABLE:
         return [name for name, parameter in named.items() if parameter.requires_grad]
-    if which == HEAD:
+    if item == HEAD:
         return [name for name in model.head_parameter_names() if name in named]
-    patterns = ["*.lora_*"] if which == LORA else [which] if isinstance(which, str) else which
-    return [name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    pattern = "*.lora_*" if item == LORA else item
+    return [name for name in named if fnmatchcase(name, pattern)]
 
 
-def _nothing(which: str | Sequence[str], names: list[str]) -> str:
+def _nothing(which: str, names: list[str]) -> str:
     if which == TRAINABLE:
         return "the model has no trainable parameters, so its loss has no curvature; unfreeze some or name a subset"
     if which == LORA:
@@ -106,9 +119,9 @@ def _nothing(which: str | Sequence[str], names: list[str]) -> str:
             "params=lora needs a model with a LoRA adapter, and this one has none or has it merged, as best/ of a run "
             "does; give the run folder, or use params=trainable"
         )
-    pattern = which if isinstance(which, str) else ", ".join(which)
-    nearest = did_you_mean("params", pattern, names).split("; ", 1)[1].split(" Known")[0]
-    return f"params='{pattern}' matches no parameter; {nearest if nearest.startswith('did') else f'one is {names[0]}'}"
+    known = [TRAINABLE, HEAD, LORA, *names]
+    nearest = did_you_mean("params", which, known).split("; ", 1)[1].split(" Known")[0]
+    return f"params='{which}' matches no parameter; {nearest if nearest.startswith('did') else f'one is {names[0]}'}"
 
 
 def _refuse_sharded(parameters: dict[str, nn.Parameter]) -> None:

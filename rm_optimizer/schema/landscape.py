@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -64,7 +65,7 @@ class LandscapeConfig:
     type: AnalysisType = AnalysisType.hessian
     """hessian, gauss_newton, density, slices, surface, layers or trajectory."""
     params: Any = "trainable"
-    """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of patterns."""
+    """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of these."""
     num_pairs: int = 64
     """Pairs that the loss is averaged over, drawn by the seed; all of them where there are fewer."""
     token_budget: int = 4096
@@ -110,6 +111,45 @@ class LandscapeConfig:
         require(self.span is None or self.span > 0, "landscape.span", "be positive", self.span)
         most = self.max_products
         require(most is None or most >= 1, "landscape.max_products", "be at least 1", most)
+
+
+def ignored_options(config: LandscapeConfig) -> list[str]:
+    """What differs from its default and is not read by the type, by its method or along its directions.
+
+    Example:
+        >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, method=SpectrumMethod.full, top_k=7))
+        ['landscape.method=full', 'landscape.top_k=7']
+    """
+    read = _ALWAYS_READ | _READ_BY_TYPE[config.type]
+    if config.type in _SPECTRA:
+        read -= _UNREAD_BY_METHOD.get(config.method, frozenset())
+    if config.type == AnalysisType.gauss_newton and config.method != SpectrumMethod.gauss_newton_exact:
+        read -= {"num_sampled"}
+    if "directions" in read and config.directions == DirectionKind.eigenvectors:
+        read |= _SOLVER
+    values = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in read}
+    defaults = {item.name: item.default for item in fields(config)}
+    return [f"landscape.{name}={value}" for name, value in values.items() if value != defaults[name]]
+
+
+_SPECTRA = (AnalysisType.hessian, AnalysisType.gauss_newton, AnalysisType.density)
+_ALWAYS_READ = frozenset({"type", "params", "num_pairs", "token_budget", "dtype"})
+_SOLVER = frozenset({"tolerance", "max_products"})
+_SPECTRUM = _SOLVER | {"method", "top_k", "num_sampled", "num_probes"}
+_READ_BY_TYPE: Mapping[AnalysisType, frozenset[str]] = {
+    AnalysisType.hessian: _SPECTRUM,
+    AnalysisType.gauss_newton: _SPECTRUM,
+    AnalysisType.density: _SPECTRUM | {"probe_steps"},
+    AnalysisType.layers: _SOLVER | {"num_probes"},
+    AnalysisType.slices: frozenset({"directions", "num_directions", "num_points", "span", "processes"}),
+    AnalysisType.surface: frozenset({"directions", "num_points", "span", "processes"}),
+    AnalysisType.trajectory: frozenset({"num_points", "processes"}),
+}
+_UNREAD_BY_METHOD: Mapping[SpectrumMethod, frozenset[str]] = {
+    SpectrumMethod.full: _SOLVER | {"top_k", "num_probes", "probe_steps"},
+    SpectrumMethod.gauss_newton_exact: _SOLVER | {"num_probes"},
+    SpectrumMethod.pyhessian: frozenset({"max_products"}),
+}
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.landscape.directions import (
     Directions,
     along_eigenvectors,
@@ -65,6 +65,19 @@ def test_eigenvectors_come_by_magnitude_with_their_values():
     found = along_eigenvectors(lanczos(MatrixOperator(matrix), 3), 2)
     assert found.values == pytest.approx((-5.0, 3.0))
     torch.testing.assert_close(found.vectors.abs(), torch.eye(3, dtype=torch.float64)[[1, 2]])
+
+
+def test_an_eigenvector_that_did_not_converge_says_so_in_its_name():
+    matrix = torch.diag(torch.linspace(1, 2, 40, dtype=torch.float64))
+    names = along_eigenvectors(lanczos(MatrixOperator(matrix), 2, max_products=4), 2).names
+    assert all(name.endswith(" (not converged)") for name in names)
+    assert along_eigenvectors(lanczos(MatrixOperator(matrix), 1), 1).names == ("λ = 2",)
+
+
+def test_a_file_of_something_else_is_said_with_the_remedy(tmp_path):
+    (tmp_path / "directions.pt").write_text("not ours")
+    with pytest.raises(CheckpointError, match="cannot be read; remove it"):
+        Directions.load(tmp_path / "directions.pt", "mine")
 
 
 def planted(off: float = 0.0) -> torch.Tensor:

@@ -12,7 +12,7 @@ from rm_optimizer.analyze import completed
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, config_root
 from rm_optimizer.schema.command_line import checked
-from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split
+from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ignored_options
 from rm_optimizer.schema.recall import recalled, run_folder_of
 
 
@@ -51,6 +51,28 @@ def test_a_run_gives_its_pairs_loss_seed_and_folder(run_folder):
     assert config.data.train == [{"path": "it's here.csv", "weight": 2}]
     assert (config.data.columns, config.data.synthetic.noise) == ({"prompt": "question"}, 2.0)
     assert config.output_dir == f"{run_folder}/landscape/density"
+
+
+@pytest.mark.parametrize("kind", list(AnalysisType))
+def test_no_preset_sets_what_its_type_ignores(kind):
+    assert ignored_options(composed("checkpoint=a", f"landscape={kind}").landscape) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        (["landscape=slices", "landscape.method=full", "landscape.tolerance=0.1"], ["tolerance=0.1", "method=full"]),
+        (["landscape=slices", "landscape.directions=eigenvectors", "landscape.tolerance=0.1"], []),
+        (["landscape=hessian", "landscape.method=full", "landscape.top_k=7"], ["top_k=7"]),
+        (["landscape=hessian", "landscape.method=pyhessian", "landscape.max_products=7"], ["max_products=7"]),
+        (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.top_k=7"], ["num_sampled=5"]),
+        (["landscape=trajectory", "landscape.span=2", "landscape.num_points=3"], ["span=2.0"]),
+    ],
+    ids=lambda value: "" if not value else value[-1],
+)
+def test_what_a_type_or_its_method_ignores_is_named(options, ignored):
+    found = ignored_options(composed("checkpoint=a", *options).landscape)
+    assert set(found) == {f"landscape.{option}" for option in ignored}
 
 
 def test_what_the_user_says_wins(run_folder):
