@@ -22,7 +22,8 @@ class DensityCurve:
     Args:
         grid: eigenvalues.
         density: share of all eigenvalues per unit at each; integrates to 1.
-        standard_error: over random vectors, NaN where there is one only.
+        standard_error: over random vectors, without the quadrature's own error; NaN where there is one vector only, 0
+            where every eigenvalue is known.
         width: standard deviation of the normal that stands for one eigenvalue.
     """
 
@@ -43,6 +44,9 @@ def density_curve(density: SpectralDensity) -> DensityCurve:
     width = _WIDTH * (high - low) or _WIDTH * max(abs(high), 1.0)
     grid = np.linspace(low - 5 * width, high + 5 * width, _POINTS)
     rules = list(zip(density.nodes, density.weights, strict=True))
-    curves = np.array([replace(density, nodes=(n,), weights=(w,)).on_grid(grid, width=width) for n, w in rules])
-    error = curves.std(axis=0, ddof=1) / math.sqrt(len(rules)) if len(rules) > 1 else np.full(_POINTS, math.nan)
+    curves = [replace(density, nodes=(n,), weights=(w,)).on_grid(grid, width=width) for n, w in rules]
+    if len(curves) > 1:
+        error = np.std(curves, axis=0, ddof=1) / math.sqrt(len(curves))
+    else:
+        error = np.full(_POINTS, math.nan if curves else 0.0)
     return DensityCurve(grid, density.on_grid(grid, width=width), error, width)

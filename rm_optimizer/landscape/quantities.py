@@ -12,9 +12,12 @@ from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.landscape.density import Combine, Terms
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 
+_BY_MAGNITUDE = ("power_iteration", "pyhessian")
+_SEMIDEFINITE = ("gauss_newton", "fisher")
 _NEEDS_ALL = (
     "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or density_probes (--type density)"
 )
+_NO_TOP = "the largest eigenvalue was not computed; use which=both or largest"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Quantity:
     """A derived number, or why there is none.
 
     Args:
-        estimate: the number; its standard error is 0 where it is exact, None where unknown.
+        estimate: the number. From a trace or density that was estimated it has a standard error. From eigenvalues alone
+            it has none, and an interval as wide as their error bounds allow; its `num_samples` is then 0.
         reason: why there is none.
     """
 
@@ -41,43 +45,56 @@ def condition_number(spectrum: HessianSpectrum) -> Quantity:
     An eigenvalue is resolved if its magnitude is more than twice its error bound. The smallest of all is not meant:
     with more parameters than the data constrain it is 0 to rounding, and the ratio to it says nothing.
     """
+    largest = _largest(spectrum)
+    if isinstance(largest, str):
+        return Quantity(None, largest)
     pairs = zip(spectrum.eigenvalues, spectrum.error_bounds, strict=True)
-    resolved = [abs(value) for value, bound in pairs if abs(value) > 2 * bound]
+    resolved = [(abs(value), bound) for value, bound in pairs if abs(value) > 2 * bound]
     if len(resolved) < 2:
         return Quantity(None, "fewer than two eigenvalues are larger than twice their error bounds")
-    return _exact(spectrum, max(resolved) / min(resolved))
+    return Quantity(_divided(_within(*largest), *min(resolved)))
 
 
 def top_ratio(spectrum: HessianSpectrum) -> Quantity:
     """`lambda_1 / lambda_5`: how far the largest stands out."""
-    if len(spectrum.eigenvalues) < 5:
-        return Quantity(None, f"needs five eigenvalues, and {len(spectrum.eigenvalues)} were computed; raise top_k")
-    if spectrum.eigenvalues[4] <= 2 * spectrum.error_bounds[4]:
+    top = _top(spectrum)
+    if len(top) < 5:
+        return Quantity(None, f"needs the five largest eigenvalues, and {len(top)} were computed; raise top_k")
+    if top[4][0] <= 2 * top[4][1]:
         return Quantity(None, "the fifth eigenvalue is not positive beyond twice its error bound")
-    return _exact(spectrum, spectrum.eigenvalues[0] / spectrum.eigenvalues[4])
+    return Quantity(_divided(_within(*top[0]), *top[4]))
 
 
 def flatness(spectrum: HessianSpectrum) -> Quantity:
     """`1 / lambda_max`."""
-    if not spectrum.eigenvalues or spectrum.eigenvalues[0] <= 2 * spectrum.error_bounds[0]:
+    top = _top(spectrum)
+    if not top:
+        return Quantity(None, _NO_TOP)
+    if top[0][0] <= 2 * top[0][1]:
         return Quantity(None, "the largest eigenvalue is not positive beyond twice its error bound")
-    return _exact(spectrum, 1 / spectrum.eigenvalues[0])
+    return Quantity(_divided(_within(1.0, 0.0), *top[0]))
 
 
 def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
-    """`lambda_max / trace`: the share of the total curvature that one direction has."""
-    trace = spectrum.trace
+    """`lambda_max / trace`: the share of the total curvature that one direction has.
+
+    Its standard error is that of the trace, and the eigenvalue's error bound is added to it.
+    """
+    trace, top = spectrum.trace, _top(spectrum)
     if trace is None:
         return Quantity(None, "no trace was estimated; set trace_products or density_probes")
     error = trace.standard_error
-    if error is None or trace.value <= 2 * error:
+    if error is None:
+        return Quantity(None, "the trace has no standard error; raise trace_products or density_probes")
+    if trace.value <= 2 * error:
         return Quantity(
             None, "the trace is not positive beyond twice its standard error, so a share of it is not defined"
         )
-    if not spectrum.eigenvalues:
-        return Quantity(None, "no eigenvalue was computed")
-    value = spectrum.eigenvalues[0] / trace.value
-    return Quantity(Estimate(value, value * error / trace.value, trace.num_samples))
+    if not top:
+        return Quantity(None, _NO_TOP)
+    largest, bound = top[0]
+    score = largest / trace.value
+    return Quantity(Estimate(score, (abs(score) * error + bound) / trace.value, trace.num_samples))
 
 
 def entropy_rank(spectrum: HessianSpectrum) -> Quantity:
@@ -120,17 +137,14 @@ def effective_parameters(spectrum: HessianSpectrum, threshold: float) -> Quantit
 def num_above(spectrum: HessianSpectrum, threshold: float) -> Quantity:
     """Number of eigenvalues above a positive threshold.
 
-    Known exactly where all are, or where the eigenvalues from the top reach below the threshold.
+    Known where all eigenvalues are, or where those from the top reach below the threshold. A density does not tell: the
+    few nodes of a quadrature rule cannot resolve a step.
     """
-    count = float(sum(value > threshold for value in spectrum.eigenvalues))
-    falls_below = [value for value in spectrum.eigenvalues if value <= threshold]
-    if spectrum.is_exhaustive and threshold >= 0:
-        return _exact(spectrum, count)
-    if falls_below and falls_below[0] > 0:
-        return _exact(spectrum, count)
-    if spectrum.density is None:
-        return Quantity(None, f"the eigenvalues computed do not reach below {threshold}; raise top_k or {_NEEDS_ALL}")
-    return _of_all(spectrum, lambda v: (v > threshold)[None].astype(float), lambda totals: totals[0])
+    top = _top(spectrum)
+    if not _has_all(spectrum) and not any(value + bound <= threshold for value, bound in top):
+        return Quantity(None, f"the eigenvalues computed do not reach below {threshold}; raise top_k")
+    count, fewest, most = (float(sum(value + side * bound > threshold for value, bound in top)) for side in (0, -1, 1))
+    return Quantity(_between(count, fewest, most))
 
 
 SUMMARY: dict[str, Callable[[HessianSpectrum], Quantity]] = {
@@ -152,24 +166,79 @@ def summarise(spectrum: HessianSpectrum) -> dict[str, Quantity]:
     return {name: quantity(spectrum) for name, quantity in SUMMARY.items()}
 
 
-def _exact(spectrum: HessianSpectrum, value: float) -> Quantity:
-    return Quantity(Estimate(value, 0.0, spectrum.num_pairs))
+def _has_all(spectrum: HessianSpectrum) -> bool:
+    """Whether every eigenvalue is listed, or is 0."""
+    return spectrum.is_exhaustive or len(spectrum.eigenvalues) == spectrum.num_parameters
+
+
+def _listed(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
+    return list(zip(spectrum.eigenvalues, spectrum.error_bounds, strict=True))
+
+
+def _top(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
+    """The largest eigenvalues with their error bounds, none missing between them."""
+    listed = _listed(spectrum)
+    return listed if _has_all(spectrum) else listed[: spectrum.num_top]
+
+
+def _largest(spectrum: HessianSpectrum) -> tuple[float, float] | str:
+    """`|lambda|max` with its error bound, or why it is not known."""
+    if not spectrum.eigenvalues:
+        return "no eigenvalue was computed"
+    has_ends = spectrum.num_top > 0 and (spectrum.num_bottom > 0 or spectrum.matrix in _SEMIDEFINITE)
+    if not (has_ends or _has_all(spectrum) or spectrum.method in _BY_MAGNITUDE):
+        end = "top" if spectrum.num_top else "bottom"
+        return f"|lambda|max may lie at either end of the spectrum, and only its {end} was computed; use which=both"
+    size, bound = max(((abs(value), bound) for value, bound in _listed(spectrum)))
+    if size <= 2 * bound:
+        return "no eigenvalue is larger than twice its error bound"
+    return size, bound
 
 
 def _of_all(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
     """A function of totals over all eigenvalues; zeros add nothing to any term here."""
-    values = np.array(spectrum.eigenvalues)
-    if spectrum.is_exhaustive:
-        if not values.any():
-            return Quantity(None, "every eigenvalue is 0")
-        return _exact(spectrum, float(combine(terms(values).sum(axis=1))))
+    if _has_all(spectrum):
+        return _of_listed(spectrum, terms, combine)
     if spectrum.density is None:
         return Quantity(None, _NEEDS_ALL)
     return Quantity(spectrum.density.statistic(terms, combine))
 
 
+def _of_listed(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
+    """Within what moving each eigenvalue by its error bound changes, all these changes added up."""
+    values, bounds = np.array(spectrum.eigenvalues), np.array(spectrum.error_bounds)
+    if not values.any():
+        return Quantity(None, "every eigenvalue is 0")
+    each = terms(values)
+    totals = each.sum(axis=1)
+    value = float(combine(totals))
+    changes = [np.abs(combine(totals[:, None] + terms(values + moved) - each) - value) for moved in (bounds, -bounds)]
+    return Quantity(_within(value, float(np.maximum(*changes).sum())))
+
+
 def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quantity:
-    largest = max(map(abs, spectrum.eigenvalues), default=0.0)
-    if largest == 0:
-        return Quantity(None, "no eigenvalue other than 0 was computed")
-    return _of_all(spectrum, terms, lambda totals: totals[0] / largest**power)
+    largest = _largest(spectrum)
+    if isinstance(largest, str):
+        return Quantity(None, largest)
+    total = _of_all(spectrum, terms, lambda totals: totals[0])
+    return total if total.estimate is None else Quantity(_divided(total.estimate, *largest, power=power))
+
+
+def _divided(number: Estimate, size: float, bound: float, *, power: int = 1) -> Estimate:
+    """`number / size^power` for a positive size known within a bound."""
+    value = number.value / size**power
+    if number.low is not None and number.high is not None:
+        return _between(value, number.low / (size + bound) ** power, number.high / (size - bound) ** power)
+    if number.standard_error is None:
+        return Estimate(value, None, number.num_samples)
+    error = number.standard_error / size**power + power * abs(value) * bound / size
+    return Estimate(value, error, number.num_samples)
+
+
+def _within(value: float, bound: float) -> Estimate:
+    return _between(value, value - bound, value + bound)
+
+
+def _between(value: float, low: float, high: float) -> Estimate:
+    """A number that was not sampled, and lies between two others."""
+    return Estimate(value, 0.0 if low == high else None, 0, low, high)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,11 +12,12 @@ from scipy.stats import t as student_t
 from torch import Tensor
 
 from rm_optimizer.core.estimate import CONFIDENCE, Estimate
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.combined import DeflatedOperator, DifferenceOperator
 from rm_optimizer.landscape.lanczos import Eigenpairs
-from rm_optimizer.landscape.operators import SymmetricOperator
+from rm_optimizer.landscape.operators import VECTORS_AT_ONCE, SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
+from rm_optimizer.landscape.vectors import inner
 
 XTRACE_WIDENING = 1.3
 """Factor on XTrace's own standard error, which treats its estimates as independent and so covers too little."""
@@ -26,9 +29,7 @@ def hutchinson_trace(operator: SymmetricOperator, num_products: int, *, seed: in
     The interval is Student's. From one vector the variance is bounded by `2 ||A z||^2`, whose mean is `2 ||A||_F^2`.
     """
     _require_products(num_products, 1, "hutchinson")
-    probes = RandomVectors(operator, seed).signs(num_products)
-    products = operator.apply(probes)
-    return _mean_of_probes(probes, products, known=0.0)
+    return _mean_of_probes(operator, RandomVectors(operator, seed), num_products)
 
 
 def deflated_trace(operator: SymmetricOperator, found: Eigenpairs, num_products: int, *, seed: int) -> Estimate:
@@ -39,8 +40,7 @@ def deflated_trace(operator: SymmetricOperator, found: Eigenpairs, num_products:
     """
     _require_products(num_products, 1, "hutchinson")
     rest = DeflatedOperator(operator, found.vectors)
-    probes = rest.project(RandomVectors(operator, seed).signs(num_products))
-    return _mean_of_probes(probes, rest.apply(probes), known=float(found.values.sum()))
+    return _mean_of_probes(rest, RandomVectors(operator, seed), num_products, known=float(found.values.sum()))
 
 
 def hutchpp_trace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
@@ -54,8 +54,7 @@ def hutchpp_trace(operator: SymmetricOperator, num_products: int, *, seed: int) 
     basis = _orthonormal(operator.apply(random.signs(third)))
     known = float((basis.double() * operator.apply(basis).double()).sum())
     rest = DeflatedOperator(operator, basis)
-    probes = rest.project(random.signs(num_products - 2 * third))
-    return _mean_of_probes(probes, rest.apply(probes), known=known)
+    return _mean_of_probes(rest, random, num_products - 2 * third, known=known)
 
 
 def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
@@ -82,11 +81,35 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Esti
         - 2 * (kept * cross).sum(dim=0)
         + (kept * (core @ kept)).sum(dim=0)
     )
-    return _from_samples(estimates, widening=XTRACE_WIDENING)
+    return estimate_of_mean(estimates, widening=XTRACE_WIDENING)
 
 
 TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
 """Estimators by name: Hutchinson's below about 30 products, XTrace above."""
+TraceMethod = Literal["deflated", "hutchinson", "hutchpp", "xtrace"]
+TRACE_METHODS = ("deflated", *TRACE_ESTIMATORS)
+
+
+def estimate_trace(
+    operator: SymmetricOperator, method: str, num_products: int, *, seed: int, found: Eigenpairs | None
+) -> Estimate:
+    """Trace by the method of that name.
+
+    Args:
+        operator: the matrix.
+        method: one of `TRACE_METHODS`.
+        num_products: products to spend; `hutchpp` and `xtrace` need 6.
+        seed: of the random vectors.
+        found: eigenpairs that `deflated` takes out, with None nothing; the other methods do not use them.
+
+    Raises:
+        ConfigError: if the method is unknown, or the products are too few for it.
+    """
+    if method not in TRACE_METHODS:
+        raise ConfigError(did_you_mean("trace_method", method, TRACE_METHODS))
+    if method == "deflated" and found is not None:
+        return deflated_trace(operator, found, num_products, seed=seed)
+    return TRACE_ESTIMATORS.get(method, hutchinson_trace)(operator, num_products, seed=seed)
 
 
 def control_variate_trace(
@@ -116,14 +139,10 @@ def frobenius_norm(
     its ends' roots.
     """
     _require_products(num_products, 2, "frobenius")
-    random = RandomVectors(operator, seed)
-    if found is None:
-        squares = operator.apply(random.signs(num_products)).double().square().sum(dim=1)
-    else:
-        rest = DeflatedOperator(operator, found.vectors)
-        squares = rest.apply(random.signs(num_products)).double().square().sum(dim=1)
-        squares = squares + float(found.values.square().sum() + 2 * found.residuals.square().sum())
-    return root(_from_samples(squares))
+    rest = operator if found is None else DeflatedOperator(operator, found.vectors)
+    known = 0.0 if found is None else float(found.values.square().sum() + 2 * found.residuals.square().sum())
+    products = _products(rest, RandomVectors(operator, seed), num_products)
+    return root(estimate_of_mean(known + _numbers([inner(image, image) for _, image in products])))
 
 
 def root(square: Estimate) -> Estimate:
@@ -140,40 +159,54 @@ def shifted(estimate: Estimate, known: float) -> Estimate:
     return Estimate(estimate.value + known, estimate.standard_error, estimate.num_samples, low, high)
 
 
-def estimate_of_mean(samples: Float[Tensor, " samples"]) -> Estimate:
-    """Mean of independent samples with Student's interval; one sample says nothing of its error."""
-    return _from_samples(samples)
+def estimate_of_mean(samples: Float[Tensor, " samples"], *, widening: float = 1.0, bias: float = 0.0) -> Estimate:
+    """Mean of independent samples with Student's interval; one sample says nothing of its error.
+
+    Args:
+        samples: at least one.
+        widening: factor on the standard error of samples that are not quite independent.
+        bias: size of an error that all samples share; adds to the standard error as an independent one does.
+    """
+    count, value = len(samples), float(samples.mean())
+    if count < 2:
+        return Estimate(value, None, count)
+    error = math.hypot(widening * float(samples.std()) / math.sqrt(count), bias)
+    half = float(student_t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
+    return Estimate(value, error, count, value - half, value + half)
 
 
 def _sketch(images: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
     """Orthonormal basis of the columns, and in it the unit direction that each column alone adds.
 
-    That is row i of the inverse of `R` in `Q R`. Columns that depend on one another add nothing alone.
+    With the singular value decomposition `U S V^T`, column i adds one if its unit vector lies in the space of the rows,
+    `sum_j V_ij^2 = 1`; it is `S^-1 V^T e_i`, orthogonal to all other columns. A column that others make up adds none.
     """
-    left, values, _ = torch.linalg.svd(images, full_matrices=False)
+    left, values, right = torch.linalg.svd(images, full_matrices=False)
     rank = int((values > rounding * len(images) * values.max()).sum())
-    if rank < images.shape[1]:
-        return left[:, :rank], torch.zeros(rank, images.shape[1], dtype=images.dtype, device=images.device)
-    factor_q, factor_r = torch.linalg.qr(images)
-    return factor_q, torch.nn.functional.normalize(torch.linalg.inv(factor_r).T, dim=0)
+    rows = right[:rank]
+    adds = rows.square().sum(dim=0) > 1 - rounding * len(images)
+    return left[:, :rank], torch.nn.functional.normalize(rows / values[:rank, None], dim=0) * adds
 
 
-def _mean_of_probes(probes: Tensor, products: Tensor, *, known: float) -> Estimate:
-    quadratic = (probes.double() * products.double()).sum(dim=1) + known
-    if len(quadratic) > 1:
-        return _from_samples(quadratic)
-    error = math.sqrt(2 * float(products.double().square().sum()))
+def _products(operator: SymmetricOperator, random: RandomVectors, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Vectors of random signs with their products; few at a time, so that memory does not grow with their number."""
+    for start in range(0, count, VECTORS_AT_ONCE):
+        probes = random.signs(min(VECTORS_AT_ONCE, count - start))
+        yield from zip(probes, operator.apply(probes), strict=True)
+
+
+def _mean_of_probes(operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0) -> Estimate:
+    forms = [(inner(probe, image), inner(image, image)) for probe, image in _products(operator, random, count)]
+    quadratic = known + _numbers([form for form, _ in forms])
+    if count > 1:
+        return estimate_of_mean(quadratic)
+    error = math.sqrt(2 * forms[0][1])
     value, half = float(quadratic[0]), 1.96 * error
     return Estimate(value, error, 1, value - half, value + half)
 
 
-def _from_samples(samples: Tensor, widening: float = 1.0) -> Estimate:
-    count, value = len(samples), float(samples.mean())
-    if count < 2:
-        return Estimate(value, None, count)
-    error = widening * float(samples.std()) / math.sqrt(count)
-    half = float(student_t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
-    return Estimate(value, error, count, value - half, value + half)
+def _numbers(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

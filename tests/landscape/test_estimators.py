@@ -14,6 +14,7 @@ from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.combined import DifferenceOperator
 from rm_optimizer.landscape.density import SpectralDensity, spectral_density
+from rm_optimizer.landscape.density_curve import density_curve
 from rm_optimizer.landscape.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.objective import measuring
 from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
@@ -21,8 +22,10 @@ from rm_optimizer.landscape.random_vectors import RandomVectors
 from rm_optimizer.landscape.sampling import pair_curvatures, sampling_error
 from rm_optimizer.landscape.trace import (
     TRACE_ESTIMATORS,
+    TRACE_METHODS,
     control_variate_trace,
     deflated_trace,
+    estimate_trace,
     frobenius_norm,
     hutchinson_trace,
     xtrace,
@@ -160,6 +163,59 @@ def test_gauss_newton_makes_the_hessians_trace_surer() -> None:
     assert found.low <= truth <= found.high  # type: ignore[operator]
 
 
+def test_intervals_of_the_control_variate_hold_the_trace() -> None:
+    known = dense("llama")
+    whole, similar = MatrixOperator(known.hessian), MatrixOperator(known.gauss_newton)
+    truth, rest = float(known.hessian.trace()), float(known.gauss_newton.trace())
+    for method in ("hutchinson", "xtrace"):
+        share = coverage(
+            lambda seed, name=method: control_variate_trace(whole, similar, rest, 20, seed=seed, method=name), truth
+        )
+        assert COVERAGE[0] <= share <= COVERAGE[1], (method, share)
+
+
+@pytest.mark.parametrize("dimension", [3, 7])
+def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int) -> None:
+    """Two of three vectors of signs are often the same line there, and the third then stands alone."""
+    matrix = torch.diag(torch.arange(1, dimension + 1, dtype=torch.float64))
+    matrix = matrix + 0.3 * (torch.ones_like(matrix) - torch.eye(dimension, dtype=torch.float64))
+    values = [xtrace(MatrixOperator(matrix), 6, seed=seed).value for seed in range(2000)]
+    error = float(np.std(values)) / len(values) ** 0.5
+    assert abs(np.mean(values) - float(matrix.trace())) < 3.5 * error
+
+
+@pytest.mark.parametrize("method", TRACE_METHODS)
+def test_every_trace_estimator_is_found_by_its_name(method: str) -> None:
+    found, truth = top("decaying"), float(spectra()["decaying"].sum())
+    estimate = estimate_trace(operator("decaying"), method, 12, seed=0, found=found)
+    assert abs(estimate.value - truth) < 4 * estimate.standard_error  # type: ignore[operator]
+    others = {name: estimate_trace(operator("decaying"), name, 12, seed=0, found=found) for name in TRACE_METHODS}
+    assert [name for name, other in others.items() if other == estimate] == [method]
+
+
+def test_an_unknown_trace_estimator_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown trace_method 'xtrase'; did you mean 'xtrace'"):
+        estimate_trace(operator("flat"), "xtrase", 12, seed=0, found=None)
+
+
+def test_vectors_are_the_same_however_many_are_multiplied_at_once() -> None:
+    matrix = operator("indefinite").matrix
+    probes = RandomVectors(operator("indefinite"), 5).signs(11)
+    quadratic = ((probes @ matrix) * probes).sum(dim=1)
+    found = hutchinson_trace(operator("indefinite"), 11, seed=5)
+    assert found.value == pytest.approx(float(quadratic.mean()), rel=1e-12)
+    assert found.standard_error == pytest.approx(float(quadratic.std()) / 11**0.5, rel=1e-12)
+
+
+def test_no_more_vectors_are_held_than_are_multiplied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    matrix = operator("decaying")
+    monkeypatch.setattr(matrix, "apply", lambda vectors: (rows.append(len(vectors)), vectors @ matrix.matrix)[1])
+    deflated_trace(matrix, top("decaying"), 10, seed=0)
+    frobenius_norm(matrix, 10, seed=0, found=top("decaying"))
+    assert rows == [4, 4, 2] * 2
+
+
 def test_too_few_products_are_refused() -> None:
     with pytest.raises(ConfigError, match="the xtrace estimator needs at least 6 products, got 4"):
         xtrace(operator("flat"), 4, seed=0)
@@ -174,6 +230,53 @@ def test_a_full_quadrature_has_the_moments_of_the_matrix() -> None:
         moment = density.moment(power)
         error = moment.standard_error or 1e-9
         assert abs(moment.value - float((values**power).sum())) < 4 * error + 1e-9
+
+
+def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part() -> None:
+    values = spectra()["indefinite"][:6]
+    known = lanczos(MatrixOperator(torch.diag(values)), 6, tolerance=1e-10)
+    density = spectral_density(MatrixOperator(torch.diag(values)), num_probes=5, seed=0, found=known)
+    assert (density.nodes, density.num_products) == ((), 0)
+    assert density.exact == tuple(known.values.tolist())
+    for power in (1, 2):
+        moment = density.moment(power)
+        assert (moment.value, moment.standard_error) == (pytest.approx(float((values**power).sum())), 0)
+    absolute = density.statistic(lambda v: np.abs(v)[None], lambda totals: totals[0])
+    assert (absolute.value, absolute.standard_error) == (pytest.approx(float(values.abs().sum())), 0)
+    curve = density_curve(density)
+    assert float(np.trapezoid(curve.density, curve.grid)) == pytest.approx(1, abs=1e-3)
+    assert not curve.standard_error.any()
+    assert SpectralDensity.from_json(density.to_json()) == density
+
+
+@pytest.mark.parametrize("num_steps", [2, 5])
+def test_a_rule_of_one_step_less_is_the_one_that_fewer_steps_give(num_steps: int) -> None:
+    longer = spectral_density(operator("indefinite"), num_probes=3, num_steps=num_steps + 1, seed=0)
+    shorter = spectral_density(operator("indefinite"), num_probes=3, num_steps=num_steps, seed=0)
+    found = longer._one_step_less()
+    np.testing.assert_allclose(found.nodes, shorter.nodes, rtol=1e-9)
+    np.testing.assert_allclose(found.weights, shorter.weights, rtol=1e-9)
+
+
+def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own() -> None:
+    truth = float((spectra()["decaying"] ** 6).sum())
+    moments = [
+        spectral_density(operator("decaying"), num_probes=10, num_steps=3, seed=seed).moment(6) for seed in range(50)
+    ]
+    held = [moment.low <= truth <= moment.high for moment in moments]  # type: ignore[operator]
+    assert np.mean(held) >= COVERAGE[0]
+
+
+def test_one_node_is_exact_where_no_second_step_is_possible() -> None:
+    density = spectral_density(MatrixOperator(3 * torch.eye(10, dtype=torch.float64)), num_probes=4, seed=0)
+    root = density.statistic(lambda v: np.sqrt(np.abs(v))[None], lambda totals: totals[0])
+    assert root.value == pytest.approx(10 * 3**0.5)
+    assert root.standard_error == pytest.approx(0, abs=1e-9)
+
+
+def test_a_density_of_one_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1 probe of 2 steps, got 5 of 1"):
+        spectral_density(operator("flat"), num_probes=5, num_steps=1, seed=0)
 
 
 def test_density_moments_of_a_models_hessian() -> None:

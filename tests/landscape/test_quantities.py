@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t as student_t
+from torch import Tensor
 
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.landscape.density import spectral_density
-from rm_optimizer.landscape.lanczos import lanczos
+from rm_optimizer.landscape.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.operators import MatrixOperator
 from rm_optimizer.landscape.quantities import (
     SUMMARY,
+    Quantity,
     condition_number,
     effective_parameters,
     entropy_rank,
@@ -28,24 +34,29 @@ from rm_optimizer.landscape.quantities import (
     top_ratio,
 )
 from rm_optimizer.landscape.spectrum import HessianSpectrum
+from tests.landscape.worlds import dense
 
 VALUES = (8.0, 4.0, 2.0, 1.0, 0.5, 1e-9, -2.0)
 
 
-def spectrum(values: tuple[float, ...] = VALUES, *, is_exhaustive: bool = True) -> HessianSpectrum:
+def spectrum(
+    values: tuple[float, ...] = VALUES, *, is_exhaustive: bool = True, ends: tuple[int, int] | None = None
+) -> HessianSpectrum:
     bounds = (1e-6,) * len(values)
+    num_top, num_bottom = ends or (len(values), len(values))
     trace = Estimate(sum(values), 0.0, 64) if is_exhaustive else None
     return HessianSpectrum(
         eigenvalues=values,
         residuals=bounds,
         error_bounds=bounds,
         converged=(True,) * len(values),
-        num_top=len(values),
-        num_bottom=len(values),
+        num_top=num_top,
+        num_bottom=num_bottom,
         is_exhaustive=is_exhaustive,
         trace=trace,
         density=None,
         sampling=(),
+        geometry=None,
         matrix="hessian",
         method="full" if is_exhaustive else "lanczos",
         params="trainable",
@@ -54,6 +65,7 @@ def spectrum(values: tuple[float, ...] = VALUES, *, is_exhaustive: bool = True) 
         loss=0.7,
         num_products=100,
         product="reverse",
+        product_reason="asked for",
         gradients_per_product=3.1,
         wall_seconds=1.0,
         dtype="float32",
@@ -90,7 +102,7 @@ def test_equal_eigenvalues_have_every_rank_equal_to_their_number() -> None:
 
 
 def test_what_cannot_be_known_says_why() -> None:
-    part = spectrum((8.0, 4.0, -2.0), is_exhaustive=False)
+    part = spectrum((8.0, 4.0, -2.0), is_exhaustive=False, ends=(2, 1))
     reasons = {name: quantity.reason for name, quantity in summarise(part).items() if quantity.value is None}
     assert "raise top_k" in reasons["top_ratio"]  # type: ignore[operator]
     assert "no trace was estimated" in reasons["sharpness_score"]  # type: ignore[operator]
@@ -99,23 +111,121 @@ def test_what_cannot_be_known_says_why() -> None:
     assert "do not reach below 1" in num_above(part, 1.0).reason  # type: ignore[operator]
     noisy = replace(part, trace=Estimate(1.0, 2.0, 10))
     assert "not positive beyond twice its standard error" in sharpness_score(noisy).reason  # type: ignore[operator]
-    flat = spectrum((-1.0, -2.0), is_exhaustive=False)
+    alone = replace(part, trace=Estimate(1.0, None, 1))
+    assert "the trace has no standard error" in sharpness_score(alone).reason  # type: ignore[operator]
+    flat = spectrum((-1.0, -2.0), is_exhaustive=False, ends=(1, 1))
     assert "not positive" in flatness(flat).reason  # type: ignore[operator]
     assert "fewer than two" in condition_number(spectrum((1.0, 0.0))).reason  # type: ignore[operator]
     assert "every eigenvalue is 0" in entropy_rank(spectrum((0.0, 0.0))).reason  # type: ignore[operator]
 
 
-def test_a_density_gives_ranks_with_error_bars() -> None:
-    values = 10.0 / torch.arange(1, 151, dtype=torch.float64)
-    values[1::3] *= -1
-    basis = torch.linalg.qr(torch.randn(150, 150, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
-    operator = MatrixOperator((basis * values) @ basis.T)
+def test_what_rests_on_an_end_that_was_not_computed_is_not_known() -> None:
+    density = spectral_density(MatrixOperator(torch.diag(torch.tensor([5.0, 4.0, -9.0]))), num_probes=2, seed=0)
+    top = replace(spectrum((5.0, 4.0), is_exhaustive=False, ends=(2, 0)), density=density, trace=Estimate(9.0, 0.1, 9))
+    for quantity in (condition_number, stable_rank, intrinsic_dimension):
+        assert "only its top was computed; use which=both" in quantity(top).reason  # type: ignore[operator]
+    assert flatness(top).value == pytest.approx(0.2)
+    bottom = replace(top, eigenvalues=(4.0, -9.0), num_top=0, num_bottom=2)
+    for quantity in (flatness, sharpness_score):
+        assert "the largest eigenvalue was not computed" in quantity(bottom).reason  # type: ignore[operator]
+    assert "only its bottom was computed" in stable_rank(bottom).reason  # type: ignore[operator]
+
+
+def test_the_top_of_a_semidefinite_matrix_or_a_list_by_magnitude_has_the_largest_magnitude() -> None:
+    top = spectrum((5.0, 4.0), is_exhaustive=False, ends=(2, 0))
+    for known in (replace(top, matrix="gauss_newton"), replace(top, method="power_iteration")):
+        assert condition_number(known).value == pytest.approx(1.25)
+
+
+def test_values_from_the_bottom_are_not_taken_for_those_that_follow_the_top() -> None:
+    both = replace(spectrum((8.0, 4.0, 2.0, 0.3, 0.2, 0.1), is_exhaustive=False, ends=(3, 3)), matrix="gauss_newton")
+    assert "and 3 were computed; raise top_k" in top_ratio(both).reason  # type: ignore[operator]
+    assert "do not reach below 1.0" in num_above(both, 1.0).reason  # type: ignore[operator]
+    assert num_above(both, 2.5).value == 2
+
+
+def test_error_bounds_of_eigenvalues_bound_what_is_made_of_them() -> None:
+    rough = replace(spectrum((8.0, 4.0, 2.0, 1.0, -2.0), is_exhaustive=True), error_bounds=(0.1, 0.05, 0.02, 0.2, 0.1))
+    rough = replace(rough, trace=None)
+    quantities: list[Callable[[HessianSpectrum], Quantity]] = [
+        *(quantity for quantity in SUMMARY.values() if quantity not in (sharpness_score, top_ratio)),
+        lambda each: num_above(each, 1.1),
+        lambda each: effective_parameters(each, 1.0),
+    ]
+    for quantity in quantities:
+        estimate = quantity(rough).estimate
+        assert estimate is not None
+        assert estimate.standard_error is None
+        moved = []
+        for signs in product((-1, 0, 1), repeat=5):
+            shifts = (sign * bound for sign, bound in zip(signs, rough.error_bounds, strict=True))
+            values = tuple(value + shift for value, shift in zip(rough.eigenvalues, shifts, strict=True))
+            moved.append(quantity(replace(rough, eigenvalues=values, error_bounds=(0.0,) * 5)).value)
+        low, high = min(moved), max(moved)  # type: ignore[type-var]
+        half = (high - low) / 2  # type: ignore[operator]
+        assert estimate.low <= low + 0.2 * half  # type: ignore[operator]  # to first order in the bounds
+        assert estimate.high >= high - 0.2 * half  # type: ignore[operator]
+
+
+@cache
+def world(name: str) -> tuple[MatrixOperator, Eigenpairs, HessianSpectrum]:
+    """A matrix, its first eigenpairs, and its whole spectrum."""
+    if name in ("bert", "llama"):
+        matrix = dense(name).hessian
+        values = torch.linalg.eigvalsh(matrix)
+    else:
+        values = 10.0 / torch.arange(1, 151, dtype=torch.float64)
+        values[1::3] *= -1 if name == "indefinite" else 1
+        drawn = torch.randn(150, 150, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        basis: Tensor = torch.linalg.qr(drawn)[0]
+        matrix = (basis * values) @ basis.T
+    operator = MatrixOperator(matrix)
     found = lanczos(operator, 10, which="both", tolerance=1e-5)
-    density = spectral_density(operator, num_probes=20, num_steps=5, seed=0, found=found)
-    part = replace(spectrum(tuple(found.values.tolist()), is_exhaustive=False), density=density)
-    whole = spectrum(tuple(values.sort(descending=True).values.tolist()))
+    return operator, found, spectrum(tuple(values.sort(descending=True).values.tolist()))
+
+
+def estimated(name: str, *, num_probes: int, num_steps: int, seed: int) -> HessianSpectrum:
+    operator, found, _ = world(name)
+    density = spectral_density(operator, num_probes=num_probes, num_steps=num_steps, seed=seed, found=found)
+    return replace(spectrum(tuple(found.values.tolist()), is_exhaustive=False, ends=(10, 10)), density=density)
+
+
+def test_a_density_gives_ranks_with_error_bars() -> None:
+    part, (_, _, whole) = estimated("indefinite", num_probes=20, num_steps=5, seed=0), world("indefinite")
     for quantity in (entropy_rank, participation_rank, stable_rank, intrinsic_dimension, negative_share):
         estimate = quantity(part).estimate
         assert estimate is not None
         assert estimate.value == pytest.approx(quantity(whole).value, rel=0.1)
         assert estimate.standard_error > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("num_steps", [4, 5])
+@pytest.mark.parametrize("name", ["decaying", "indefinite", "bert", "llama"])
+def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int) -> None:
+    """Also of what is no polynomial, which a quadrature rule misses whatever the random vectors."""
+    whole, seeds, num_probes = world(name)[2], 40, 10
+    parts = [estimated(name, num_probes=num_probes, num_steps=num_steps, seed=seed) for seed in range(seeds)]
+    for quantity in (
+        entropy_rank,
+        participation_rank,
+        stable_rank,
+        intrinsic_dimension,
+        negative_share,
+        lambda each: effective_parameters(each, 0.1),
+    ):
+        truth, estimates = quantity(whole).value, [quantity(part).estimate for part in parts]
+        width = float(student_t.ppf(0.975, num_probes - 1))
+        held = [abs(each.value - truth) <= width * each.standard_error + 1e-9 for each in estimates]  # type: ignore
+        assert np.mean(held) >= 0.85  # 0.95 less three standard errors of 40 repetitions
+
+
+def test_a_density_does_not_count_eigenvalues() -> None:
+    part = estimated("decaying", num_probes=20, num_steps=5, seed=0)
+    assert "do not reach below 0.3" in num_above(part, 0.3).reason  # type: ignore[operator]
+    assert num_above(part, 1.2).value == 8
+
+
+def test_ranks_of_a_list_of_all_eigenvalues_need_no_density() -> None:
+    part = replace(spectrum((3.0, 2.0, 1.0), is_exhaustive=False, ends=(2, 1)), num_parameters=3)
+    assert intrinsic_dimension(part).value == pytest.approx(2)
+    assert num_above(part, 0.5).value == 3
