@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
 from scipy.special import ndtr, ndtri
+
+from rm_optimizer.errors import ConfigError
 
 CONFIDENCE = 0.95
 """Probability with which an interval is meant to hold the truth."""
@@ -25,6 +27,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 IntervalKind = Literal["bca", "basic"]
 
 _RESAMPLED_CLUSTERS_AT_ONCE = 4_000_000
+_TAILS = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,32 @@ def cluster_bootstrap(
     num_clusters = sums.shape[0]
     if num_clusters < 2:
         return tuple(Estimate(float(value), None, num_clusters) for value in values)
-    jackknife = statistic(sums.sum(axis=0) - sums)
     if num_bootstrap == 0:
+        jackknife = statistic(sums.sum(axis=0) - sums)
         return tuple(_jackknife_estimate(*columns) for columns in zip(values, jackknife.T, strict=True))
-    replicates = statistic(_resampled_totals(sums, num_bootstrap, seed))
-    columns = zip(values, jackknife.T, replicates.T, strict=True)
-    return tuple(_bootstrap_estimate(value, left_out, column, kind) for value, left_out, column in columns)
+    replicates = statistic(_resampled_totals(sums, num_bootstrap, seed)).T
+    if kind == "basic":
+        return tuple(_basic_estimate(*columns, num_clusters) for columns in zip(values, replicates, strict=True))
+    jackknife = statistic(sums.sum(axis=0) - sums)
+    return tuple(_bca_estimate(*columns) for columns in zip(values, jackknife.T, replicates, strict=True))
+
+
+def cluster_totals(
+    rows: Float[np.ndarray, "rows terms"], clusters: Sequence[int] | None
+) -> Float[np.ndarray, "clusters terms"]:
+    """Sums of the rows of each cluster; None takes each row as a cluster of its own.
+
+    Raises:
+        ConfigError: if the clusters are not one for each row.
+    """
+    if clusters is None:
+        return rows
+    if len(clusters) != len(rows):
+        raise ConfigError(f"clusters must have one number for each of the {len(rows)} pairs, got {len(clusters)}")
+    numbers, position = np.unique(np.asarray(clusters), return_inverse=True)
+    totals = np.zeros((len(numbers), rows.shape[1]))
+    np.add.at(totals, position, rows)
+    return totals
 
 
 def _resampled_totals(sums: np.ndarray, num_bootstrap: int, seed: int) -> np.ndarray:
@@ -158,21 +181,33 @@ def _jackknife_estimate(value: float, left_out: np.ndarray) -> Estimate:
     return Estimate(float(value), float(np.sqrt((n - 1) * left_out.var())), n)
 
 
-def _bootstrap_estimate(value: float, left_out: np.ndarray, replicates: np.ndarray, kind: IntervalKind) -> Estimate:
+def _bca_estimate(value: float, left_out: np.ndarray, replicates: np.ndarray) -> Estimate:
+    def interval(defined: np.ndarray) -> np.ndarray:
+        return np.asarray(np.quantile(defined, _bca_tails(value, left_out, defined)))
+
+    return _bootstrap_estimate(value, replicates, len(left_out), interval)
+
+
+def _basic_estimate(value: float, replicates: np.ndarray, num_clusters: int) -> Estimate:
+    def interval(defined: np.ndarray) -> np.ndarray:
+        high, low = 2 * value - np.quantile(defined, _TAILS)
+        return np.array([min(max(low, 0.0), value), max(high, value)])
+
+    return _bootstrap_estimate(value, replicates, num_clusters, interval)
+
+
+def _bootstrap_estimate(
+    value: float, replicates: np.ndarray, num_clusters: int, interval: Callable[[np.ndarray], np.ndarray]
+) -> Estimate:
     """A resample in which the statistic is undefined (no pair of the kind it counts) is left out."""
-    replicates = replicates[np.isfinite(replicates)]
-    if math.isnan(value) or replicates.size < 2:
-        return Estimate(float(value), None, len(left_out))
-    tails = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    if kind == "basic":
-        high, low = 2 * value - np.quantile(replicates, tails)
-        low, high = min(max(low, 0.0), value), max(high, value)
-    else:
-        low, high = np.quantile(replicates, _bca_tails(value, left_out, replicates, tails))
-    return Estimate(float(value), float(replicates.std(ddof=1)), len(left_out), float(low), float(high))
+    defined = replicates[np.isfinite(replicates)]
+    if math.isnan(value) or defined.size < 2:
+        return Estimate(float(value), None, num_clusters)
+    low, high = interval(defined)
+    return Estimate(float(value), float(defined.std(ddof=1)), num_clusters, float(low), float(high))
 
 
-def _bca_tails(value: float, left_out: np.ndarray, replicates: np.ndarray, tails: np.ndarray) -> np.ndarray:
+def _bca_tails(value: float, left_out: np.ndarray, replicates: np.ndarray) -> np.ndarray:
     """Tail probabilities after correction for bias and skew; the plain ones where the correction is undefined."""
     tolerance = 1e-12 * max(1.0, abs(value))
     below = float((replicates < value - tolerance).mean())
@@ -181,8 +216,8 @@ def _bca_tails(value: float, left_out: np.ndarray, replicates: np.ndarray, tails
     deviations = left_out.mean() - left_out
     spread = float((deviations**2).sum() ** 1.5)
     if not math.isfinite(bias) or not math.isfinite(spread) or spread == 0:
-        return tails
+        return _TAILS
     acceleration = float((deviations**3).sum()) / (6 * spread)
-    shifted = bias + ndtri(tails)
+    shifted = bias + ndtri(_TAILS)
     scale = 1 - acceleration * shifted
-    return np.asarray(ndtr(bias + shifted / scale)) if (scale > 0).all() else tails
+    return np.asarray(ndtr(bias + shifted / scale)) if (scale > 0).all() else _TAILS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rm_optimizer.core.estimate import CONFIDENCE, Estimate
+from rm_optimizer.core.estimate import Estimate, cluster_bootstrap, cluster_totals
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import OutputCurvature
@@ -49,32 +49,39 @@ class GramSpectrum:
         """Trace of the matrix."""
         return float(np.trace(self.gram))
 
-    def bootstrap(self, num_values: int, *, num_bootstrap: int = 200, seed: int = 0) -> tuple[Estimate, ...]:
-        """The first eigenvalues and, last, the trace, with their sampling error over pairs.
+    def bootstrap(
+        self, num_values: int, *, clusters: Sequence[int] | None = None, num_bootstrap: int = 200, seed: int = 0
+    ) -> tuple[Estimate, ...]:
+        """The first eigenvalues and, last, the trace, each with its spread when the pairs are drawn anew.
 
         A resample in which pair i comes `n_i` times scales its rows by `sqrt(n_i W / W')`, with `W'` the resample's
-        weight, so that each costs one small eigenproblem (Efron, 1979). Eigenvalues of few pairs are biased upward; the
-        interval is the basic one, `[2 t - q_high, 2 t - q_low]`, clipped at 0.
-        """
-        rng = np.random.default_rng(seed)
-        draws = rng.multinomial(self.num_pairs, np.full(self.num_pairs, 1 / self.num_pairs), size=num_bootstrap)
-        replicates = np.array([self._resampled(counts, num_values) for counts in draws])
-        values = np.array([*self.values[:num_values], self.trace])
-        return tuple(self._estimate(value, column) for value, column in zip(values, replicates.T, strict=True))
+        weight, so that each costs one small eigenproblem (Efron, 1979). The interval is the basic one, `[2 t - q_high,
+        2 t - q_low]`, clipped at 0 and widened to hold the value. It holds the population's trace in about 95 % of
+        samples. Of an eigenvalue it is the spread under resampling and no such interval: from few pairs eigenvalues are
+        too large, by more than it is wide where the pairs do not outnumber the directions of that size.
 
-    def _resampled(self, counts: NDArray[np.int64], num_values: int) -> NDArray[np.float64]:
+        Args:
+            num_values: eigenvalues.
+            clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
+                what is drawn anew are clusters. None takes each pair as one.
+            num_bootstrap: resamples.
+            seed: of the resampling.
+
+        Raises:
+            ConfigError: if the clusters are not one for each pair.
+        """
+        pairs_of_cluster = cluster_totals(np.eye(self.num_pairs), clusters)
+
+        def of_counts(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.apply_along_axis(self._resampled, -1, counts, num_values)
+
+        return cluster_bootstrap(pairs_of_cluster, of_counts, num_bootstrap=num_bootstrap, seed=seed, kind="basic")
+
+    def _resampled(self, counts: NDArray[np.float64], num_values: int) -> NDArray[np.float64]:
         share = counts * self.pair_weights.sum() / (counts * self.pair_weights).sum()
         scale = np.sqrt(share[self.pair_of_row])
         matrix = self.gram * scale[:, None] * scale
         return np.array([*np.linalg.eigvalsh(matrix)[::-1][:num_values], np.trace(matrix)])
-
-    def _estimate(self, value: float, replicates: NDArray[np.float64]) -> Estimate:
-        if self.num_pairs < 2:
-            return Estimate(float(value), None, self.num_pairs)
-        low, high = np.quantile(replicates, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-        ends = max(0.0, 2 * value - high), 2 * value - low
-        error = float(replicates.std(ddof=1))
-        return Estimate(float(value), error, self.num_pairs, float(ends[0]), float(ends[1]))
 
 
 def gauss_newton_exact(

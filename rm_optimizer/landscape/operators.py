@@ -189,18 +189,26 @@ def output_blocks(
     objective: PairObjective, batch: AnyPairBatch, rewards: Float[Tensor, " sequences"], curvature: OutputCurvature
 ) -> Float[Tensor, "pairs 2 2"]:
     """The matrix `C_i` of each pair, its weight included: rows and columns are the chosen and the rejected reward."""
+    if curvature == "fisher":
+        factors = fisher_factors(objective, batch, rewards)
+        return factors[:, :, None] * factors[:, None, :]
     rewards = rewards.clone().requires_grad_()
     losses = objective.pair_losses(rewards, batch)
-    (slope,) = torch.autograd.grad(losses.sum(), rewards, create_graph=curvature == "gauss_newton")
-    if curvature == "fisher":
-        pair_slope = slope.detach().view(-1, 2)
-        blocks = pair_slope[:, :, None] * pair_slope[:, None, :]
-    else:
-        chosen, rejected = slope.view(-1, 2).unbind(dim=1)
-        rows = [torch.autograd.grad(side.sum(), rewards, retain_graph=True)[0] for side in (chosen, rejected)]
-        blocks = torch.stack([row.view(-1, 2) for row in rows], dim=1)
+    (slope,) = torch.autograd.grad(losses.sum(), rewards, create_graph=True)
+    rows = [torch.autograd.grad(side.sum(), rewards, retain_graph=True)[0] for side in slope.view(-1, 2).unbind(dim=1)]
+    blocks = torch.stack([row.view(-1, 2) for row in rows], dim=1)
     share = batch.weight.to(blocks.dtype) / objective.total_weight
     return torch.einsum("p,pij->pij", share, blocks)
+
+
+def fisher_factors(
+    objective: PairObjective, batch: AnyPairBatch, rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, "pairs 2"]:
+    """`sqrt(w_i / W) d l_i / d(c, r)`, whose outer products are the empirical Fisher's `C_i`."""
+    rewards = rewards.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(objective.pair_losses(rewards, batch).sum(), rewards)
+    share = batch.weight.to(slope.dtype) / objective.total_weight
+    return share.sqrt()[:, None] * slope.view(-1, 2)
 
 
 def apply_blocks(

@@ -12,9 +12,10 @@ from torch import Tensor
 from rm_optimizer.core.batching import AnyPairBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.prefix import PackedTrees, tree_mask
 from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.operators import OutputCurvature, output_blocks
+from rm_optimizer.landscape.operators import OutputCurvature, fisher_factors, output_blocks
 
-_RELATIVE_ZERO = 1e-12
+_ROUNDING = 16
+"""Times the rewards' precision: a smaller second eigenvalue of a pair's matrix is rounding of one that is 0."""
 
 
 def single_pairs(batch: AnyPairBatch) -> Iterator[PairBatch]:
@@ -59,11 +60,20 @@ def curvature_rows(objective: PairObjective, curvature: OutputCurvature) -> Iter
     singles = (single for batch in objective.batches for single in single_pairs(batch))
     for number, single in enumerate(singles):
         rewards = objective.model.rewards_of(single)
-        block = objective.checked(output_blocks(objective, single, rewards.detach(), curvature)[0].double())
-        values, vectors = torch.linalg.eigh(block)
-        kept = values > _RELATIVE_ZERO * values.max()
-        seeds = (values[kept].sqrt() * vectors[:, kept]).T.to(rewards.dtype)
-        yield PairRows(number, rewards, tuple(seeds))
+        seeds = (fisher_factors if curvature == "fisher" else _gauss_newton_factors)(
+            objective, single, rewards.detach()
+        )
+        yield PairRows(number, rewards, tuple(objective.checked(seeds)))
+
+
+def _gauss_newton_factors(
+    objective: PairObjective, single: PairBatch, rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, "rows 2"]:
+    block = objective.checked(output_blocks(objective, single, rewards, "gauss_newton")[0].double())
+    values, vectors = torch.linalg.eigh(block)
+    kept = values > _ROUNDING * torch.finfo(rewards.dtype).eps * values.max()
+    factors: Tensor = (values[kept].sqrt() * vectors[:, kept]).T
+    return factors.to(rewards.dtype)
 
 
 def _sequences(batch: AnyPairBatch) -> list[Tensor]:

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape import sampling
 from rm_optimizer.landscape.combined import DifferenceOperator
 from rm_optimizer.landscape.density import SpectralDensity, spectral_density
 from rm_optimizer.landscape.density_curve import density_curve
+from rm_optimizer.landscape.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.objective import measuring
 from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.sampling import pair_curvatures, sampling_error
+from rm_optimizer.landscape.sampling import pair_curvatures, sampling_error, weighted_means
 from rm_optimizer.landscape.trace import (
     TRACE_ESTIMATORS,
     TRACE_METHODS,
@@ -308,6 +310,9 @@ def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
         quotients = (vectors * operator_.apply(vectors)).sum(dim=1)
         curvatures = pair_curvatures(objective, vectors)
         estimates = sampling_error(objective, vectors)
+        over_prompts = sampling_error(objective, vectors, clusters=[0, 0, 1, 1, 2, 2, 3, 3])
+        with pytest.raises(ConfigError, match="clusters must have one number for each of the 8 pairs, got 3"):
+            sampling_error(objective, vectors, clusters=[0, 1, 2])
         weights = torch.cat([batch.weight for batch in objective.batches])
     averaged = (curvatures * weights[:, None]).sum(dim=0) / weights.sum()
     torch.testing.assert_close(averaged, quotients, rtol=1e-5, atol=1e-8)  # differences over steps of 1e-4
@@ -315,3 +320,65 @@ def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
         assert estimate.value == pytest.approx(float(quotient), rel=1e-5)
         assert estimate.num_samples == len(pairs())
         assert estimate.standard_error > 0  # type: ignore[operator]
+    assert [estimate.value for estimate in over_prompts] == pytest.approx([estimate.value for estimate in estimates])
+    assert {estimate.num_samples for estimate in over_prompts} == {4}
+
+
+def test_lack_of_memory_is_not_taken_for_a_lack_of_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(sampling, "jvp", exhausted)
+    model = reward_model("llama")
+    with (
+        measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective,
+        pytest.raises(torch.OutOfMemoryError, match="no memory left"),
+    ):
+        pair_curvatures(objective, torch.ones(1, objective.subset.num_parameters, dtype=torch.float64))
+
+
+PROMPTS, COPIES = 32, 2
+OF_PROMPTS = tuple(np.repeat(np.arange(PROMPTS), COPIES).tolist())
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_intervals_over_prompts_hold_a_mean_of_pairs(copies: int) -> None:
+    clusters = np.repeat(np.arange(48), copies).tolist()
+
+    def drawn(seed: int, clusters: list[int] | None) -> Estimate:
+        rng = np.random.default_rng(seed)
+        values = np.repeat(rng.normal(size=(48, 1)), copies, axis=0) + 0.5 * rng.normal(size=(48 * copies, 1))
+        weights = rng.integers(1, 4, size=len(values)).astype(float)
+        return weighted_means(values, weights, clusters=clusters, num_bootstrap=400, seed=seed)[0]
+
+    assert COVERAGE[0] <= coverage(lambda seed: drawn(seed, clusters), 0.0) <= COVERAGE[1]
+    if copies > 1:
+        assert coverage(lambda seed: drawn(seed, None), 0.0) < 0.8
+
+
+def gram_of_draw(seed: int) -> GramSpectrum:
+    """Of gradients along 40 directions alike, those of one prompt nearly the same; the population's trace is 40."""
+    rng = np.random.default_rng(seed)
+    shared, own = rng.normal(size=(PROMPTS, 1, 40)), rng.normal(size=(PROMPTS, COPIES, 40))
+    rows = (0.95**0.5 * shared + 0.05**0.5 * own).reshape(-1, 40)
+    gram = rows @ rows.T / len(rows)
+    values = np.linalg.eigvalsh(gram)[::-1].copy()
+    return GramSpectrum(gram, np.arange(len(rows)), np.ones(len(rows)), values, torch.empty(0, 40), 1)
+
+
+def test_gram_intervals_over_prompts_hold_the_trace() -> None:
+    found = [
+        gram_of_draw(seed).bootstrap(0, clusters=OF_PROMPTS, num_bootstrap=100, seed=seed)[-1] for seed in range(60)
+    ]
+    held = [estimate.low <= 40 <= estimate.high for estimate in found]  # type: ignore[operator]
+    assert np.mean(held) >= 0.87  # 0.95 less three standard errors of 60 repetitions
+    over_pairs = gram_of_draw(0).bootstrap(0, num_bootstrap=100)[-1]
+    assert found[0].value == over_pairs.value
+    assert (found[0].num_samples, over_pairs.num_samples) == (PROMPTS, PROMPTS * COPIES)
+    assert found[0].standard_error > 1.2 * over_pairs.standard_error  # type: ignore[operator]
+
+
+def test_gram_intervals_of_equal_eigenvalues_hold_the_estimate() -> None:
+    gram = GramSpectrum(np.eye(64) / 64, np.arange(64), np.ones(64), np.full(64, 1 / 64), torch.empty(0, 64), 1)
+    estimate = gram.bootstrap(1)[0]
+    assert estimate.low <= estimate.value <= estimate.high  # type: ignore[operator]

@@ -64,6 +64,29 @@ def test_full_and_gram_spectra_are_exhaustive() -> None:
     assert by_lanczos.eigenvalues == pytest.approx(gram.eigenvalues[:3], rel=1e-5)
 
 
+@pytest.mark.parametrize("with_everything", [True, False])
+@pytest.mark.parametrize("matrix", ["gauss_newton", "fisher"])
+def test_float32_rounding_gives_no_pair_a_second_row(matrix, with_everything) -> None:  # type: ignore[no-untyped-def]
+    known = dense("bert", with_everything)
+    door = HessianAnalyzer(known.model, loss=EVERYTHING if with_everything else None, params=INNER)
+    found = door.compute_spectrum(FIVE, "gauss_newton_exact", matrix=matrix, top_k=2)
+    rows = 10 if with_everything and matrix == "gauss_newton" else 5
+    values = torch.linalg.eigvalsh(getattr(known, matrix)).flip(0)[:rows]
+    torch.testing.assert_close(torch.tensor(found.eigenvalues), values.float(), rtol=1e-4, atol=1e-6 * float(values[0]))
+
+
+@pytest.mark.parametrize(("method", "top_k"), [("full", 1), ("lanczos", 9)])
+def test_a_density_where_every_eigenvalue_was_found(method, top_k) -> None:  # type: ignore[no-untyped-def]
+    options = SpectrumOptions(density_probes=3, product="reverse", which="largest")
+    found = analyzer("bert", params="head").compute_spectrum(FIVE, method, top_k=top_k, options=options)
+    assert len(found.eigenvalues) == found.num_parameters
+    assert found.density is not None
+    assert found.density.exact == found.eigenvalues
+    assert found.trace is not None
+    assert found.trace.value == pytest.approx(sum(found.eigenvalues))
+    assert summarise(found)["entropy_rank"].value is not None
+
+
 def test_json_brings_back_the_same_spectrum() -> None:
     options = SpectrumOptions(density_probes=2, num_sampled=1, product="reverse")
     found = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=options)
@@ -117,7 +140,7 @@ def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(t
     resumed = analyzer().compute_spectrum(FIVE, top_k=4, options=options)
     whole = analyzer().compute_spectrum(FIVE, top_k=4, options=BOTH)
     assert resumed.eigenvalues == whole.eigenvalues
-    assert resumed.num_products == whole.num_products - 10  # the state is written every ten products
+    assert resumed.num_products == whole.num_products - 15
     assert not file.exists()
 
 
