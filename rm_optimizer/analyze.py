@@ -204,15 +204,29 @@ def _unmerged(checkpoint: str) -> Path | None:
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
     """The run's own measurements while it trained, beside its Hessian's spectrum."""
+    from rm_optimizer.reporting.curvature_plots import has_training_curvature
     from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
     from rm_optimizer.schema.landscape import AnalysisType
     from rm_optimizer.schema.recall import run_folder_of
     from rm_optimizer.training.recorder import read_rows
 
     run_dir = run_folder_of(options.checkpoint)
-    if run_dir is not None and options.landscape.type == AnalysisType.hessian:
-        caption = f"as measured by the run; seed {options.seed}"
-        draw_training_curvature(read_rows(run_dir / "metrics.csv"), folder, caption)
+    if run_dir is None or options.landscape.type not in (AnalysisType.hessian, AnalysisType.density):
+        return
+    history = read_rows(run_dir / "metrics.csv")
+    if has_training_curvature(history):
+        draw_training_curvature(history, folder, _history_caption(run_dir))
+
+
+def _history_caption(run_dir: Path) -> str:
+    from rm_optimizer.schema.recall import OPTIONS_FILE
+    from rm_optimizer.training.result import RESULT_FILE, RunResult
+
+    trained = json.loads((run_dir / OPTIONS_FILE).read_text(encoding="utf-8"))
+    num_pairs, result = trained["training"]["hessian"]["num_pairs"], run_dir / RESULT_FILE
+    if result.is_file():
+        num_pairs = min(num_pairs, RunResult.from_json(result.read_text(encoding="utf-8")).data.train_pairs)
+    return f"n = {num_pairs:,} pairs; seed {trained['seed']} of the run"
 
 
 def _record(options: AnalyzeConfig, folder: Path) -> None:

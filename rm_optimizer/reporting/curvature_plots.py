@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,37 @@ CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
 """Columns of `metrics.csv` that a run with `training.hessian.every` has."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an eigenvalue stands in the whole spectrum.
+
+    Args:
+        end: `largest` or `smallest`.
+        rank: from that end, from 1.
+    """
+
+    end: str
+    rank: int
+
+
+def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
+    """Places of eigenvalues in descending order, each from the nearer end that it is known to be counted from.
+
+    Args:
+        num_top: how many of the first are the largest of all.
+        num_bottom: how many of the last are the smallest of all; every eigenvalue is among the one or the other.
+        count: how many there are.
+
+    Example:
+        >>> [f"{place.end} {place.rank}" for place in places_of(2, 1, 3)]
+        ['largest 1', 'largest 2', 'smallest 1']
+    """
+    from_top = min(num_top, max(count - num_bottom, (count + 1) // 2))
+    return tuple(
+        Place("largest", index + 1) if index < from_top else Place("smallest", count - index) for index in range(count)
+    )
+
+
 def plot_spectrum(
     values: Sequence[float],
     errors: Sequence[float],
@@ -30,6 +63,7 @@ def plot_spectrum(
     *,
     title: str,
     caption: str,
+    places: Sequence[Place],
     sampling: Sequence[Estimate] = (),
 ) -> list[Path]:
     """Eigenvalues by rank, positive and negative ones apart, with bars of how far each may be off.
@@ -37,6 +71,7 @@ def plot_spectrum(
     Args:
         values: eigenvalues, descending.
         errors: how far each may be off.
+        places: from which end of the spectrum each is counted, and its rank from there.
         stem: the pictures' path without its ending; `.png` and `.svg` are written.
         title: what the matrix is.
         caption: pairs, parameters, seed.
@@ -58,10 +93,10 @@ def plot_spectrum(
         axes.vlines(where, low, high, color=ORANGE, linewidth=6, alpha=0.45, label="95 % interval over pairs", zorder=1)
     axes.axhline(0.0, color=GREY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
-    axes.set(xlabel="rank, by value", ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))
+    axes.set(ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))
+    _draw_places(axes, places)
     lowest, highest = float(heights.min()), float(heights.max())
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
-    count_ticks(axes.xaxis)
     draw_legend(axes)
     return save_both(figure, stem)
 
@@ -99,7 +134,9 @@ def plot_density(curve: DensityCurve, stem: Path, *, top: Sequence[float], title
 
 
 def plot_training_curvature(history: History, stem: Path, *, caption: str) -> list[Path]:
-    """Top eigenvalue with its residual, and trace with its standard error, over the steps of a run.
+    """Lower bound of the top eigenvalue, and trace with its standard error, over the steps of a run.
+
+    The residual is not drawn: it does not bound how far the top eigenvalue lies above.
 
     Args:
         history: rows of `metrics.csv` with the columns of `training.hessian.every`.
@@ -108,9 +145,9 @@ def plot_training_curvature(history: History, stem: Path, *, caption: str) -> li
     """
     figure, (upper, lower) = two_panels("Curvature during training", caption, ratios=(1, 1))
     rows = [row for row in history if row.get(CURVATURE) not in _EMPTY]
-    _draw_course(upper, rows, CURVATURE, f"{CURVATURE}_residual", "top eigenvalue; bar: residual", VERMILION)
-    _draw_course(lower, rows, TRACE, f"{TRACE}_standard_error", "trace; bar: standard error", BLUE)
-    upper.set_ylabel("top eigenvalue")
+    _draw_course(upper, rows, CURVATURE, "top eigenvalue, at least", VERMILION)
+    _draw_course(lower, rows, TRACE, "trace; bar: standard error", BLUE, error=f"{TRACE}_standard_error")
+    upper.set_ylabel("top eigenvalue, at least")
     lower.set(xlabel="optimizer step", ylabel="trace")
     return save_both(figure, stem)
 
@@ -149,7 +186,19 @@ def has_training_curvature(history: History) -> bool:
     return any(row.get(CURVATURE) not in _EMPTY for row in history)
 
 
-def _draw_course(axes: Axes, rows: History, value: str, error: str, label: str, colour: str) -> None:
+def _draw_places(axes: Axes, places: Sequence[Place]) -> None:
+    """Ranks from either end below the axis, and a line where the one end stops and the other begins."""
+    step = next(step for step in (1, 5, 10, 50, 100, len(places)) if len(places) <= 14 * step)
+    shown = [index for index, place in enumerate(places) if place.rank == 1 or place.rank % step == 0]
+    axes.set_xticks([index + 1 for index in shown], [str(places[index].rank) for index in shown])
+    ends = list(dict.fromkeys(place.end for place in places))
+    for after, (before, place) in enumerate(pairwise(places), start=1):
+        if before.end != place.end:
+            axes.axvline(after + 0.5, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.set_xlabel("rank from the " + " | from the ".join(ends))
+
+
+def _draw_course(axes: Axes, rows: History, value: str, label: str, colour: str, *, error: str = "") -> None:
     steps = [float(row["step"] or 0) for row in rows]
     values = [float(row[value] or math.nan) for row in rows]
     errors = [float(row.get(error) or math.nan) for row in rows]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rich.console import Console
 
+from rm_optimizer.core.files import write_text
 from rm_optimizer.landscape.density_curve import density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarise
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface import Row, Slice, Surface, Trajectory, write_rows
 from rm_optimizer.reporting.curvature_plots import (
-    has_training_curvature,
+    Place,
+    places_of,
     plot_density,
     plot_layers,
     plot_spectrum,
@@ -53,16 +56,21 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
 
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
-    """Draw the top eigenvalue and the trace during training, if the run measured them.
+    """Draw the top eigenvalue and the trace during training, with the numbers as Parquet.
 
     Args:
-        history: rows of the run's `metrics.csv`.
+        history: rows of the `metrics.csv` of a run that measured them.
         folder: where to.
         caption: pairs and seed.
     """
-    if not has_training_curvature(history):
-        return []
-    return plot_training_curvature(history, folder / "during_training", caption=caption)
+    measured = [{name: float(value) for name, value in row.items() if _is_curvature(name) and value} for row in history]
+    rows: list[Row] = [{"step": int(row["step"] or 0), **values} for row, values in zip(history, measured, strict=True)]
+    table = write_rows(folder / "during_training.parquet", [row for row in rows if len(row) > 1])
+    return [*plot_training_curvature(history, folder / "during_training", caption=caption), table]
+
+
+def _is_curvature(column: str) -> bool:
+    return column.startswith("curvature_")
 
 
 def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
@@ -101,26 +109,52 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
     partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
     caption = (
         f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
-        f"{result.method}, {result.num_products} products; seed {result.seed}"
+        f"{_effort(result)}; seed {result.seed}"
     )
     values, bounds = result.eigenvalues, result.error_bounds
+    places = _places(result)
     files = plot_spectrum(
-        values, bounds, folder / "spectrum", title=f"{matrix}: eigenvalues", caption=caption, sampling=result.sampling
+        values,
+        bounds,
+        folder / "spectrum",
+        title=f"{matrix}: eigenvalues",
+        caption=caption,
+        places=places,
+        sampling=result.sampling,
     )
+    columns = zip(places, values, result.residuals, bounds, result.converged, strict=True)
     rows: list[Row] = [
-        {"eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
-        for value, residual, bound, done in zip(values, result.residuals, bounds, result.converged, strict=True)
+        {**vars(place), "eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
+        for place, value, residual, bound, done in columns
     ]
     files.append(write_rows(folder / "spectrum.parquet", rows))
+    files.append(_write_quantities(result, folder / "quantities.json"))
     if result.density is not None:
         curve = density_curve(result.density)
         probes = f"{len(result.density.nodes)} probes; {caption}"
         title = f"{matrix}: spectral density"
         files += plot_density(curve, folder / "density", top=result.density.exact, title=title, caption=probes)
-        columns = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
-        named: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in columns]
+        points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
+        named: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
         files.append(write_rows(folder / "density.parquet", named))
     return files
+
+
+def _places(result: HessianSpectrum) -> tuple[Place, ...]:
+    return places_of(result.num_top, result.num_bottom, len(result.eigenvalues))
+
+
+def _effort(result: HessianSpectrum) -> str:
+    return f"{result.method}, {result.num_products:,} products" if result.num_products else result.method
+
+
+def _write_quantities(result: HessianSpectrum, path: Path) -> Path:
+    """Each derived number with its error, or why there is none, and whether what it is made of is whole."""
+    content: dict[str, object] = {"status": result.status}
+    for name, quantity in summarise(result).items():
+        estimate = None if quantity.estimate is None else json.loads(quantity.estimate.to_json())
+        content[name] = {"estimate": estimate, "reason": quantity.reason}
+    return write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
@@ -129,12 +163,13 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
         "parameters": f"{result.num_parameters:,} ({result.params})",
         "pairs": result.num_pairs,
         "loss": f"{result.loss:.4f}",
-        "products": f"{result.num_products:,} ({result.product}), {result.wall_seconds:.1f} s",
+        "time": f"{result.wall_seconds:.1f} s",
     }
-    total = len(result.eigenvalues)
-    for index, value in enumerate(result.eigenvalues):
-        if index < _SHOWN or index >= total - _SHOWN:
-            rows[f"eigenvalue {index + 1}"] = _eigenvalue(result, index, value)
+    if result.num_products:
+        rows["products"] = f"{result.num_products:,} ({result.product})"
+    for index, (place, value) in enumerate(zip(_places(result), result.eigenvalues, strict=True)):
+        if min(index, len(result.eigenvalues) - 1 - index) < _SHOWN:
+            rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     lacking: dict[str | None, list[str]] = {}
     for name, quantity in summarise(result).items():
@@ -148,11 +183,13 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
 
 
 def _quantity(quantity: Quantity) -> str:
-    """A number with its error, alone where it is exact, or why there is none."""
+    """A number with its error, alone where that does not show in the digits, or why there is none."""
     estimate = quantity.estimate
     if estimate is None:
         return f"n/a: {quantity.reason}"
-    return f"{estimate.value:.4g}" if estimate.standard_error == 0 else f"{estimate:.4g}"
+    ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
+    is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
+    return f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}"
 
 
 def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:

@@ -74,7 +74,9 @@ def plot_contour(result: Surface, stem: Path) -> list[Path]:
         result: the measured surface.
         stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
-    figure, (axes,) = captioned_figure("Loss over a plane through the weights", _caption(result.measured, result))
+    figure, (axes,) = captioned_figure(
+        "Loss over a plane through the weights", _caption(result.measured, result) + _error_of(result.points)
+    )
     _draw_contour(figure, axes, result)
     axes.plot(0.0, 0.0, label="trained weights", **_CROSS)
     draw_legend(axes, "upper right")
@@ -92,8 +94,8 @@ def plot_surface(result: Surface, stem: Path) -> list[Path]:
     FigureCanvasAgg(figure)
     axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
     figure.text(0.03, 0.95, "Loss over a plane through the weights", fontsize=12, fontweight="bold", color=INK)
-    caption = f"{_caption(result.measured, result)}; axes: {_unit(result.measured)}"
-    figure.text(0.03, 0.915, caption, fontsize=9, color=GREY)
+    caption = _wrapped(f"{_caption(result.measured, result)}{_error_of(result.points)}; axes: {_unit(result.measured)}")
+    figure.text(0.03, 0.94, "\n".join(caption), fontsize=9, color=GREY, va="top")
     x, y = np.meshgrid(result.x, result.y)
     loss = _losses(result.points)
     axes.plot_surface(x, y, loss, cmap="viridis", rcount=60, ccount=60, linewidth=0.2, edgecolor=(1, 1, 1, 0.35))
@@ -113,7 +115,9 @@ def plot_trajectory(result: Trajectory, stem: Path) -> list[Path]:
         stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
     surface = result.surface
-    figure, (axes,) = captioned_figure("The way training took", _caption(surface.measured, result))
+    figure, (axes,) = captioned_figure(
+        "The way training took", _caption(surface.measured, result) + _error_of([result.points])
+    )
     _draw_contour(figure, axes, surface)
     x, y = np.array(result.coordinates).T
     axes.plot(x, y, color="white", linewidth=3.2)
@@ -121,15 +125,16 @@ def plot_trajectory(result: Trajectory, stem: Path) -> list[Path]:
         "marker": "o",
         "markersize": 4.5,
         "markeredgecolor": "white",
-        "label": "checkpoints (with their loss)",
+        "label": "checkpoints (loss ± 1 standard error)",
     }
     axes.plot(x, y, color=INK, linewidth=1.4, **path)
     axes.plot(x[-1], y[-1], label="last checkpoint", **_CROSS)
     for index in _labelled(len(x)):
         is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
+        offset = (-7 if is_right else 7, -15 if 0 < index < len(x) - 1 else 9)
         axes.annotate(
-            f"step {result.steps[index]:,}: {result.points[index].loss:.3f}", (x[index], y[index]),
-            (-7 if is_right else 7, 9), textcoords="offset points", ha="right" if is_right else "left", fontsize=8,
+            _loss_at(result, index), (x[index], y[index]),
+            offset, textcoords="offset points", ha="right" if is_right else "left", fontsize=8,
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
         )  # fmt: skip
     draw_legend(axes)
@@ -144,13 +149,20 @@ def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[
         caption: parts joined by `; `.
         strip: whether a second axes lies under the first.
     """
-    lines = [""]
-    for part in caption.split("; "):
-        joined = f"{lines[-1]}; {part}" if lines[-1] else part
-        lines = [*lines[:-1], joined] if len(joined) <= _CAPTION_WIDTH else [*lines, part]
+    lines = _wrapped(caption)
     figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
     axes[0].texts[0].set(va="bottom", in_layout=False)
     return figure, axes
+
+
+def _wrapped(caption: str) -> list[str]:
+    """Lines that end between two parts."""
+    lines = [""]
+    for part in caption.split("; "):
+        joined = f"{lines[-1]}; {part}" if lines[-1] else part
+        fits = not lines[-1] or len(joined) < _CAPTION_WIDTH
+        lines = [*lines[:-1], joined] if fits else [*lines[:-1], f"{lines[-1]};", part]
+    return lines
 
 
 def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Figure, list[Axes]]:
@@ -190,6 +202,14 @@ def _caption(measured: Measured, result: Slice | Surface | Trajectory) -> str:
     )
 
 
+def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
+    """How far the losses are known."""
+    errors = _losses(points, "loss_standard_error")
+    if not np.isfinite(errors).any():
+        return ""
+    return f"; standard error of a loss over pairs {np.nanmin(errors):.2g} to {np.nanmax(errors):.2g}"
+
+
 def _unit(measured: Measured) -> str:
     """A filter-normalised direction is as long as the weights, the others are of unit length."""
     return "parameter distance" if measured.values else "1 = length of the weights"
@@ -203,8 +223,8 @@ def _column(points: Sequence[PointLoss], name: str) -> NDArray[np.float64]:
     return np.array([getattr(point, name) for point in points], dtype=np.float64)
 
 
-def _losses(points: Sequence[Sequence[PointLoss]]) -> NDArray[np.float64]:
-    values = np.array([_column(line, "loss") for line in points])
+def _losses(points: Sequence[Sequence[PointLoss]], name: str = "loss") -> NDArray[np.float64]:
+    values = np.array([_column(line, name) for line in points])
     return np.where(np.isfinite(values), values, np.nan)
 
 
@@ -228,6 +248,11 @@ def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> QuadContourSe
     axes.grid(False)
     axes.set(xlabel=_axis_label(surface.measured, 0), ylabel=_axis_label(surface.measured, 1))
     return filled
+
+
+def _loss_at(result: Trajectory, index: int) -> str:
+    point, step = result.points[index], f"step {result.steps[index]:,}"
+    return step if math.isnan(point.loss) else f"{step}: {point.loss:.3f} ± {point.loss_standard_error:.2g}"
 
 
 def _labelled(count: int) -> list[int]:

@@ -17,6 +17,7 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.layers import LayerCurvature
+from rm_optimizer.landscape.quantities import summarise
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface import Slice, Surface, Trajectory
 from rm_optimizer.landscape.trace import deflated_trace
@@ -96,15 +97,34 @@ def test_hessian_gives_eigenvalues_of_both_ends(run_dir, capsys):
     assert (result.matrix, result.params, result.num_pairs, len(result.eigenvalues)) == ("hessian", "head", 8, 4)
     assert result.eigenvalues == tuple(sorted(result.eigenvalues, reverse=True))
     assert {"spectrum.png", "spectrum.svg", "spectrum.parquet"} <= names(folder)
-    assert "eigenvalue 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(place in printed for place in ("largest 1", "largest 2", "smallest 2", "smallest 1"))
+    rows = pq.read_table(folder / "spectrum.parquet").to_pylist()
+    assert [(row["end"], row["rank"]) for row in rows] == [
+        ("largest", 1),
+        ("largest", 2),
+        ("smallest", 2),
+        ("smallest", 1),
+    ]
 
 
 def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
     folder = analyzed(
         run_dir, "landscape=density", "landscape.top_k=2", "landscape.num_probes=2", "landscape.params=head"
     )
-    assert HessianSpectrum.from_json((folder / "density.json").read_text()).density is not None
+    result = HessianSpectrum.from_json((folder / "density.json").read_text())
+    assert result.density is not None
+    written = json.loads((folder / "quantities.json").read_text())
+    assert written.pop("status") == "complete"
+    known = {name: quantity["estimate"] and quantity["estimate"]["value"] for name, quantity in written.items()}
+    assert known == {name: quantity.value for name, quantity in summarise(result).items()}
+    assert all(quantity["estimate"] or quantity["reason"] for quantity in written.values())
     assert {"density.png", "density.parquet", "spectrum.png"} <= names(folder)
+
+
+def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_seed(run_dir):
+    caption = entry._history_caption(run_dir)
+    assert caption == "n = 48 pairs; seed 0 of the run"
 
 
 def test_layers_go_from_the_input_to_the_head(run_dir):

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,11 +21,13 @@ from rm_optimizer.landscape.surface import Measured, Slice, Surface, Trajectory
 from rm_optimizer.reporting import curvature_plots, landscape_plots
 from rm_optimizer.reporting.curvature_plots import (
     has_training_curvature,
+    places_of,
     plot_density,
     plot_layers,
     plot_spectrum,
     plot_training_curvature,
 )
+from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
 from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
 
 MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
@@ -92,6 +95,7 @@ def test_a_contour_covers_the_plane_and_marks_the_weights(drawn, tmp_path):
     plot_contour(SURFACE, tmp_path / "contour")
     axes, bar = drawn[0].axes
     assert (axes.get_xlim(), axes.get_ylim()) == ((-1, 1), (-1, 1))
+    assert "standard error of a loss over pairs 0.05 to 0.05" in axes.texts[0].get_text()
     cross = next(line for line in axes.get_lines() if line.get_label() == "trained weights")
     assert (cross.get_xdata(), cross.get_ydata()) == ([0.0], [0.0])
     assert bar.get_ylabel() == "loss (nats a pair)"
@@ -122,7 +126,7 @@ def test_a_trajectory_goes_through_its_checkpoints_with_their_losses(drawn, tmp_
     path = next(line for line in axes.get_lines() if str(line.get_label()).startswith("checkpoints"))
     assert list(zip(path.get_xdata(), path.get_ydata(), strict=True)) == list(TRAJECTORY.coordinates)
     written = [text.get_text() for text in axes.texts]
-    assert {"step 0: 0.940", "step 5: 0.390", "step 9: 0.300"} <= set(written)
+    assert {"step 0: 0.940 ± 0.05", "step 5: 0.390 ± 0.05", "step 9: 0.300 ± 0.05"} <= set(written)
 
 
 def test_a_long_caption_takes_two_lines_and_leaves_the_axes_their_width(drawn, tmp_path):
@@ -130,7 +134,7 @@ def test_a_long_caption_takes_two_lines_and_leaves_the_axes_their_width(drawn, t
     plot_layers(LayerCurvature(blocks, ("head",), 64, 60, 7), tmp_path / "layers")
     axes = drawn[0].axes[0]
     caption = axes.texts[0].get_text()
-    assert caption.count("\n") == 1
+    assert caption.count(";\n") == caption.count("\n") == 1
     assert caption.startswith("PARTIAL, without head; n = 64 pairs of 60 prompts; seed 7")
     drawn[0].canvas.draw()
     assert axes.get_position().width > 0.7
@@ -152,8 +156,12 @@ def test_layers_show_every_block_with_its_errors(drawn, tmp_path):
 def test_a_spectrum_shows_both_signs_with_bounds_and_sampling(drawn, tmp_path):
     values, bounds = (5.0, 2.0, -0.1, -3.0), (0.01, 0.02, 0.05, 0.1)
     sampling = (Estimate(5.0, 1.0, 64, 3.0, 7.0),)
-    plot_spectrum(values, bounds, tmp_path / "s", title="Hessian", caption="n = 64 pairs", sampling=sampling)
+    words = {"title": "Hessian", "caption": "n = 64 pairs"}
+    plot_spectrum(values, bounds, tmp_path / "s", **words, places=places_of(2, 2, 4), sampling=sampling)
     axes = drawn[0].axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "2", "1"]
+    assert axes.get_xlabel() == "rank from the largest | from the smallest"
+    assert [line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"] == [2.5]
     assert axes.get_yscale() == "symlog"
     assert [c.get_label() for c in axes.containers] == ["positive; bar: error bound", "negative; bar: error bound"]
     assert [c.lines[0].get_ydata().tolist() for c in axes.containers] == [[5.0, 2.0], [-0.1, -3.0]]
@@ -173,6 +181,46 @@ def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed(
     assert marks["1 positive eigenvalues, computed"] == [4.0]
     assert marks["1 negative eigenvalues, computed"] == [-2.0]
     assert "± 1 standard error over probes" in labels(axes)
+
+
+@pytest.mark.parametrize(
+    ("num_top", "num_bottom", "expected"),
+    [
+        (3, 0, "largest 1, largest 2, largest 3"),
+        (0, 3, "smallest 3, smallest 2, smallest 1"),
+        (1, 2, "largest 1, smallest 2, smallest 1"),
+        (3, 3, "largest 1, largest 2, smallest 1"),
+    ],
+)
+def test_an_eigenvalue_is_counted_from_the_nearer_end_that_is_known(num_top, num_bottom, expected):
+    assert ", ".join(f"{place.end} {place.rank}" for place in places_of(num_top, num_bottom, 3)) == expected
+
+
+def test_many_ranks_are_thinned_out_from_each_end(drawn, tmp_path):
+    values = [*range(20, 0, -1), *range(-1, -21, -1)]
+    places = places_of(20, 20, 40)
+    plot_spectrum(values, [0.1] * 40, tmp_path / "s", title="Hessian", caption="n = 64 pairs", places=places)
+    shown = [tick.get_text() for tick in drawn[0].axes[0].get_xticklabels()]
+    assert shown == ["1", "5", "10", "15", "20", "20", "15", "10", "5", "1"]
+
+
+def test_one_point_of_a_surface_can_be_drawn(drawn, tmp_path):
+    rows = ((point(0.0), *(MISSING,) * 4), *((MISSING,) * 5,) * 4)
+    partial = Surface(measured(), STEPS, STEPS, rows)
+    plot_contour(partial, tmp_path / "contour")
+    plot_surface(partial, tmp_path / "surface")
+    assert drawn[0].axes[0].texts[0].get_text().startswith("PARTIAL, 24 points missing")
+
+
+def test_curvature_during_training_stands_beside_as_parquet(tmp_path):
+    history = [
+        {"step": "0", "train_loss": "0.7", "curvature_top_eigenvalue": "", "curvature_trace": ""},
+        {"step": "5", "train_loss": "0.6", "curvature_top_eigenvalue": "3.0", "curvature_trace": "8.5"},
+    ]
+    files = draw_training_curvature(history, tmp_path, "n = 8 pairs; seed 7 of the run")
+    rows = pq.read_table(tmp_path / "during_training.parquet").to_pylist()
+    assert rows == [{"step": 5, "curvature_top_eigenvalue": 3.0, "curvature_trace": 8.5}]
+    assert {file.name for file in files} == {f"during_training.{ending}" for ending in ("png", "svg", "parquet")}
 
 
 def test_curvature_during_training_takes_the_rows_that_have_it(drawn, tmp_path):
