@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.lanczos import Eigenpairs
+from rm_optimizer.landscape.lanczos import Eigenpairs, rounding
 from rm_optimizer.landscape.operators import SymmetricOperator
 
 LARGEST = 20_000
@@ -37,10 +37,15 @@ def dense_matrix(operator: SymmetricOperator) -> Float[Tensor, "parameters param
 
 
 def full_spectrum(operator: SymmetricOperator) -> Eigenpairs:
-    """All eigenpairs, by writing the matrix out; their error is the rounding of the products."""
-    values, vectors = torch.linalg.eigh(dense_matrix(operator))
-    values, vectors = values.flip(0), vectors.flip(1)
-    rounding = torch.finfo(operator.dtype).eps * values.abs().max().item() if len(values) else 0.0
-    bounds = torch.full_like(values, rounding)
-    rows = vectors.T.to(operator.dtype).contiguous()
-    return Eigenpairs(values, rows, bounds, bounds, (True,) * len(values), operator.dimension, 0.0)
+    """All eigenpairs, by writing the matrix out; their error is the rounding of its products.
+
+    Residuals are those of the vectors, in the operator's type, on the matrix as written out.
+    """
+    matrix = dense_matrix(operator)
+    values, columns = torch.linalg.eigh(matrix)
+    values, vectors = values.flip(0), columns.T.flip(0).to(operator.dtype)
+    parts = zip(vectors.split(_ROWS_AT_ONCE), values.split(_ROWS_AT_ONCE), strict=True)
+    residuals = torch.cat([(rows.double() @ matrix - some[:, None] * rows).norm(dim=1) for rows, some in parts]).cpu()
+    values = values.cpu()
+    bounds = torch.full_like(values, rounding(operator.dtype, values.numpy()))
+    return Eigenpairs(values, vectors, residuals, bounds, (True,) * len(values), operator.dimension, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,6 +97,18 @@ class KrylovState:
     num_restarts: int = 0
     identity: str = ""
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether it stands between two products: it has the vector that comes next, or all that there are."""
+        size = len(self.basis)
+        return size > len(self.diagonal) or (size > 0 and size == len(self.basis.last()))
+
+    @property
+    def start_of_newest(self) -> int:
+        """Where the newest space with a product begins: at 0, or after the last before it that was exhausted."""
+        exhausted = [position for position, coupling in enumerate(self.off_diagonal[:-1]) if coupling == 0]
+        return exhausted[-1] + 1 if exhausted else 0
+
     def ritz(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Eigenvalues, ascending, and eigenvectors (columns) of the tridiagonal matrix, in float64."""
         size = len(self.diagonal)
@@ -120,13 +133,14 @@ class KrylovState:
         """The state that `save` wrote.
 
         Raises:
-            CheckpointError: if the file is missing or torn, or belongs to another matrix.
+            CheckpointError: if the file is missing, torn or of another kind, or belongs to another matrix.
         """
         try:
             payload = torch.load(path, map_location=device, weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+            found = payload["identity"]
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError) as error:
             raise CheckpointError(f"{path} holds no Lanczos state that can be read; start without it") from error
-        if payload["identity"] != identity:
+        if found != identity:
             raise CheckpointError(f"{path} belongs to other weights, pairs or options; remove it or restore those")
         basis = OrthonormalBasis()
         for vector in payload.pop("basis"):

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.combined import DeflatedOperator
-from rm_optimizer.landscape.lanczos import Eigenpairs
+from rm_optimizer.landscape.lanczos import Eigenpairs, rounding
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.vectors import orthogonality_loss, unit
+from rm_optimizer.landscape.vectors import inner, length, orthogonality_loss, products, unit
 
 
 def power_iteration(
@@ -18,8 +18,10 @@ def power_iteration(
 ) -> Eigenpairs:
     """The eigenpairs of largest magnitude, one after the other: `v <- A v / ||A v||`, those found taken out.
 
-    Stops at a value when `||A v - lambda v|| <= tolerance |lambda|`, a sure bound on its error, and never because it
-    changed little: near two values of like magnitude and opposite sign it changes little long before it is right.
+    Stops at a value when `||A v - lambda v|| <= tolerance |lambda|` but for the part along those found, and never
+    because it changed little: near two values of like magnitude and opposite sign it changes little long before it is
+    right. At the end the vectors are turned within their space to its Rayleigh-Ritz pairs, without more products: what
+    each found vector lacks had stayed in those after it. Residuals are those of the whole product.
 
     Args:
         operator: the matrix.
@@ -35,32 +37,39 @@ def power_iteration(
         raise ConfigError(f"top_k must lie in [1, {operator.dimension}], got {top_k}")
     random = RandomVectors(operator, seed)
     vectors = torch.empty(0, operator.dimension, dtype=operator.dtype, device=operator.device)
-    found: list[tuple[float, float]] = []
-    spent = 0
+    images, spent = vectors, 0
     for _ in range(top_k):
         rest = DeflatedOperator(operator, vectors)
-        vector, value, residual, products = _dominant(rest, random.normals(1), tolerance, max_products // top_k)
-        spent += products
-        vectors = torch.cat([vectors, vector])
-        found.append((value, residual))
-    order = sorted(range(top_k), key=lambda index: -found[index][0])
-    values, residuals = (torch.tensor([found[i][side] for i in order], dtype=torch.float64) for side in (0, 1))
+        vector, image, num_products = _dominant(rest, random.normals(1), tolerance, max_products // top_k)
+        spent += num_products
+        vectors, images = torch.cat([vectors, vector]), torch.cat([images, image])
+    small = products(vectors, images).cpu()
+    ascending, turn = torch.linalg.eigh((small + small.T) / 2)
+    values, turn = ascending.flip(0), turn.T.flip(0).to(vectors)
+    vectors, images = turn @ vectors, turn @ images
+    each = zip(vectors, images, values.tolist(), strict=True)
+    residuals = torch.tensor([_residual(*pair) for pair in each], dtype=torch.float64)
+    bounds = residuals + rounding(operator.dtype, values.numpy())
     converged = tuple((residuals <= tolerance * values.abs()).tolist())
-    loss = orthogonality_loss([vectors])
-    return Eigenpairs(values, vectors[order], residuals, residuals, converged, spent, loss)
+    return Eigenpairs(values, vectors, residuals, bounds, converged, spent, orthogonality_loss([vectors]))
 
 
 def _dominant(
     operator: DeflatedOperator, start: Tensor, tolerance: float, max_products: int
-) -> tuple[Tensor, float, float, int]:
-    """Unit vector, its Rayleigh quotient and residual, and the products spent."""
+) -> tuple[Tensor, Tensor, int]:
+    """Unit vector, its product with the matrix before deflation, and the products spent."""
     vector = unit(operator.project(start)[0])[None]
-    products = 0
+    num_products = 0
     while True:
-        image = operator.apply(vector)
-        products += 1
-        value = float((vector.double() * image.double()).sum())
-        residual = float((image.double() - value * vector.double()).norm())
-        if residual <= tolerance * abs(value) or products >= max_products or not image.any():
-            return vector, value, residual, products
-        vector = unit(operator.project(image)[0])[None]
+        image = operator.operator.apply(vector)
+        rest = operator.project(image)
+        num_products += 1
+        value = inner(vector[0], rest[0])
+        is_right = _residual(vector[0], rest[0], value) <= tolerance * abs(value)
+        if is_right or num_products >= max_products or not rest.any():
+            return vector, image, num_products
+        vector = unit(rest[0])[None]
+
+
+def _residual(vector: Tensor, image: Tensor, value: float) -> float:
+    return length(image - value * vector)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError, MissingExtra
-from rm_optimizer.landscape.lanczos import Eigenpairs
+from rm_optimizer.landscape.lanczos import Eigenpairs, rounding
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import HessianOperator
 from rm_optimizer.landscape.vectors import orthogonality_loss
@@ -131,7 +131,9 @@ def pyhessian_eigenpairs(
     """The eigenvalues that PyHessian's power iteration gives, by descending value.
 
     PyHessian stops at a value when an iteration changes it by less than `tolerance`, which is no bound on its error;
-    the residuals here, one product of ours for each, are. It keeps the graph of all pairs where the operator does.
+    the residuals here, one product of ours for each, are. Values and vectors are as PyHessian gives them: a value is
+    the Rayleigh quotient of the vector before its last product, and vectors are not orthogonal to each other, so trace
+    and density do not take them out. It keeps the graph of all pairs where the operator does.
 
     Args:
         operator: the Hessian.
@@ -164,10 +166,16 @@ def _checked(
     order = values.argsort(descending=True)
     values, vectors = values[order], vectors[order.to(vectors.device)]
     scaled = values.to(vectors)[:, None] * vectors
-    residuals = (operator.apply(vectors) - scaled).double().norm(dim=1).cpu()
-    converged = tuple((residuals <= tolerance * values.abs()).tolist())
+    residuals = ((operator.apply(vectors) - scaled).double().norm(dim=1) / vectors.double().norm(dim=1)).cpu()
     return Eigenpairs(
-        values, vectors, residuals, residuals, converged, num_products + len(values), orthogonality_loss([vectors])
+        values=values,
+        vectors=vectors,
+        residuals=residuals,
+        error_bounds=residuals + rounding(operator.dtype, values.numpy()),
+        converged=tuple((residuals <= tolerance * values.abs()).tolist()),
+        num_products=num_products + len(values),
+        orthogonality_loss=orthogonality_loss([vectors]),
+        is_orthonormal=False,
     )
 
 

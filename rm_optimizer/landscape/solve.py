@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +17,7 @@ from rm_optimizer.landscape.dense import full_spectrum
 from rm_optimizer.landscape.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.identity import identity_of
 from rm_optimizer.landscape.krylov import KrylovState
-from rm_optimizer.landscape.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos
+from rm_optimizer.landscape.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import HessianOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.power import power_iteration
@@ -165,11 +164,15 @@ def _by_gram(operator: OutputOperator, top_k: int, options: SpectrumOptions, see
 
 
 def _gram_pairs(gram: GramSpectrum, operator: OutputOperator) -> Eigenpairs:
-    """All values of the small matrix; only the first have vectors."""
-    rounding = torch.finfo(operator.dtype).eps * float(np.abs(gram.values).max(initial=0.0))
+    """All values of the small matrix; only the first have vectors.
+
+    Rounding moves a vector `B^T u / sqrt(lambda)` the more, the smaller its value: residuals are bounds of that.
+    """
     values = torch.from_numpy(gram.values.copy())
-    bounds = torch.full_like(values, rounding)
-    return Eigenpairs(values, gram.vectors, bounds, bounds, (True,) * len(values), 0, 0.0)
+    bounds = torch.full_like(values, rounding(operator.dtype, gram.values))
+    ratios = values[:1] / values.clamp(min=torch.finfo(values.dtype).tiny)
+    residuals = torch.minimum(bounds * ratios.sqrt(), values[:1])
+    return Eigenpairs(values, gram.vectors, residuals, bounds, (True,) * len(values), 0, 0.0)
 
 
 def _by_lanczos(

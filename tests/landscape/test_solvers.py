@@ -17,10 +17,10 @@ from rm_optimizer.landscape.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.krylov import KrylovState
 from rm_optimizer.landscape.lanczos import Progress, lanczos
 from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
+from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator, OutputOperator
 from rm_optimizer.landscape.pair_gradients import single_pairs
 from rm_optimizer.landscape.power import power_iteration
-from rm_optimizer.landscape.solve import known_ends
+from rm_optimizer.landscape.solve import _gram_pairs, known_ends
 from rm_optimizer.schema import LossConfig
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, PLAIN, dense, micro_batches, pairs, reward_model
 
@@ -102,6 +102,45 @@ def test_repeated_and_zero_eigenvalues_are_all_found() -> None:
     torch.testing.assert_close(found.values, values.sort(descending=True).values, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
+def test_copies_of_an_eigenvalue_are_found_where_the_space_is_exhausted(which: str) -> None:
+    few = torch.tensor([5.0, 5.0, 3.0, 1.0], dtype=torch.float64)
+    values = few if which != "smallest" else -few
+    found = lanczos(with_eigenvalues(values), 2, which=which)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.values.abs(), torch.full((2,), 5.0, dtype=torch.float64), rtol=1e-9, atol=0)
+    many = torch.tensor([5.0] * 3 + [3.0] * 2 + [1.0] * 20 + [0.0] * 15, dtype=torch.float64)
+    found = lanczos(with_eigenvalues(many), 6)
+    torch.testing.assert_close(found.values, many[:6], rtol=1e-9, atol=0)
+    assert found.num_products < 20
+
+
+def test_a_start_along_one_eigenvector_does_not_hide_the_others() -> None:
+    values = indefinite()
+    warm = lanczos(MatrixOperator(values.diag()), 1, start=torch.eye(200, dtype=torch.float64)[5:6])
+    assert float(warm.values[0]) == pytest.approx(10, rel=1e-3)
+
+
+def test_the_small_eigenproblem_is_solved_once_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    solve = KrylovState.ritz
+
+    def counted(state: KrylovState) -> tuple[np.ndarray, np.ndarray]:
+        sizes.append(len(state.diagonal))
+        return solve(state)
+
+    monkeypatch.setattr(KrylovState, "ritz", counted)
+    found = lanczos(with_eigenvalues(indefinite()), 5, on_iteration=lambda progress: None)
+    assert sizes == list(range(1, found.num_products + 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs another device")
+def test_a_start_may_lie_on_another_device() -> None:
+    matrix = with_eigenvalues(indefinite(50)).matrix.cuda()
+    found = lanczos(MatrixOperator(matrix), 1, start=torch.ones(1, 50))
+    assert float(found.values[0]) == pytest.approx(10, rel=1e-3)
+
+
 def test_the_zero_matrix_has_zero_eigenvalues() -> None:
     found = lanczos(MatrixOperator(torch.zeros(6, 6, dtype=torch.float64)), 2)
     assert found.values.tolist() == [0.0, 0.0]
@@ -165,9 +204,50 @@ def test_an_interrupted_iteration_goes_on_as_if_it_had_not_been(tmp_path: Path) 
     assert resumed.num_products == whole.num_products
     with pytest.raises(CheckpointError, match="belongs to other weights"):
         KrylovState.load(file, identity="b")
-    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("content", [b"", b"hello world\n", b'{"a": 1}', b"PK\x03\x04 torn"])
+def test_a_file_that_is_no_state_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "state.pt"
+    file.write_bytes(content)
     with pytest.raises(CheckpointError, match="holds no Lanczos state"):
-        KrylovState.load(file, identity="a")
+        KrylovState.load(file)
+    torch.save({"weights": 1}, file)
+    with pytest.raises(CheckpointError, match="holds no Lanczos state"):
+        KrylovState.load(file)
+
+
+def test_an_iteration_continued_after_an_exhausted_space_draws_new_vectors(tmp_path: Path) -> None:
+    values = torch.tensor([5.0] * 3 + [3.0] * 2 + [1.0] * 20, dtype=torch.float64)
+    operator, file, state = with_eigenvalues(values), tmp_path / "state.pt", KrylovState()
+    whole = lanczos(operator, 5)
+
+    def save(progress: Progress) -> None:
+        if progress.num_products == 4:
+            state.save(file)
+
+    lanczos(operator, 5, state=state, on_iteration=save)
+    resumed = lanczos(operator, 5, state=KrylovState.load(file))
+    assert torch.equal(resumed.vectors, whole.vectors)
+    assert resumed.orthogonality_loss < 1e-12
+
+
+def test_a_state_can_be_continued_between_products_alone() -> None:
+    class Stopping(MatrixOperator):
+        def apply(self, vectors: Tensor) -> Tensor:
+            if len(state.diagonal) == 3:
+                raise KeyboardInterrupt
+            return super().apply(vectors)
+
+    state = KrylovState()
+    assert not state.can_continue
+    with pytest.raises(KeyboardInterrupt):
+        lanczos(Stopping(with_eigenvalues(indefinite(20)).matrix), 2, state=state)
+    assert state.can_continue
+    assert state.num_products == len(state.diagonal) == 3
+    full = KrylovState()
+    lanczos(with_eigenvalues(indefinite(5)), 5, state=full)
+    assert full.can_continue
 
 
 def test_power_iteration_finds_the_largest_magnitudes() -> None:
@@ -183,11 +263,50 @@ def test_power_iteration_does_not_call_a_standstill_convergence() -> None:
     assert not any(found.converged)
 
 
+def test_power_iteration_tells_the_residual_of_the_whole_matrix() -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(30, generator=generator, dtype=torch.float64)
+        values[:2] = torch.tensor([10.0, -9.6])
+        operator = with_eigenvalues(values)
+        found = power_iteration(operator, 3, tolerance=1e-2, seed=seed)
+        residuals = (operator.apply(found.vectors) - found.values[:, None] * found.vectors).norm(dim=1)
+        torch.testing.assert_close(found.residuals, residuals, rtol=0, atol=1e-12)
+        to_the_nearest = (found.values[:, None] - values).abs().min(dim=1).values
+        assert (to_the_nearest <= found.error_bounds).all()
+
+
 def test_the_full_spectrum_is_that_of_the_matrix() -> None:
     values = indefinite(50)
-    torch.testing.assert_close(
-        full_spectrum(with_eigenvalues(values)).values, values.sort(descending=True).values, rtol=1e-12, atol=1e-12
-    )
+    found = full_spectrum(with_eigenvalues(values))
+    torch.testing.assert_close(found.values, values.sort(descending=True).values, rtol=1e-12, atol=1e-12)
+    operator = with_eigenvalues(values, torch.float32)
+    found = full_spectrum(operator)
+    exact, vectors = operator.matrix.double(), found.vectors.double()
+    residuals = (vectors @ exact - found.values[:, None] * vectors).norm(dim=1)
+    torch.testing.assert_close(found.residuals, residuals, rtol=1e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize(("family", "seed"), [("bert", 1), ("llama", 3)])
+def test_errors_of_float32_lie_within_their_bounds(family: str, seed: int) -> None:
+    model = reward_model(family, seed=seed)  # of 48 tried, those that rounding moved furthest
+    batches, kinds = micro_batches(model), (torch.float64, torch.float32)
+    spectra, grams = [], []
+    for dtype in kinds:
+        with measuring(model, batches, PLAIN, params=INNER, dtype=dtype) as objective:
+            hessian, gauss_newton = HessianOperator(objective), OutputOperator(objective, "gauss_newton")
+            spectra.append(full_spectrum(hessian))
+            grams.append(_gram_pairs(gauss_newton_exact(objective, num_vectors=8), gauss_newton))
+            if dtype == torch.float32:
+                ends = lanczos(hessian, 5, which="both", tolerance=1e-6)
+    truth, gram = spectra[0].values, grams[0].values
+    assert ((spectra[1].values - truth).abs() <= spectra[1].error_bounds).all()
+    assert ((ends.values - torch.cat([truth[:5], truth[-5:]])).abs() <= ends.error_bounds).all()
+    assert ((grams[1].values - gram).abs() <= grams[1].error_bounds).all()
+    with measuring(model, batches, PLAIN, params=INNER, dtype=torch.float64) as objective:
+        vectors = grams[1].vectors.double()
+        images = OutputOperator(objective, "gauss_newton").apply(vectors)
+    assert ((images - grams[1].values[:, None] * vectors).norm(dim=1) <= grams[1].residuals).all()
 
 
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
