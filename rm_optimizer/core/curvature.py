@@ -16,9 +16,10 @@ class CurvatureReading:
     """Top eigenvalue and trace of the Hessian of the loss on a fixed set of pairs.
 
     Args:
-        top_eigenvalue: largest algebraic eigenvalue.
-        residual: ``||H v - (v^T H v) v||`` of the unit vector that the reading took a product of, the one it began
-            with where there was a reading before; some eigenvalue lies within it of ``v^T H v <= top_eigenvalue``.
+        top_eigenvalue: a Rayleigh quotient, so the largest algebraic eigenvalue is at least that, but for the error of
+            the products; how far above it lies is not known.
+        residual: ``||H v - (v^T H v) v||`` of a unit vector with ``v^T H v <= top_eigenvalue``: some eigenvalue lies
+            within it of ``v^T H v``, which need not be the largest, so it is no error of the top eigenvalue.
         trace: Hutchinson's estimate from random probes.
         num_products: Hessian-vector products spent; numbers ``v^T H v`` from the loss alone are not counted.
         num_pairs: pairs that the loss is averaged over.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rm_optimizer.core.batching import AnyPairBatch
@@ -28,6 +29,9 @@ TOLERANCE = 0.02
 """Relative error of the top eigenvalue that ends the first reading's search for it."""
 REMEMBERED = 8
 """Readings whose probes give the trace's standard error."""
+REST_SHARE = 3.0
+"""Weight of the rest of the first vector's image, relative to that image, beside the second vector of length 1: both
+count where the residual is a third of the eigenvalue, and the second alone where the first is an eigenvector."""
 _EXHAUSTED = 1e-6
 """Rest of a product, relative to it, below which its vector is an eigenvector."""
 
@@ -37,11 +41,15 @@ def measure_curvature(
 ) -> Callable[[], CurvatureReading]:
     """Makes a measurement that is called again and again while the model trains.
 
-    The first call finds the top eigenvector by Lanczos. Each later one takes two Lanczos steps from the last call's
-    vector, of which the second needs no product but one number, `q^T H q`; and each ends with one probe of the trace
-    with that vector taken out (Hutchinson, 1990), one more number. So a later call costs two gradients, one of them a
-    product by differences, and two forward passes: 2.7 gradients of the pairs. Weights, gradients, modes and
-    random generators are left as they were. Every process that calls it measures by itself.
+    The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's two Ritz
+    vectors and takes products, at the present weights, of the first and of a mixture of the second with the first's
+    residual; the residual of the better of their plane comes with the number `q^T H q`, and Rayleigh-Ritz over the
+    three gives the value and the next two vectors. The second vector is what sees an eigenvalue overtake the first.
+    No product is kept from one call to the next: the matrix moves, and sums of products of different matrices give
+    values that are nobody's. Each call ends with one probe of the trace with the first vector taken out (Hutchinson,
+    1990), one more number. So a later call costs three gradients, two of them products by differences, and two forward
+    passes: 3.7 gradients of the pairs. Weights, gradients, modes and random generators are left as they were. Every
+    process that calls it measures by itself.
 
     Args:
         model: the model in training.
@@ -49,18 +57,18 @@ def measure_curvature(
         loss: what is minimised.
         seed: of the first vector and of the probes, which are drawn anew in each call.
     """
-    start: Tensor | None = None
+    vectors: Tensor | None = None
     probes: list[float] = []
 
     def measure() -> CurvatureReading:
-        nonlocal start
+        nonlocal vectors
         dtype = torch.float64 if model.reward_head.weight.dtype == torch.float64 else torch.float32
         with measuring(model, micro_batches, loss, dtype=dtype, twice=False) as objective:
             hessian = GradientDifferences(objective)
-            top = _found(hessian, seed) if start is None else _two_steps(hessian, start)
-            start = top.vector
+            top = _found(hessian, seed) if vectors is None else _followed(hessian, vectors)
+            vectors = top.vectors
             probe = RandomVectors(hessian, seed + len(probes) + 1).signs(1)[0]
-            probes.append(hessian.along(probe.sub_(start, alpha=inner(start, probe))))
+            probes.append(hessian.along(probe.sub_(vectors[0], alpha=inner(vectors[0], probe))))
             return CurvatureReading(
                 top_eigenvalue=top.value,
                 residual=top.residual,
@@ -75,27 +83,60 @@ def measure_curvature(
 @dataclass(frozen=True)
 class _Top:
     value: float
-    vector: Float[Tensor, " parameters"]
+    vectors: Float[Tensor, "vectors parameters"]
+    """Of the largest Ritz value, and of the second where there is one."""
     residual: float
 
 
 def _found(hessian: GradientDifferences, seed: int) -> _Top:
     most = min(FIRST_PRODUCTS, hessian.dimension)
-    pairs = lanczos(hessian, 1, tolerance=TOLERANCE, max_products=most, seed=seed)
-    return _Top(float(pairs.values[0]), pairs.vectors[0], float(pairs.residuals[0]))
+    pairs = lanczos(hessian, min(2, most), tolerance=TOLERANCE, max_products=most, seed=seed)
+    return _Top(float(pairs.values[0]), pairs.vectors, float(pairs.residuals[0]))
 
 
-def _two_steps(hessian: GradientDifferences, start: Float[Tensor, " parameters"]) -> _Top:
-    """The larger Ritz value of the plane of a vector and its product; the residual is that of the vector."""
-    rest = hessian.apply(start[None])[0]
-    size, along = length(rest), inner(start, rest)
-    residual = length(rest.sub_(start, alpha=along))
-    if residual <= _EXHAUSTED * size or hessian.dimension == 1:
-        return _Top(along, start, residual)
-    direction = rest.div_(residual)
-    values, vectors = np.linalg.eigh([[along, residual], [residual, hessian.along(direction)]])
-    first, second = vectors[:, -1].tolist()
-    return _Top(float(values[-1]), unit(first * start + second * direction), residual)
+def _followed(hessian: GradientDifferences, vectors: Float[Tensor, "vectors parameters"]) -> _Top:
+    """Rayleigh-Ritz over the first vector, a direction beside it, and the residual of the better of their plane."""
+    basis = [vectors[0]]
+    images = [hessian.apply(vectors[:1])[0]]
+    beside = _beside(basis[0], images[0], vectors[1:])
+    if beside is not None:
+        basis.append(beside)
+        images.append(hessian.apply(beside[None])[0])
+    matrix = np.array([[inner(vector, image) for image in images] for vector in basis])
+    matrix = (matrix + matrix.T) / 2
+    weights = np.linalg.eigh(matrix).eigenvectors[:, -1]
+    rest = _rest(_combined(weights, images), basis)
+    residual = length(rest)
+    if residual > _EXHAUSTED * length(images[0]):
+        basis.append(rest.div_(residual))
+        coupling = [[inner(basis[-1], image)] for image in images]
+        matrix = np.block([[matrix, np.array(coupling)], [np.array(coupling).T, hessian.along(basis[-1])]])
+    values, weights = np.linalg.eigh(matrix)
+    ritz = [unit(_combined(column, basis)) for column in weights.T[::-1][:2]]
+    return _Top(float(values[-1]), torch.stack(ritz), residual)
+
+
+def _beside(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
+    """The second vector and, in `REST_SHARE`, what the first one's image has outside both; None if there is neither.
+
+    The rest of a first vector that is an eigenvector is rounding; in a larger share it would wear the second out.
+    """
+    size = length(image) or 1.0
+    rest = _rest(image, [first, *(unit(_rest(vector, [first])) for vector in second)])
+    direction = _rest(rest.mul_(REST_SHARE / size) + second.sum(dim=0), [first])
+    return unit(direction) if length(direction) > _EXHAUSTED else None
+
+
+def _rest(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:
+    """What a vector has outside an orthonormal basis."""
+    rest = vector.clone()
+    for direction in (*basis, *basis):  # twice, for what rounding leaves of the first time
+        rest.sub_(direction, alpha=inner(direction, rest))
+    return rest
+
+
+def _combined(weights: NDArray[np.float64], vectors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([weight * vector for weight, vector in zip(weights.tolist(), vectors, strict=True)]).sum(dim=0)
 
 
 def _standard_error(probes: Sequence[float]) -> float | None:

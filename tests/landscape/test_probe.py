@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch import Tensor
 
 from rm_optimizer.core.curvature import MeasureCurvature
+from rm_optimizer.landscape import probe
 from rm_optimizer.landscape.dense import dense_matrix
 from rm_optimizer.landscape.differences import GradientDifferences
 from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.operators import HessianOperator
+from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.probe import FIRST_PRODUCTS, measure_curvature
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 
@@ -33,7 +37,7 @@ def test_readings_follow_the_weights() -> None:
         assert abs(reading.trace.value - float(values.sum())) < 4 * deviation
         assert (reading.trace.standard_error is None) == (step == 0)
         assert reading.num_pairs == 8
-        assert reading.num_products <= (FIRST_PRODUCTS if step == 0 else 1)
+        assert reading.num_products <= (FIRST_PRODUCTS if step == 0 else 2)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 1.01
@@ -92,3 +96,50 @@ def test_readings_do_not_depend_on_what_was_drawn_before() -> None:
     first = measure_curvature(model, batches, EVERYTHING)()
     torch.rand(7)
     assert measure_curvature(model, batches, EVERYTHING)() == first
+
+
+class Moving(MatrixOperator):
+    """A matrix in the place of the model's Hessian."""
+
+    num_products = 0
+
+    def along(self, vector: Tensor) -> float:
+        return float(vector @ self.matrix @ vector)
+
+
+def readings_of(monkeypatch: pytest.MonkeyPatch, matrices: list[Tensor]) -> list[float]:
+    """Top eigenvalues by one measurement that sees these matrices one after another."""
+    model = reward_model("llama")
+    read = measure_curvature(model, micro_batches(model), EVERYTHING)
+    found = []
+    for matrix in matrices:
+        monkeypatch.setattr(probe, "GradientDifferences", lambda objective, matrix=matrix: Moving(matrix))
+        found.append(read().top_eigenvalue)
+    return found
+
+
+def rotated(values: Tensor) -> Tensor:
+    turn = torch.linalg.qr(torch.randn(len(values), len(values), generator=torch.Generator().manual_seed(0)).double()).Q
+    return turn @ torch.diag(values) @ turn.T
+
+
+def test_readings_follow_an_eigenvalue_that_overtakes_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    bulk = torch.linspace(-1, 3, 298, dtype=torch.float64)
+    seconds = [9.0, 9.5, 10.5, 11.5, 12.5, 13.5]
+    crossing = [rotated(torch.cat([bulk, bulk.new_tensor([second, 10.0])])) for second in seconds]
+    found = readings_of(monkeypatch, [crossing[0]] * 4 + crossing)  # the first ones settle on the top eigenvector
+    for value, second in zip(found[4:], seconds, strict=True):
+        assert value == pytest.approx(max(10.0, second), rel=0.02)
+        assert value <= max(10.0, second) + 1e-9
+
+
+def test_readings_of_one_matrix_climb_to_its_top_within_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.linspace(-1, 8, 300, dtype=torch.float64)
+    values[-2:] = torch.tensor([10.0, 9.0])
+    before = rotated(values)
+    direction = torch.randn(300, generator=torch.Generator().manual_seed(1)).double() / 300**0.5
+    after = before + 11 * direction.outer(direction)  # the new top is nearly at right angles to the old one
+    top = float(torch.linalg.eigvalsh(after)[-1])
+    found = readings_of(monkeypatch, [before, *[after] * 6])
+    assert found[-1] == pytest.approx(top, rel=0.01)
+    assert all(later >= earlier - 1e-9 for earlier, later in pairwise(found[1:]))
