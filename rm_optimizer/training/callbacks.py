@@ -118,8 +118,16 @@ class Evaluation(pl.Callback):
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RewardModelLightning)
-        started, step = time.perf_counter(), trainer.global_step
+        started = time.perf_counter()
         set_train_mode(trainer.optimizers[0], False)
+        try:
+            self._evaluate_weights(trainer, pl_module)
+        finally:
+            set_train_mode(trainer.optimizers[0], True)
+        self.seconds += time.perf_counter() - started
+
+    def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RewardModelLightning) -> None:
+        step = trainer.global_step
         rewards = self.datamodule.score_validation(pl_module.model)
         metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
@@ -131,8 +139,6 @@ class Evaluation(pl.Callback):
         if trainer.is_global_zero:
             self._write(trainer, rewards, self.latest)
         self._judge(trainer, values)
-        set_train_mode(trainer.optimizers[0], True)
-        self.seconds += time.perf_counter() - started
 
     def _write(self, trainer: pl.Trainer, rewards: PairRewards, evaluated: Evaluated) -> None:
         folder = self.run_dir / "evaluations" / f"step-{evaluated.step:08d}"

@@ -91,10 +91,12 @@ class HessianCallback(pl.Callback):
         started = time.perf_counter()
         with undisturbed(pl_module.model), torch.enable_grad():
             set_train_mode(trainer.optimizers[0], False)
-            pl_module.model.eval()
-            self._take = self._take or self.measure(pl_module.model, self._probe(pl_module), self.loss)
-            reading = self._take()
-            set_train_mode(trainer.optimizers[0], True)
+            try:
+                pl_module.model.eval()
+                self._take = self._take or self.measure(pl_module.model, self._probe(pl_module), self.loss)
+                reading = self._take()
+            finally:
+                set_train_mode(trainer.optimizers[0], True)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         self.num_measured += 1

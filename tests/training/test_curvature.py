@@ -21,6 +21,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.train import observers
 from rm_optimizer.training import callbacks, lightning_module, train_reward_model
+from rm_optimizer.training import curvature as training_curvature
 from rm_optimizer.training.curvature import undisturbed
 from rm_optimizer.training.observers import Observers
 from rm_optimizer.training.recorder import read_rows
@@ -156,12 +157,12 @@ def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_p
     assert (first["curvature_num_products"], first["curvature_trace_standard_error"]) == ("5", "nan")
 
 
-def test_a_resumed_run_measures_what_the_uninterrupted_one_did(
+def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [*WATCHED, "training.checkpoint_every=1", "model.dropout=true"]
-    power = Observers(measure_curvature=PowerIteration())
-    train_reward_model(small_config(tmp_path / "whole", *options), observers=power)
+    options = [*WATCHED, "model.attn_implementation=sdpa", "training.checkpoint_every=1", "model.dropout=true"]
+    whole, cut = (small_config(tmp_path / run, *options) for run in ("whole", "cut"))
+    train_reward_model(whole, observers=observers(whole))
 
     def dies(run_dir: Path, keep: int) -> None:
         if (run_dir / "checkpoints" / "step-00000002.ckpt").exists():
@@ -170,10 +171,41 @@ def test_a_resumed_run_measures_what_the_uninterrupted_one_did(
     with monkeypatch.context() as patch:
         patch.setattr(callbacks, "prune", dies)
         with pytest.raises(MemoryError):
-            train_reward_model(small_config(tmp_path / "cut", *options), observers=power)
-    train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"), observers=power)
-    for name in ("metrics.csv", "best/model.safetensors"):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
+            train_reward_model(cut, observers=observers(cut))
+    train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"), observers=observers(cut))
+    assert other_columns(tmp_path / "whole") == other_columns(tmp_path / "cut")
+    left, right = (tmp_path / run / "best" / "model.safetensors" for run in ("whole", "cut"))
+    assert left.read_bytes() == right.read_bytes()
+    products = [
+        {
+            row["step"]: int(row["curvature_num_products"])
+            for row in read_rows(folder / "metrics.csv")
+            if row["curvature_trace"]
+        }
+        for folder in (tmp_path / "whole", tmp_path / "cut")
+    ]
+    assert [list(each) for each in products] == [["0", "2", "4"]] * 2
+    assert [each["2"] for each in products] == [2, 2]
+    assert products[0]["4"] == 2 < products[1]["4"]
+
+
+@pytest.mark.parametrize("watching", [True, False])
+def test_schedule_free_weights_come_back_when_looking_at_them_fails(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watching: bool
+) -> None:
+    modes: list[bool] = []
+
+    def fails(*args: object) -> None:
+        raise MemoryError("out of memory")
+
+    module = training_curvature if watching else callbacks
+    monkeypatch.setattr(module, "set_train_mode", lambda optimizer, mode: modes.append(mode))
+    if not watching:
+        monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", fails)
+    seen = Observers(measure_curvature=lambda *args: fails) if watching else Observers()
+    with pytest.raises(MemoryError):
+        train_reward_model(small_config(tmp_path, *(WATCHED if watching else WATCHED[2:])), observers=seen)
+    assert modes == [False, True]
 
 
 def test_without_a_measurement_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
