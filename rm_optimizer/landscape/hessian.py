@@ -33,7 +33,7 @@ from rm_optimizer.landscape.solve import (
     solve,
 )
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.trace import deflated_trace
+from rm_optimizer.landscape.trace import estimate_trace
 from rm_optimizer.schema import LossConfig
 
 
@@ -233,17 +233,18 @@ class _Extra:
 def _extras(operator: LossOperator, found: Solution, options: SpectrumOptions, seed: int) -> _Extra:
     """Trace, density and sampling error, as far as they are asked for and the solver did not give them."""
     trace, density, pairs = found.trace, None, found.pairs
+    removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
     if options.density_probes:
         density = spectral_density(
             operator,
             num_probes=options.density_probes,
             num_steps=options.density_steps,
             seed=seed + 1,
-            found=pairs if len(pairs.vectors) == len(pairs.values) else None,
+            found=removable,
         )
         trace = trace or density.moment(1)
     if trace is None and options.trace_products:
-        trace = deflated_trace(operator, pairs, options.trace_products, seed=seed + 1)
+        trace = estimate_trace(operator, "deflated", options.trace_products, seed=seed + 1, found=removable)
     sampled = min(options.num_sampled, len(pairs.vectors))
     wanted = sampled and not found.sampling and isinstance(operator, HessianOperator)
     sampling = sampling_error(operator.objective, pairs.vectors[:sampled], seed=seed) if wanted else ()

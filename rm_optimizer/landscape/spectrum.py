@@ -30,7 +30,7 @@ class HessianSpectrum:
         eigenvalues: those computed, descending.
         residuals: `||A v - lambda v||` of each.
         error_bounds: bound on the error of each, from residual and gap, rounding included.
-        converged: whether each error bound is within the tolerance.
+        converged: whether the solver's part of each error bound is within the tolerance; rounding is the rest.
         num_top: how many of the first are the largest of all, with none missing between them.
         num_bottom: how many of the last are the smallest of all, with none missing between them.
         is_exhaustive: whether every eigenvalue that is not listed is 0.

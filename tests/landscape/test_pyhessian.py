@@ -13,7 +13,7 @@ from rm_optimizer.landscape.lanczos import lanczos
 from rm_optimizer.landscape.objective import measuring
 from rm_optimizer.landscape.operators import HessianOperator
 from rm_optimizer.landscape.pyhessian_method import PyHessianProblem, pyhessian_eigenpairs
-from tests.landscape.worlds import EVERYTHING, FAMILIES, micro_batches, pairs, reward_model
+from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, dense, micro_batches, pairs, reward_model
 
 
 @pytest.fixture
@@ -55,6 +55,19 @@ def test_the_top_eigenvalue_is_ours_where_it_converges(family: str) -> None:
         found = pyhessian_eigenpairs(operator, 1, tolerance=1e-7, max_iterations=500)
     assert found.values.item() == pytest.approx(truth.values.item(), rel=1e-3)
     assert found.residuals.item() < 0.05 * abs(found.values.item())
+
+
+@pytest.mark.usefixtures("library")
+def test_its_vectors_do_not_bias_trace_and_density() -> None:
+    known = dense("bert")
+    trace = float(known.hessian.trace())
+    analyzer = HessianAnalyzer(known.model, loss=EVERYTHING, params=INNER, dtype=torch.float64)
+    for asked in ({"trace_products": 40}, {"density_probes": 10, "density_steps": 2}):
+        options = SpectrumOptions(product="kept_graph", tolerance=0.1, **asked)  # type: ignore[arg-type]
+        found = analyzer.compute_spectrum(pairs()[:5], "pyhessian", top_k=10, options=options).trace
+        assert found is not None
+        assert found.standard_error is not None
+        assert abs(found.value - trace) < 4 * found.standard_error
 
 
 @pytest.mark.usefixtures("library")
