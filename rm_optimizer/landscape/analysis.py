@@ -157,9 +157,11 @@ def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
         tolerance=config.tolerance,
         max_products=config.max_products,
         trace_products=0 if is_density else config.num_probes,
+        trace_method=config.trace_method.value,
         density_probes=config.num_probes if is_density else 0,
         density_steps=config.probe_steps,
         num_sampled=config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k),
+        sam_rho=config.sam_rho,
         state_file=study.folder / STATE_FILE,
     )
     spectrum = analyzer.compute_spectrum(
@@ -168,6 +170,7 @@ def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
         top_k=config.top_k,
         matrix=matrix,
         options=options,
+        prompts=subject.sample.prompts,
         on_iteration=study.on_iteration,
         on_product=study.on_product,
     )

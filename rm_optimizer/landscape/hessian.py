@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rm_optimizer.core.batching import AnyPairBatch
-from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.landscape.density import SpectralDensity, spectral_density
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.extras import Extra, with_extras
 from rm_optimizer.landscape.lanczos import Progress
 from rm_optimizer.landscape.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators import HessianOperator
-from rm_optimizer.landscape.pairs_input import FEWEST, PairSource, fixed_batches
+from rm_optimizer.landscape.pairs_input import FEWEST, PairSource, Prompts, clusters_of, fixed_batches
 from rm_optimizer.landscape.parameters import TRAINABLE, parameter_blocks
-from rm_optimizer.landscape.sampling import sampling_error
 from rm_optimizer.landscape.sharpness import LocalGeometry, local_geometry
 from rm_optimizer.landscape.solve import (
     LossOperator,
@@ -33,7 +32,6 @@ from rm_optimizer.landscape.solve import (
     solve,
 )
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.trace import estimate_trace
 from rm_optimizer.schema import LossConfig
 
 
@@ -79,12 +77,14 @@ class HessianAnalyzer:
         num_pairs: int | None = None,
         options: SpectrumOptions | None = None,
         start: HessianSpectrum | None = None,
+        prompts: Prompts | None = None,
         on_iteration: Callable[[Progress], None] | None = None,
         on_product: Callable[[int], None] = lambda num_products: None,
     ) -> HessianSpectrum:
         """Eigenvalues, and where asked for trace, density and sampling error.
 
-        Interrupting (Ctrl-C) `lanczos` gives what was found until then, and the spectrum's `status` says so.
+        Interrupting (Ctrl-C) `lanczos`, or what follows the eigenvalues, gives what was found until then, and the
+        spectrum's `status` says so.
 
         Args:
             pairs: pairs, or a loader of batches of pairs.
@@ -95,26 +95,42 @@ class HessianAnalyzer:
             num_pairs: pairs to draw; None takes all.
             options: what else to find, and how exactly.
             start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
+            prompts: number of each pair's prompt by its `pair_index`, for a loader; pairs know their prompts. Errors
+                over pairs take pairs of one prompt as one.
             on_iteration: told after each product of `lanczos`.
             on_product: told the products spent so far by other methods, and by what follows the eigenvalues.
 
         Raises:
-            ConfigError: if an option is unknown or does not fit, or the model cannot be differentiated twice.
+            ConfigError: if an option is unknown or does not fit, the model cannot be differentiated twice, or `start`
+                has no vectors of these parameters.
             DataError: if there are fewer than two pairs.
             TrainingDiverged: if the loss is not finite.
         """
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
-        check_choices(method, kind)
         options, began = options or SpectrumOptions(), time.perf_counter()
-        with self._measuring(pairs, num_pairs) as objective:
+        check_choices(method, kind, options)
+        with self._measuring(pairs, num_pairs) as (objective, known_prompts):
+            clusters = clusters_of(objective.batches, prompts or known_prompts)
             operator = make_operator(objective, kind, options)
             if method != "lanczos":
                 operator.on_product = on_product
-            vectors = None if start is None else start.eigenvectors
-            found = solve(operator, method, top_k, options, seed=self.seed, start=vectors, on_iteration=on_iteration)
+            vectors = None if start is None else _start(start, operator.dimension, method)
+            found = solve(
+                operator,
+                method,
+                top_k,
+                options,
+                seed=self.seed,
+                clusters=clusters,
+                start=vectors,
+                on_iteration=on_iteration,
+            )
             operator.on_product = on_product
-            extra = _Extra() if found.is_interrupted else _extras(operator, found, options, self.seed)
-            return self._spectrum(operator, kind, method, options, found, extra, time.perf_counter() - began)
+            found, extra = with_extras(operator, found, options, seed=self.seed, clusters=clusters)
+            spectrum = self._spectrum(operator, kind, method, options, found, extra, time.perf_counter() - began)
+        if options.state_file is not None and not found.is_interrupted:
+            options.state_file.unlink(missing_ok=True)
+        return spectrum
 
     def compute_block_spectra(
         self,
@@ -134,7 +150,7 @@ class HessianAnalyzer:
             num_pairs: pairs to draw; None takes all.
             options: as for `compute_spectrum`.
         """
-        batches = self._batches(pairs, num_pairs)
+        batches, prompts = self._batches(pairs, num_pairs)
         ends = 2 if (options or SpectrumOptions()).which == "both" and method == "lanczos" else 1
         spectra: dict[str, HessianSpectrum] = {}
         for name, subset in parameter_blocks(self.model).items():
@@ -148,7 +164,7 @@ class HessianAnalyzer:
                 group=self.group,
             )
             most = max(1, min(top_k, subset.num_parameters // ends))
-            spectra[name] = block.compute_spectrum(batches, method, top_k=most, options=options)
+            spectra[name] = block.compute_spectrum(batches, method, top_k=most, options=options, prompts=prompts)
         return spectra
 
     def compute_geometry(self, pairs: PairSource, *, rho: float = 0.05, num_pairs: int | None = None) -> LocalGeometry:
@@ -159,10 +175,10 @@ class HessianAnalyzer:
             rho: radius of SAM's ascent step.
             num_pairs: pairs to draw; None takes all.
         """
-        with self._measuring(pairs, num_pairs) as objective:
+        with self._measuring(pairs, num_pairs) as (objective, _):
             return local_geometry(objective, HessianOperator(objective, product="reverse"), rho=rho)
 
-    def _batches(self, pairs: PairSource, num_pairs: int | None) -> list[AnyPairBatch]:
+    def _batches(self, pairs: PairSource, num_pairs: int | None) -> tuple[list[AnyPairBatch], Prompts | None]:
         return fixed_batches(
             self.model,
             pairs,
@@ -173,12 +189,12 @@ class HessianAnalyzer:
         )
 
     @contextmanager
-    def _measuring(self, pairs: PairSource, num_pairs: int | None) -> Iterator[PairObjective]:
-        batches = self._batches(pairs, num_pairs)
+    def _measuring(self, pairs: PairSource, num_pairs: int | None) -> Iterator[tuple[PairObjective, Prompts | None]]:
+        batches, prompts = self._batches(pairs, num_pairs)
         with measuring(
             self.model, batches, self.loss, params=self.params, dtype=self.dtype, group=self.group
         ) as objective:
-            yield objective
+            yield objective, prompts
 
     def _spectrum(
         self,
@@ -187,12 +203,13 @@ class HessianAnalyzer:
         method: str,
         options: SpectrumOptions,
         found: Solution,
-        extra: _Extra,
+        extra: Extra,
         wall_seconds: float,
     ) -> HessianSpectrum:
         objective, pairs = operator.objective, found.pairs
         num_top, num_bottom = known_ends(pairs.values.tolist(), method, options.which)
         choice = operator.choice if isinstance(operator, HessianOperator) else None
+        name = choice.product.name if choice else "pair_gradients" if method == "gauss_newton_exact" else "reverse"
         return HessianSpectrum(
             eigenvalues=tuple(pairs.values.tolist()),
             residuals=tuple(pairs.residuals.tolist()),
@@ -201,9 +218,10 @@ class HessianAnalyzer:
             num_top=num_top,
             num_bottom=num_bottom,
             is_exhaustive=found.is_exhaustive,
-            trace=found.trace or extra.trace,
+            trace=extra.trace,
             density=extra.density,
-            sampling=found.sampling or extra.sampling,
+            sampling=extra.sampling,
+            geometry=extra.geometry,
             matrix=matrix,
             method=method,
             params=self.params if isinstance(self.params, str) else ", ".join(self.params),
@@ -211,7 +229,8 @@ class HessianAnalyzer:
             num_pairs=objective.num_pairs,
             loss=objective.value(),
             num_products=operator.num_products,
-            product=choice.product.name if choice else "gauss_newton",
+            product=name,
+            product_reason=choice.reason if choice else "the only way",
             gradients_per_product=choice.gradients_per_product.get(choice.product.name) if choice else None,
             wall_seconds=wall_seconds,
             dtype=str(objective.dtype).removeprefix("torch."),
@@ -221,31 +240,15 @@ class HessianAnalyzer:
         )
 
 
-@dataclass(frozen=True)
-class _Extra:
-    """What is estimated beside the eigenvalues."""
-
-    trace: Estimate | None = None
-    density: SpectralDensity | None = None
-    sampling: tuple[Estimate, ...] = ()
-
-
-def _extras(operator: LossOperator, found: Solution, options: SpectrumOptions, seed: int) -> _Extra:
-    """Trace, density and sampling error, as far as they are asked for and the solver did not give them."""
-    trace, density, pairs = found.trace, None, found.pairs
-    removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
-    if options.density_probes:
-        density = spectral_density(
-            operator,
-            num_probes=options.density_probes,
-            num_steps=options.density_steps,
-            seed=seed + 1,
-            found=removable,
+def _start(spectrum: HessianSpectrum, dimension: int, method: str) -> Tensor:
+    """The vectors to start from."""
+    if method != "lanczos":
+        raise ConfigError(f"start is of method=lanczos, got {method}; leave it out")
+    vectors = spectrum.eigenvectors
+    if vectors is None or not len(vectors):
+        raise ConfigError("start has no eigenvectors, as one read from JSON; give a spectrum just computed, or none")
+    if vectors.shape[1] != dimension:
+        raise ConfigError(
+            f"start is over {vectors.shape[1]} parameters, and these are {dimension}; give one of the same params"
         )
-        trace = trace or density.moment(1)
-    if trace is None and options.trace_products:
-        trace = estimate_trace(operator, "deflated", options.trace_products, seed=seed + 1, found=removable)
-    sampled = min(options.num_sampled, len(pairs.vectors))
-    wanted = sampled and not found.sampling and isinstance(operator, HessianOperator)
-    sampling = sampling_error(operator.objective, pairs.vectors[:sampled], seed=seed) if wanted else ()
-    return _Extra(trace, density, sampling)
+    return vectors

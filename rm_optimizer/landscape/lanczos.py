@@ -96,6 +96,7 @@ def lanczos(
     start: Float[Tensor, "vectors parameters"] | None = None,
     state: KrylovState | None = None,
     on_iteration: Callable[[Progress], None] | None = None,
+    on_done: Callable[[], None] = lambda: None,
 ) -> Eigenpairs:
     """Eigenpairs at an end of the spectrum, each to a relative error.
 
@@ -117,6 +118,7 @@ def lanczos(
         start: vectors from an earlier, similar matrix; the iteration starts from their sum.
         state: an earlier iteration on the same matrix to continue; holds the newest one also when interrupted.
         on_iteration: told after each product.
+        on_done: called after the last product, before the eigenvectors take memory.
 
     Raises:
         ConfigError: if more values are wanted than the matrix has.
@@ -141,6 +143,7 @@ def lanczos(
         if on_iteration is not None:
             on_iteration(_progress(state, ritz, wanted, tolerance))
         if _is_done(state, ritz, top_k, which, tolerance) or len(state.diagonal) >= limit:
+            on_done()
             return _eigenpairs(operator, state, ritz, tolerance)
         extend(operator, state, random)
 

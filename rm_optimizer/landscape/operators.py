@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.products import ProductName, choose_product
+from rm_optimizer.landscape.products import KeptGraph, ProductName, choose_product
 
 VECTORS_AT_ONCE = 4
 """Rows that are multiplied together: they share what is computed once, and memory grows with them."""
@@ -73,6 +73,10 @@ class _LossOperator(ABC):
     def _local(self, vectors: Tensor) -> Tensor:
         """The products with the part of the matrix that this process's pairs give."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Give back the memory that the next product can build again."""
+
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row, summed over all processes.
 
@@ -109,6 +113,11 @@ class HessianOperator(_LossOperator):
         """Name of the way to multiply."""
         return self.choice.product.name
 
+    def release(self) -> None:
+        """Give back the memory of kept graphs, which the next product builds again."""
+        if isinstance(self.choice.product, KeptGraph):
+            self.choice.product.release()
+
     def _local(self, vectors: Tensor) -> Tensor:
         return self.choice.product(vectors)
 
@@ -130,6 +139,11 @@ class OutputOperator(_LossOperator):
         super().__init__(objective)
         self.curvature = curvature
         self._kept: list[_RewardGraph] | None = [] if keep_graph else None
+
+    def release(self) -> None:
+        """Give back the memory of kept graphs, which the next product builds again."""
+        if self._kept is not None:
+            self._kept = []
 
     def _local(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ from rm_optimizer.errors import ConfigError, DataError
 
 PairSource: TypeAlias = Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
 """Pairs, or a loader of batches or macro-batches of pairs that ends."""
+Prompts: TypeAlias = Mapping[int, int]
+"""Number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent."""
 FEWEST = 2
 """Pairs below which curvature is that of one preference, not of a loss over preferences."""
 
@@ -28,8 +30,8 @@ def fixed_batches(
     num_pairs: int | None,
     seed: int,
     fewest: int = FEWEST,
-) -> list[AnyPairBatch]:
-    """All pairs of the source, or some drawn once, in micro-batches.
+) -> tuple[list[AnyPairBatch], Prompts | None]:
+    """All pairs of the source, or some drawn once, in micro-batches, and their prompts where the source tells them.
 
     Args:
         model: whose tokens they become.
@@ -43,7 +45,11 @@ def fixed_batches(
         ConfigError: if pairs of a loader shall be drawn.
         DataError: if fewer pairs are left.
     """
-    batches = _of_pairs(model, source, token_budget, num_pairs, seed) if _are_pairs(source) else _of_loader(source)
+    prompts: Prompts | None = None
+    if _are_pairs(source):
+        batches, prompts = _of_pairs(model, source, token_budget, num_pairs, seed)
+    else:
+        batches = _of_loader(source)
     if num_pairs is not None and not _are_pairs(source):
         raise ConfigError(
             "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
@@ -53,7 +59,14 @@ def fixed_batches(
         raise DataError(
             f"curvature of a loss over pairs needs at least {fewest} pairs, got {count}; 64 or more are useful"
         )
-    return batches
+    return batches, prompts
+
+
+def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
+    """Number of each pair's prompt, in the order of the batches; None where the prompts are not known."""
+    if prompts is None:
+        return None
+    return [prompts[index] for batch in batches for index in batch.pair_index.tolist()]
 
 
 def _are_pairs(source: PairSource) -> bool:
@@ -62,16 +75,18 @@ def _are_pairs(source: PairSource) -> bool:
 
 def _of_pairs(
     model: BradleyTerryRM, source: PairSource, token_budget: int, num_pairs: int | None, seed: int
-) -> list[AnyPairBatch]:
+) -> tuple[list[AnyPairBatch], Prompts]:
     pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
     if num_pairs is not None and num_pairs < len(pairs):
         drawn = random_positions(len(pairs), num_pairs, seed)
         pairs = [pairs[index] for index in drawn.tolist()]
     if not pairs:
-        return []
+        return [], {}
     tokens = tokenize_pairs(pairs, model.renderer, None)
     collator = pair_collator(tokens, pairs, model.renderer.pad_token_id, prefix_sharing=False)
-    return [collator(batch) for batch in collator.micro_batches(np.arange(len(tokens)), token_budget)]
+    numbers: dict[str, int] = {}
+    prompts = {index: numbers.setdefault(pair.prompt_id, len(numbers)) for index, pair in enumerate(pairs)}
+    return [collator(batch) for batch in collator.micro_batches(np.arange(len(tokens)), token_budget)], prompts
 
 
 def _of_loader(source: PairSource) -> list[AnyPairBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from rm_optimizer.landscape.operators import HessianOperator, OutputCurvature, O
 from rm_optimizer.landscape.power import power_iteration
 from rm_optimizer.landscape.products import ProductName
 from rm_optimizer.landscape.pyhessian_method import pyhessian_eigenpairs
+from rm_optimizer.landscape.trace import TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
 MATRICES = ("hessian", "gauss_newton", "fisher")
@@ -41,11 +43,14 @@ class SpectrumOptions:
         which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each.
         tolerance: relative error of each eigenvalue, by its bound.
         max_products: most products of the solver; None is its own.
-        trace_products: products for the trace, the found eigenpairs taken out; 0 estimates none.
+        trace_products: products for the trace; 0 estimates none.
+        trace_method: `deflated` takes the found eigenpairs out; or `hutchinson`, `hutchpp`, `xtrace`.
         density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
         density_steps: products of each.
-        num_sampled: eigenvalues from the top that get their error over pairs.
-        state_file: where `lanczos` keeps its state and continues from after a kill; removed at the end.
+        num_sampled: eigenvalues from the top that get their error over pairs; of the Hessian by any method, of the
+            others by `gauss_newton_exact`.
+        sam_rho: radius of the ascent step that `geometry` is measured with; 0 measures none.
+        state_file: where `lanczos` keeps its state and continues from after a kill; the caller removes it.
         memory_bytes: most memory for the rows of `gauss_newton_exact`.
         product: way to multiply with the Hessian, or `auto`; see `choose_product`.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
@@ -55,9 +60,11 @@ class SpectrumOptions:
     tolerance: float = 1e-3
     max_products: int | None = None
     trace_products: int = 0
+    trace_method: TraceMethod = "deflated"
     density_probes: int = 0
     density_steps: int = 5
     num_sampled: int = 0
+    sam_rho: float = 0.0
     state_file: Path | None = None
     memory_bytes: int = 4_000_000_000
     product: ProductName = "auto"
@@ -83,11 +90,11 @@ class Solution:
     sampling: tuple[Estimate, ...] = ()
 
 
-def check_choices(method: str, matrix: str) -> None:
-    """Make sure that both are known and fit each other.
+def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
+    """Make sure that method and matrix are known and fit each other, and warn of options that they leave out.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if they do not.
     """
     for name, got, known in (("method", method, METHODS), ("matrix", matrix, MATRICES)):
         if got not in known:
@@ -98,6 +105,14 @@ def check_choices(method: str, matrix: str) -> None:
         )
     if method == "pyhessian" and matrix != "hessian":
         raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
+    if options.num_sampled and matrix != "hessian" and method != "gauss_newton_exact":
+        _warn(f"num_sampled={options.num_sampled}", f"matrix={matrix} by method={method}", "gauss_newton_exact has it")
+    if options.max_products is not None and method not in ("lanczos", "power_iteration"):
+        _warn(f"max_products={options.max_products}", f"method={method}", "leave it out")
+
+
+def _warn(option: str, by: str, remedy: str) -> None:
+    warnings.warn(f"{option} is not used by {by}; {remedy}", stacklevel=4)
 
 
 def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, int]:
@@ -131,10 +146,11 @@ def solve(
     options: SpectrumOptions,
     *,
     seed: int,
+    clusters: Sequence[int] | None = None,
     start: Float[Tensor, "vectors parameters"] | None = None,
     on_iteration: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Eigenvalues by the method of that name.
+    """Eigenvalues by the method of that name; `clusters` numbers the prompts of the pairs, in the batches' order.
 
     Raises:
         ConfigError: if more are wanted than there are.
@@ -144,7 +160,7 @@ def solve(
         return Solution(found, is_exhaustive=True, trace=_exact(float(found.values.sum()), operator.objective))
     if method == "gauss_newton_exact":
         assert isinstance(operator, OutputOperator), "check_choices lets no other pass"
-        return _by_gram(operator, top_k, options, seed)
+        return _by_gram(operator, top_k, options, seed, clusters)
     if method == "power_iteration":
         most = options.max_products or 2000
         return Solution(power_iteration(operator, top_k, tolerance=options.tolerance, max_products=most, seed=seed))
@@ -154,11 +170,13 @@ def solve(
     return _by_lanczos(operator, top_k, options, seed, start, on_iteration)
 
 
-def _by_gram(operator: OutputOperator, top_k: int, options: SpectrumOptions, seed: int) -> Solution:
+def _by_gram(
+    operator: OutputOperator, top_k: int, options: SpectrumOptions, seed: int, clusters: Sequence[int] | None
+) -> Solution:
     gram = gauss_newton_exact(
         operator.objective, curvature=operator.curvature, num_vectors=top_k, memory_bytes=options.memory_bytes
     )
-    sampling = gram.bootstrap(options.num_sampled, seed=seed)[:-1] if options.num_sampled else ()
+    sampling = gram.bootstrap(options.num_sampled, clusters=clusters, seed=seed)[:-1] if options.num_sampled else ()
     trace = _exact(gram.trace, operator.objective)
     return Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=trace, sampling=sampling)
 
@@ -206,14 +224,17 @@ def _by_lanczos(
             start=start,
             state=state,
             on_iteration=after,
+            on_done=operator.release,
         )
     except KeyboardInterrupt:
         if not state.diagonal:
             raise
+        if file is not None and state.can_continue:
+            state.save(file)
         found = eigenpairs_so_far(operator, state, top_k, options.which, options.tolerance)
         return Solution(found, is_interrupted=True)
     if file is not None:
-        file.unlink(missing_ok=True)
+        state.save(file)
     return Solution(pairs)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.landscape.density import SpectralDensity
+from rm_optimizer.landscape.sharpness import LocalGeometry
 
 
 class SpectrumStatus(StrEnum):
@@ -37,6 +38,7 @@ class HessianSpectrum:
         trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
         density: of all eigenvalues; None where it was not estimated.
         sampling: the first eigenvalues with their error over pairs, as many as were asked for.
+        geometry: gradient and sharpness at the point; None where they were not asked for.
         matrix: `hessian`, `gauss_newton` or `fisher`.
         method: how the eigenvalues were found.
         params: which parameters.
@@ -45,6 +47,7 @@ class HessianSpectrum:
         loss: the loss.
         num_products: products with vectors, those of trace and density included.
         product: way to multiply.
+        product_reason: why that one, and what others cost.
         gradients_per_product: cost of a product in gradients, where it was measured.
         wall_seconds: time of it all.
         dtype: type computed in.
@@ -63,6 +66,7 @@ class HessianSpectrum:
     trace: Estimate | None
     density: SpectralDensity | None
     sampling: tuple[Estimate, ...]
+    geometry: LocalGeometry | None
     matrix: str
     method: str
     params: str
@@ -71,6 +75,7 @@ class HessianSpectrum:
     loss: float
     num_products: int
     product: str
+    product_reason: str
     gradients_per_product: float | None
     wall_seconds: float
     dtype: str
@@ -83,6 +88,7 @@ class HessianSpectrum:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         del values["eigenvectors"]
         values["trace"] = None if self.trace is None else asdict(self.trace)
+        values["geometry"] = None if self.geometry is None else asdict(self.geometry)
         values["density"] = None if self.density is None else asdict(self.density)
         values["sampling"] = [asdict(estimate) for estimate in self.sampling]
         return json.dumps(values, indent=2)
@@ -94,6 +100,7 @@ class HessianSpectrum:
         for name in ("eigenvalues", "residuals", "error_bounds", "converged"):
             values[name] = tuple(values[name])
         values["trace"] = None if values["trace"] is None else Estimate(**values["trace"])
+        values["geometry"] = None if values["geometry"] is None else LocalGeometry(**values["geometry"])
         density = values["density"]
         values["density"] = None if density is None else SpectralDensity.from_json(json.dumps(density))
         values["sampling"] = tuple(Estimate(**estimate) for estimate in values["sampling"])

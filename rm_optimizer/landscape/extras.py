@@ -1,0 +1,83 @@
+"""What is estimated beside the eigenvalues: trace, density, sampling error, and the geometry of the point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.landscape.density import SpectralDensity, spectral_density
+from rm_optimizer.landscape.operators import HessianOperator
+from rm_optimizer.landscape.sampling import sampling_error
+from rm_optimizer.landscape.sharpness import LocalGeometry, local_geometry
+from rm_optimizer.landscape.solve import LossOperator, Solution, SpectrumOptions
+from rm_optimizer.landscape.trace import estimate_trace
+
+
+@dataclass
+class Extra:
+    """What is known beside the eigenvalues; see the fields of `HessianSpectrum`."""
+
+    trace: Estimate | None = None
+    density: SpectralDensity | None = None
+    sampling: tuple[Estimate, ...] = ()
+    geometry: LocalGeometry | None = None
+
+
+def with_extras(
+    operator: LossOperator,
+    found: Solution,
+    options: SpectrumOptions,
+    *,
+    seed: int,
+    clusters: Sequence[int] | None = None,
+) -> tuple[Solution, Extra]:
+    """What is asked for and the solver did not give.
+
+    Interrupted (Ctrl-C), what is done until then, and the solution marked so.
+
+    Args:
+        operator: the matrix.
+        found: its eigenvalues.
+        options: what to estimate.
+        seed: of resampling; random vectors take the next one.
+        clusters: number of each pair's prompt, in the order of the batches.
+    """
+    extra = Extra(trace=found.trace, sampling=found.sampling)
+    if found.is_interrupted:
+        return found, extra
+    try:
+        _estimate(operator, found, extra, options, seed, clusters)
+    except KeyboardInterrupt:
+        return replace(found, is_interrupted=True), extra
+    return found, extra
+
+
+def _estimate(
+    operator: LossOperator,
+    found: Solution,
+    extra: Extra,
+    options: SpectrumOptions,
+    seed: int,
+    clusters: Sequence[int] | None,
+) -> None:
+    pairs, is_hessian = found.pairs, isinstance(operator, HessianOperator)
+    removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
+    if options.sam_rho and is_hessian:
+        extra.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
+    sampled = min(options.num_sampled, len(pairs.vectors))
+    if sampled and not extra.sampling and is_hessian:
+        extra.sampling = sampling_error(operator.objective, pairs.vectors[:sampled], clusters=clusters, seed=seed)
+    if options.density_probes:
+        extra.density = spectral_density(
+            operator,
+            num_probes=options.density_probes,
+            num_steps=options.density_steps,
+            seed=seed + 1,
+            found=removable,
+        )
+        extra.trace = extra.trace or extra.density.moment(1)
+    if extra.trace is None and options.trace_products:
+        extra.trace = estimate_trace(
+            operator, options.trace_method, options.trace_products, seed=seed + 1, found=removable
+        )

@@ -1,0 +1,122 @@
+"""What a user stops, or starts from elsewhere, is kept, labelled and gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.lanczos import Progress
+from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from tests.landscape.worlds import INNER, dense, micro_batches, pairs
+
+FIVE = pairs()[:5]
+
+
+def analyzer(**options: object) -> HessianAnalyzer:
+    given = {"params": INNER, "dtype": torch.float64} | options
+    return HessianAnalyzer(dense("bert").model, **given)  # type: ignore[arg-type]
+
+
+def stop_at(count: int) -> Callable[[Progress], None]:
+    def stop(progress: Progress) -> None:
+        if progress.num_products == count:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_a_stopped_iteration_goes_on_from_its_last_product(tmp_path: Path) -> None:
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=tmp_path / "lanczos.pt")
+    partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_iteration=stop_at(7))
+    assert partial.status == SpectrumStatus.interrupted
+    again: list[int] = []
+    resumed = analyzer().compute_spectrum(
+        FIVE, top_k=3, options=options, on_iteration=lambda progress: again.append(progress.num_products)
+    )
+    assert again[0] == 7
+    assert resumed.status == SpectrumStatus.complete
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("asked", [{"trace_products": 20}, {"density_probes": 4}], ids=["trace", "density"])
+def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: dict[str, int]) -> None:
+    file = tmp_path / "lanczos.pt"
+    options = SpectrumOptions(product="kept_graph", state_file=file, sam_rho=0.01, **asked)
+    whole = analyzer().compute_spectrum(FIVE, top_k=3, options=SpectrumOptions(product="kept_graph"))
+
+    def stop(num_products: int) -> None:
+        if num_products > whole.num_products + 2:
+            raise KeyboardInterrupt
+
+    partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_product=stop)
+    assert partial.status == SpectrumStatus.interrupted
+    assert partial.eigenvalues == whole.eigenvalues
+    assert partial.geometry is not None
+    assert partial.trace is None
+    resumed = analyzer().compute_spectrum(FIVE, top_k=3, options=options)
+    assert resumed.status == SpectrumStatus.complete
+    assert resumed.trace is not None
+    assert resumed.num_products == 21  # those of trace or density, and of geometry
+    assert not file.exists()
+
+
+def test_geometry_is_part_of_a_spectrum() -> None:
+    found = analyzer().compute_spectrum(FIVE, top_k=2, options=SpectrumOptions(product="reverse", sam_rho=0.01))
+    alone = analyzer().compute_geometry(FIVE, rho=0.01)
+    assert found.geometry == alone
+    assert HessianSpectrum.from_json(found.to_json()) == found
+
+
+def test_a_start_without_vectors_or_of_other_parameters_is_refused() -> None:
+    quick = SpectrumOptions(product="reverse", tolerance=0.1)
+    found = analyzer().compute_spectrum(FIVE, top_k=1, options=quick)
+    with pytest.raises(ConfigError, match="start has no eigenvectors, as one read from JSON"):
+        analyzer().compute_spectrum(FIVE, top_k=1, start=HessianSpectrum.from_json(found.to_json()))
+    with pytest.raises(ConfigError, match="give one of the same params"):
+        analyzer(params="head").compute_spectrum(FIVE, top_k=1, start=found)
+    with pytest.raises(ConfigError, match="start is of method=lanczos, got full; leave it out"):
+        analyzer().compute_spectrum(FIVE, "full", top_k=1, start=found)
+
+
+def test_options_that_a_method_leaves_out_are_named() -> None:
+    head = analyzer(params="head")
+    with pytest.warns(UserWarning, match="num_sampled=2 is not used by matrix=gauss_newton by method=full"):
+        head.compute_spectrum(FIVE, "full", matrix="gauss_newton", options=SpectrumOptions(num_sampled=2))
+    with pytest.warns(UserWarning, match="max_products=9 is not used by method=full; leave it out"):
+        head.compute_spectrum(FIVE, "full", options=SpectrumOptions(max_products=9, product="reverse"))
+
+
+def test_errors_over_pairs_take_pairs_of_one_prompt_as_one() -> None:
+    shared = [replace(pair, prompt=FIVE[index // 2].prompt) for index, pair in enumerate(FIVE)]
+    head = analyzer(params="head")
+    for method in ("full", "gauss_newton_exact"):
+        options = SpectrumOptions(num_sampled=1, product="reverse")
+        found = head.compute_spectrum(shared, method, top_k=1, options=options)  # type: ignore[arg-type]
+        batches = micro_batches(dense("bert").model, data=shared)
+        prompts = {index: index // 2 for index in range(len(shared))}
+        by_prompt, by_pair = (
+            head.compute_spectrum(batches, method, top_k=1, options=options, prompts=given)  # type: ignore[arg-type]
+            for given in (prompts, None)
+        )
+        assert found.sampling[0].high == pytest.approx(by_prompt.sampling[0].high, rel=1e-6)
+        assert found.sampling[0].high != pytest.approx(by_pair.sampling[0].high, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["deflated", "hutchinson", "hutchpp", "xtrace"])
+def test_the_trace_is_estimated_by_the_method_asked_for(method: str) -> None:
+    head = analyzer(params="head")
+    options = SpectrumOptions(product="reverse", trace_products=60, trace_method=method)  # type: ignore[arg-type]
+    found = head.compute_spectrum(FIVE, top_k=1, options=options)
+    exact = head.compute_spectrum(FIVE, "full", options=SpectrumOptions(product="reverse")).trace
+    assert found.trace is not None
+    assert exact is not None
+    assert found.trace.value == pytest.approx(exact.value, abs=4 * (found.trace.standard_error or 0) + 1e-9)
+    with pytest.raises(ConfigError, match="unknown trace_method 'xtrase'; did you mean 'xtrace'"):
+        head.compute_spectrum(FIVE, top_k=1, options=SpectrumOptions(trace_products=9, trace_method="xtrase"))  # type: ignore[arg-type]
