@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,8 @@ def observers(config: TrainConfig) -> Observers:
     if config.training.hessian.every is not None:
         from rm_optimizer.landscape.probe import measure_curvature
 
-        found = replace(found, measure_curvature=measure_curvature)
+        products = config.training.hessian.num_products
+        found = replace(found, measure_curvature=partial(measure_curvature, num_products=products))
     if config.publish.url is not None:
         from rm_optimizer.serving.publisher import open_publisher
 

@@ -37,24 +37,30 @@ _EXHAUSTED = 1e-6
 
 
 def measure_curvature(
-    model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig, *, seed: int = 0
+    model: BradleyTerryRM,
+    micro_batches: Sequence[AnyPairBatch],
+    loss: LossConfig,
+    *,
+    num_products: int = 1,
+    seed: int = 0,
 ) -> Callable[[], CurvatureReading]:
     """Makes a measurement that is called again and again while the model trains.
 
-    The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's two Ritz
-    vectors and takes products, at the present weights, of the first and of a mixture of the second with the first's
-    residual; the residual of the better of their plane comes with the number `q^T H q`, and Rayleigh-Ritz over the
-    three gives the value and the next two vectors. The second vector is what sees an eigenvalue overtake the first.
-    No product is kept from one call to the next: the matrix moves, and sums of products of different matrices give
-    values that are nobody's. Each call ends with one probe of the trace with the first vector taken out (Hutchinson,
-    1990), one more number. So a later call costs three gradients, two of them products by differences, and two forward
-    passes: 3.7 gradients of the pairs. Weights, gradients, modes and random generators are left as they were. Every
-    process that calls it measures by itself.
+    The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's Ritz vectors
+    and takes a product, at the present weights, of the first, and with `num_products` of 2 also one of a mixture of the
+    second with the first's residual; the residual of what is best so far comes with the number `q^T H q`, and
+    Rayleigh-Ritz over them gives the value and the next two vectors. A second product is what sees an eigenvalue
+    overtake the first. No product is kept from one call to the next: the matrix moves, and sums of products of
+    different matrices give values that are nobody's. Each call ends with one probe of the trace with the first vector
+    taken out (Hutchinson, 1990), one more number. So a later call costs a gradient and two forward passes, and a
+    gradient more for each product: 2.7 or 3.7 gradients of the pairs. Weights, gradients, modes and random generators
+    are left as they were. Every process that calls it measures by itself.
 
     Args:
         model: the model in training.
         micro_batches: the pairs, the same for every call.
         loss: what is minimised.
+        num_products: products of each call after the first, 1 or 2.
         seed: of the first vector and of the probes, which are drawn anew in each call.
     """
     vectors: Tensor | None = None
@@ -65,7 +71,7 @@ def measure_curvature(
         dtype = torch.float64 if model.reward_head.weight.dtype == torch.float64 else torch.float32
         with measuring(model, micro_batches, loss, dtype=dtype, twice=False) as objective:
             hessian = GradientDifferences(objective)
-            top = _found(hessian, seed) if vectors is None else _followed(hessian, vectors)
+            top = _found(hessian, seed) if vectors is None else _followed(hessian, vectors[:num_products])
             vectors = top.vectors
             probe = RandomVectors(hessian, seed + len(probes) + 1).signs(1)[0]
             probes.append(hessian.along(probe.sub_(vectors[0], alpha=inner(vectors[0], probe))))
@@ -95,10 +101,10 @@ def _found(hessian: GradientDifferences, seed: int) -> _Top:
 
 
 def _followed(hessian: GradientDifferences, vectors: Float[Tensor, "vectors parameters"]) -> _Top:
-    """Rayleigh-Ritz over the first vector, a direction beside it, and the residual of the better of their plane."""
+    """Rayleigh-Ritz over the first vector, a direction beside it where there is a second, and the best residual."""
     basis = [vectors[0]]
     images = [hessian.apply(vectors[:1])[0]]
-    beside = _beside(basis[0], images[0], vectors[1:])
+    beside = _beside(basis[0], images[0], vectors[1:]) if len(vectors) > 1 else None
     if beside is not None:
         basis.append(beside)
         images.append(hessian.apply(beside[None])[0])

@@ -181,10 +181,13 @@ class HessianConfig:
     """Optimizer steps between measurements of the Hessian's top eigenvalue and trace; null measures none."""
     num_pairs: int = 64
     """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
+    num_products: int = 1
+    """Hessian-vector products of a measurement: 2 follow an eigenvalue that overtakes, for a third more time."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every >= 1, "training.hessian.every", "be at least 1", self.every)
         require(self.num_pairs >= 1, "training.hessian.num_pairs", "be at least 1", self.num_pairs)
+        require(self.num_products in (1, 2), "training.hessian.num_products", "be 1 or 2", self.num_products)
 
 
 @dataclass(kw_only=True)
