@@ -119,6 +119,11 @@ def stable_rank(spectrum: HessianSpectrum) -> Quantity:
     return _per_largest(spectrum, lambda v: v[None] ** 2, power=2)
 
 
+def frobenius_norm(spectrum: HessianSpectrum) -> Quantity:
+    """`||A||_F`, the root of the sum of squares."""
+    return _of_all(spectrum, lambda v: v[None] ** 2, lambda totals: np.sqrt(totals[0]))
+
+
 def intrinsic_dimension(spectrum: HessianSpectrum) -> Quantity:
     """`sum |lambda| / |lambda|max`."""
     return _per_largest(spectrum, lambda v: np.abs(v)[None], power=1)
@@ -152,6 +157,7 @@ SUMMARY: dict[str, Callable[[HessianSpectrum], Quantity]] = {
     "top_ratio": top_ratio,
     "flatness": flatness,
     "sharpness_score": sharpness_score,
+    "frobenius_norm": frobenius_norm,
     "entropy_rank": entropy_rank,
     "participation_rank": participation_rank,
     "stable_rank": stable_rank,

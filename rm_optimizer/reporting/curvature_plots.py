@@ -90,7 +90,7 @@ def plot_spectrum(
     intervals = [(i + 1, e.low, e.high) for i, e in enumerate(sampling) if e.low is not None and e.high is not None]
     if intervals:
         where, low, high = zip(*intervals, strict=True)
-        axes.vlines(where, low, high, color=ORANGE, linewidth=6, alpha=0.45, label="95 % interval over pairs", zorder=1)
+        axes.vlines(where, low, high, color=ORANGE, linewidth=6, alpha=0.45, label="95 % of resampled pairs", zorder=1)
     axes.axhline(0.0, color=GREY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
     axes.set(ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))

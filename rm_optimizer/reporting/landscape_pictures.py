@@ -171,6 +171,11 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
         if min(index, len(result.eigenvalues) - 1 - index) < _SHOWN:
             rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
+    if result.geometry is not None:
+        rows["gradient norm"] = f"{result.geometry.gradient_norm:.4g}"
+        rows[f"SAM sharpness, radius {result.geometry.rho:g}"] = f"{result.geometry.sam_sharpness:.4g}"
+        rows["curvature along the gradient"] = f"{result.geometry.gradient_curvature:.4g}"
+        rows["cosine of gradient and its product"] = f"{result.geometry.gradient_alignment:.4g}"
     lacking: dict[str | None, list[str]] = {}
     for name, quantity in summarise(result).items():
         label = name.replace("_", " ")
@@ -197,7 +202,7 @@ def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:
     sampled = result.sampling[index] if index < len(result.sampling) else None
     if sampled is None or sampled.low is None or sampled.high is None:
         return text
-    return f"{text}; over pairs [{sampled.low:.3g}, {sampled.high:.3g}]"
+    return f"{text}; over resampled pairs [{sampled.low:.3g}, {sampled.high:.3g}]"
 
 
 def _sizes(result: Slice | Surface | LayerCurvature) -> dict[str, Cell]:

@@ -36,6 +36,15 @@ class SpectrumMethod(StrEnum):
     pyhessian = "pyhessian"
 
 
+class TraceMethod(StrEnum):
+    """How the trace is estimated: deflated takes the eigenvalues found out, the others stand alone."""
+
+    deflated = "deflated"
+    hutchinson = "hutchinson"
+    hutchpp = "hutchpp"
+    xtrace = "xtrace"
+
+
 class DirectionKind(StrEnum):
     """Along which directions the loss is looked at: filter-normalised random ones, or the Hessian's eigenvectors."""
 
@@ -84,6 +93,10 @@ class LandscapeConfig:
     """Hessian-vector products at most; null is enough for most spectra."""
     num_probes: int = 20
     """Random probes for the trace and the density."""
+    trace_method: TraceMethod = TraceMethod.deflated
+    """deflated, hutchinson, hutchpp or xtrace, with `num_probes` products; a density gives its own trace."""
+    sam_rho: float = 0.0
+    """Radius of SAM's ascent step for sharpness, and the gradient's norm and alignment beside it; 0 leaves them out."""
     probe_steps: int = 5
     """Lanczos steps of each probe of the density."""
     directions: DirectionKind = DirectionKind.random
@@ -103,6 +116,7 @@ class LandscapeConfig:
         least_of = {"num_pairs": 2, "token_budget": 1, "top_k": 1, "num_sampled": 0, "num_probes": 2, "probe_steps": 1}
         for name, least in least_of.items():
             require(getattr(self, name) >= least, f"landscape.{name}", f"be at least {least}", getattr(self, name))
+        require(self.sam_rho >= 0, "landscape.sam_rho", "not be negative", self.sam_rho)
         require(0 < self.tolerance < 1, "landscape.tolerance", "lie in (0, 1)", self.tolerance)
         require(self.num_directions >= 1, "landscape.num_directions", "be at least 1", self.num_directions)
         is_odd = self.num_points >= 3 and self.num_points % 2 == 1
@@ -137,17 +151,17 @@ _ALWAYS_READ = frozenset({"type", "params", "num_pairs", "token_budget", "dtype"
 _SOLVER = frozenset({"tolerance", "max_products"})
 _SPECTRUM = _SOLVER | {"method", "top_k", "num_sampled", "num_probes"}
 _READ_BY_TYPE: Mapping[AnalysisType, frozenset[str]] = {
-    AnalysisType.hessian: _SPECTRUM,
-    AnalysisType.gauss_newton: _SPECTRUM,
-    AnalysisType.density: _SPECTRUM | {"probe_steps"},
+    AnalysisType.hessian: _SPECTRUM | {"trace_method", "sam_rho"},
+    AnalysisType.gauss_newton: _SPECTRUM | {"trace_method"},
+    AnalysisType.density: _SPECTRUM | {"probe_steps", "sam_rho"},
     AnalysisType.layers: _SOLVER | {"num_probes"},
     AnalysisType.slices: frozenset({"directions", "num_directions", "num_points", "span", "processes"}),
     AnalysisType.surface: frozenset({"directions", "num_points", "span", "processes"}),
     AnalysisType.trajectory: frozenset({"num_points", "processes"}),
 }
 _UNREAD_BY_METHOD: Mapping[SpectrumMethod, frozenset[str]] = {
-    SpectrumMethod.full: _SOLVER | {"top_k", "num_probes", "probe_steps"},
-    SpectrumMethod.gauss_newton_exact: _SOLVER | {"num_probes"},
+    SpectrumMethod.full: _SOLVER | {"top_k", "num_probes", "probe_steps", "trace_method"},
+    SpectrumMethod.gauss_newton_exact: _SOLVER | {"num_probes", "trace_method"},
     SpectrumMethod.pyhessian: frozenset({"max_products"}),
 }
 

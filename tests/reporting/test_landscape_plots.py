@@ -165,7 +165,7 @@ def test_a_spectrum_shows_both_signs_with_bounds_and_sampling(drawn, tmp_path):
     assert axes.get_yscale() == "symlog"
     assert [c.get_label() for c in axes.containers] == ["positive; bar: error bound", "negative; bar: error bound"]
     assert [c.lines[0].get_ydata().tolist() for c in axes.containers] == [[5.0, 2.0], [-0.1, -3.0]]
-    interval = next(c for c in axes.collections if c.get_label() == "95 % interval over pairs")
+    interval = next(c for c in axes.collections if c.get_label() == "95 % of resampled pairs")
     assert interval.get_segments()[0].tolist() == [[1.0, 3.0], [1.0, 7.0]]
     assert axes.get_ylim()[0] < -3 < 5 < axes.get_ylim()[1]
 
