@@ -14,6 +14,7 @@ from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.extras import Extra, with_extras
+from rm_optimizer.landscape.krylov import KrylovState
 from rm_optimizer.landscape.lanczos import Progress
 from rm_optimizer.landscape.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators import HessianOperator
@@ -129,7 +130,7 @@ class HessianAnalyzer:
             found, extra = with_extras(operator, found, options, seed=self.seed, clusters=clusters)
             spectrum = self._spectrum(operator, kind, method, options, found, extra, time.perf_counter() - began)
         if options.state_file is not None and not found.is_interrupted:
-            options.state_file.unlink(missing_ok=True)
+            KrylovState.remove(options.state_file)
         return spectrum
 
     def compute_block_spectra(

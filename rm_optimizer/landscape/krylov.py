@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
+import itertools
+import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
-from rm_optimizer.core.files import replacing
+from rm_optimizer.core.files import write_text
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.landscape.vectors import inner, length, products
 
@@ -88,6 +90,7 @@ class KrylovState:
         num_products: products spent.
         num_restarts: times that the space was exhausted and a random vector was drawn.
         identity: names the matrix, so that a saved iteration is not continued on another.
+        num_saved: vectors that `save` has written.
     """
 
     basis: OrthonormalBasis = field(default_factory=OrthonormalBasis)
@@ -96,6 +99,7 @@ class KrylovState:
     num_products: int = 0
     num_restarts: int = 0
     identity: str = ""
+    num_saved: int = 0
 
     @property
     def can_continue(self) -> bool:
@@ -116,17 +120,23 @@ class KrylovState:
         return values, vectors
 
     def save(self, path: Path) -> None:
-        """Write the state atomically."""
-        payload = {
-            "basis": torch.cat(self.basis.rows()).cpu(),
-            "diagonal": self.diagonal,
-            "off_diagonal": self.off_diagonal,
-            "num_products": self.num_products,
-            "num_restarts": self.num_restarts,
-            "identity": self.identity,
-        }
-        with replacing(path) as temporary:
-            torch.save(payload, temporary)
+        """Write the state, of the vectors only those that the last `save` did not; a kill leaves that state whole.
+
+        The vectors lie end to end in a file beside `path`, which says how many of them belong to the state.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = list(itertools.chain.from_iterable(self.basis.rows()))
+        known = self.num_saved if _rows_file(path).exists() else 0
+        with _rows_file(path).open("r+b" if known else "wb") as file:
+            file.seek(known * rows[0].nbytes)
+            file.truncate()
+            for row in rows[known:]:
+                file.write(row.cpu().numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.num_saved = len(rows)
+        shape = {"num_vectors": len(rows), "dimension": len(rows[0]), "dtype": str(rows[0].cpu().numpy().dtype)}
+        write_text(path, json.dumps({name: getattr(self, name) for name in _NUMBERS} | shape))
 
     @classmethod
     def load(cls, path: Path, *, identity: str = "", device: torch.device | None = None) -> KrylovState:
@@ -136,13 +146,28 @@ class KrylovState:
             CheckpointError: if the file is missing, torn or of another kind, or belongs to another matrix.
         """
         try:
-            payload = torch.load(path, map_location=device, weights_only=True)
-            found = payload["identity"]
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError) as error:
+            payload = json.loads(path.read_text(encoding="utf-8"))
+            count, size, dtype = payload["num_vectors"], payload["dimension"], np.dtype(payload["dtype"])
+            state = cls(**{name: payload[name] for name in _NUMBERS}, num_saved=count)
+            if state.identity == identity:
+                with _rows_file(path).open("rb") as file:
+                    for _ in range(count):
+                        state.basis.append(torch.from_numpy(np.fromfile(file, dtype, size).reshape(size)).to(device))
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{path} holds no Lanczos state that can be read; start without it") from error
-        if found != identity:
+        if state.identity != identity:
             raise CheckpointError(f"{path} belongs to other weights, pairs or options; remove it or restore those")
-        basis = OrthonormalBasis()
-        for vector in payload.pop("basis"):
-            basis.append(vector)
-        return cls(basis, **payload)
+        return state
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove what `save` wrote, if it did."""
+        path.unlink(missing_ok=True)
+        _rows_file(path).unlink(missing_ok=True)
+
+
+_NUMBERS = ("diagonal", "off_diagonal", "num_products", "num_restarts", "identity")
+
+
+def _rows_file(path: Path) -> Path:
+    return path.with_name(path.name + ".rows")

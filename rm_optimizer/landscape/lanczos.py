@@ -133,11 +133,7 @@ def lanczos(
     state = KrylovState() if state is None else state
     limit = min(operator.dimension, max_products or 40 + 8 * wanted)
     random = RandomVectors(operator, seed)
-    draws = [random.normals(1)[0] for _ in range(1 + state.num_restarts)]  # a continued iteration makes new ones
-    if not len(state.basis):
-        state.basis.append(unit(draws[0] if start is None else start.to(operator.device, operator.dtype).sum(dim=0)))
-    if not state.diagonal:
-        extend(operator, state, random)
+    _begin(operator, state, random, start)
     while True:
         ritz = _ritz(operator, state, top_k, which)
         if on_iteration is not None:
@@ -145,6 +141,17 @@ def lanczos(
         if _is_done(state, ritz, top_k, which, tolerance) or len(state.diagonal) >= limit:
             on_done()
             return _eigenpairs(operator, state, ritz, tolerance)
+        extend(operator, state, random)
+
+
+def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVectors, start: Tensor | None) -> None:
+    """The first vector and its product where the state has none; one that goes on draws as if it had begun here."""
+    drawn = random.normals(1)[0]
+    for _ in range(state.num_restarts):
+        random.normals(1)
+    if not len(state.basis):
+        state.basis.append(unit(drawn if start is None else start.to(operator.device, operator.dtype).sum(dim=0)))
+    if not state.diagonal:
         extend(operator, state, random)
 
 

@@ -15,7 +15,7 @@ from rm_optimizer.landscape.sample import Subject
 from rm_optimizer.landscape.surface import Measured, describe
 from rm_optimizer.schema.landscape import LandscapeConfig
 
-POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.pt"
+POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
 """In the folder of results: each measured point as soon as it is, the directions that they lie along, each measured
 layer, and where an iteration stands."""
 ResultT = TypeVar("ResultT")

@@ -125,7 +125,7 @@ def test_blocks_are_those_of_the_dense_hessian() -> None:
 
 
 def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(tmp_path: Path) -> None:
-    file = tmp_path / "lanczos.pt"
+    file = tmp_path / "lanczos.json"
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=file)
 
     def stop(progress: Progress) -> None:

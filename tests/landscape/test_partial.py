@@ -33,7 +33,7 @@ def stop_at(count: int) -> Callable[[Progress], None]:
 
 
 def test_a_stopped_iteration_goes_on_from_its_last_product(tmp_path: Path) -> None:
-    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=tmp_path / "lanczos.pt")
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=tmp_path / "lanczos.json")
     partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_iteration=stop_at(7))
     assert partial.status == SpectrumStatus.interrupted
     again: list[int] = []
@@ -47,7 +47,7 @@ def test_a_stopped_iteration_goes_on_from_its_last_product(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("asked", [{"trace_products": 20}, {"density_probes": 4}], ids=["trace", "density"])
 def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: dict[str, int]) -> None:
-    file = tmp_path / "lanczos.pt"
+    file = tmp_path / "lanczos.json"
     options = SpectrumOptions(product="kept_graph", state_file=file, sam_rho=0.01, **asked)
     whole = analyzer().compute_spectrum(FIVE, top_k=3, options=SpectrumOptions(product="kept_graph"))
 

@@ -206,6 +206,31 @@ def test_an_interrupted_iteration_goes_on_as_if_it_had_not_been(tmp_path: Path) 
         KrylovState.load(file, identity="b")
 
 
+def test_a_kill_while_a_state_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    operator, file, state = with_eigenvalues(indefinite(), torch.float32), tmp_path / "state.json", KrylovState()
+    texts: list[str] = []
+
+    def save(progress: Progress) -> None:
+        if progress.num_products in (6, 10):
+            state.save(file)
+            texts.append(file.read_text())
+
+    whole = lanczos(operator, 5, state=state, on_iteration=save)
+    rows = file.with_name("state.json.rows")
+    assert rows.stat().st_size == 11 * 4 * operator.dimension
+    file.write_text(texts[0])  # the vectors of the tenth product were written, and what says so was not
+    earlier = KrylovState.load(file)
+    assert (earlier.num_products, len(earlier.basis)) == (6, 7)
+    assert torch.equal(lanczos(operator, 5, state=earlier).vectors, whole.vectors)
+    earlier.save(file)
+    assert len(KrylovState.load(file).basis) == len(earlier.basis)
+    rows.write_bytes(rows.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="holds no Lanczos state"):
+        KrylovState.load(file)
+    KrylovState.remove(file)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("content", [b"", b"hello world\n", b'{"a": 1}', b"PK\x03\x04 torn"])
 def test_a_file_that_is_no_state_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "state.pt"
