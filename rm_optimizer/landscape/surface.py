@@ -206,12 +206,12 @@ def trajectory_grid(x: Sequence[float], y: Sequence[float], num_checkpoints: int
     return [*plane_grid(x, y, num_checkpoints), *own]
 
 
-def plane_ranges(plane: TrajectoryPlane, num_points: int, *, margin: float = 0.2) -> tuple[tuple[float, ...], ...]:
-    """Steps along both directions that cover the trajectory with a share of its width to spare on each side."""
+def plane_ranges(plane: TrajectoryPlane, num_points: int) -> tuple[tuple[float, ...], ...]:
+    """Steps along both directions that cover the trajectory with a fifth of its width to spare on each side."""
     found = []
     for column in plane.coordinates.T.tolist():
         low, high = min(column), max(column)
-        spare = margin * (high - low)
+        spare = 0.2 * (high - low)
         width = high - low + 2 * spare
         found.append(tuple(low - spare + width * i / (num_points - 1) for i in range(num_points)))
     return tuple(found)
