@@ -113,7 +113,7 @@ class LandscapeConfig:
     def __post_init__(self) -> None:
         named = isinstance(self.params, str) or (isinstance(self.params, list) and len(self.params) > 0)
         require(named, "landscape.params", "be a name, a pattern or a list of patterns", self.params)
-        least_of = {"num_pairs": 2, "token_budget": 1, "top_k": 1, "num_sampled": 0, "num_probes": 2, "probe_steps": 1}
+        least_of = {"num_pairs": 2, "token_budget": 1, "top_k": 1, "num_sampled": 0, "num_probes": 2, "probe_steps": 2}
         for name, least in least_of.items():
             require(getattr(self, name) >= least, f"landscape.{name}", f"be at least {least}", getattr(self, name))
         require(self.sam_rho >= 0, "landscape.sam_rho", "not be negative", self.sam_rho)
