@@ -70,7 +70,7 @@ class GradientDifferences:
         step = LARGEST_MOVE_FOR_A_NUMBER[self.dtype] * self._weight_size / largest
         point = self._moved(step * vector)
         shares = [self._share(point, batch) for batch in self.objective.batches]
-        return 2 * (self._summed(shares) - self._loss - step * inner(gradient, vector)) / step**2
+        return 2 * (self.objective.summed_shares(shares) - self._loss - step * inner(gradient, vector)) / step**2
 
     @cached_property
     def _gradient(self) -> Tensor:
@@ -84,7 +84,7 @@ class GradientDifferences:
 
         with torch.enable_grad():
             total = self.objective.total(map(gradient, self.objective.batches))
-        self._loss = self._summed(losses)
+        self._loss = self.objective.summed_shares(losses)
         return total
 
     def _product(self, vector: Tensor) -> Tensor:
@@ -115,6 +115,3 @@ class GradientDifferences:
         """What a micro-batch adds to the loss at those weights; in float64 from the rewards on, to be differenced."""
         rewards = functional_call(self._module, point, (batch,)).double()
         return self.objective.share(rewards, batch)
-
-    def _summed(self, shares: list[Tensor]) -> float:
-        return float(self.objective.summed(torch.stack(shares).sum()))

@@ -138,7 +138,7 @@ def lanczos(
         ritz = _ritz(operator, state, top_k, which)
         if on_iteration is not None:
             on_iteration(_progress(state, ritz, wanted, tolerance))
-        if _is_done(state, ritz, top_k, which, tolerance) or len(state.diagonal) >= limit:
+        if _is_done(state, ritz, wanted, top_k, which, tolerance) or len(state.diagonal) >= limit:
             on_done()
             return _eigenpairs(operator, state, ritz, tolerance)
         extend(operator, state, random)
@@ -252,10 +252,9 @@ def _squared_over_gap(values: NDArray[np.float64], residuals: NDArray[np.float64
     return bounds
 
 
-def _is_done(state: KrylovState, ritz: _Ritz, top_k: int, which: End, tolerance: float) -> bool:
+def _is_done(state: KrylovState, ritz: _Ritz, wanted: int, top_k: int, which: End, tolerance: float) -> bool:
     """Whether all wanted values are within the tolerance, and a newer space than the first changed none of them."""
     within = ritz.relative <= tolerance
-    wanted = top_k * (2 if which == "both" else 1)
     if len(ritz.selected) < wanted or not within[ritz.selected].all():
         return False
     start, is_exhausted = state.start_of_newest, state.off_diagonal[-1] == 0

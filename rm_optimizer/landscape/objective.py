@@ -99,9 +99,12 @@ class PairObjective:
     @torch.no_grad()
     def value(self) -> float:
         """The loss over all pairs."""
-        shares = [self.share(self.model.rewards_of(batch), batch).double() for batch in self.batches]
+        return self.summed_shares(self.share(self.model.rewards_of(batch), batch) for batch in self.batches)
+
+    def summed_shares(self, shares: Iterable[Tensor]) -> float:
+        """The loss from this process's shares of it, in float64."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return float(self.summed(torch.stack([zero, *shares]).sum()))
+        return float(self.summed(torch.stack([zero, *(share.double() for share in shares)]).sum()))
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place."""

@@ -62,6 +62,12 @@ def fixed_batches(
     return batches, prompts
 
 
+def prompt_numbers(pairs: Iterable[tuple[int, PreferencePair]]) -> Prompts:
+    """Number of each pair's prompt in the order in which prompts first come, from pairs with their `pair_index`."""
+    numbers: dict[str, int] = {}
+    return {index: numbers.setdefault(pair.prompt_id, len(numbers)) for index, pair in pairs}
+
+
 def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
     """Number of each pair's prompt, in the order of the batches; None where the prompts are not known."""
     if prompts is None:
@@ -84,9 +90,8 @@ def _of_pairs(
         return [], {}
     tokens = tokenize_pairs(pairs, model.renderer, None)
     collator = pair_collator(tokens, pairs, model.renderer.pad_token_id, prefix_sharing=False)
-    numbers: dict[str, int] = {}
-    prompts = {index: numbers.setdefault(pair.prompt_id, len(numbers)) for index, pair in enumerate(pairs)}
-    return [collator(batch) for batch in collator.micro_batches(np.arange(len(tokens)), token_budget)], prompts
+    batches = [collator(batch) for batch in collator.micro_batches(np.arange(len(tokens)), token_budget)]
+    return batches, prompt_numbers(enumerate(pairs))
 
 
 def _of_loader(source: PairSource) -> list[AnyPairBatch]:

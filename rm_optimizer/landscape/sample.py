@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.landscape.identity import pairs_digest, weights_digest
 from rm_optimizer.landscape.objective import PairObjective, measuring
+from rm_optimizer.landscape.pairs_input import Prompts, prompt_numbers
 from rm_optimizer.landscape.parameters import TRAINABLE
 from rm_optimizer.schema import LossConfig
 
@@ -28,13 +29,13 @@ class PairSample:
 
     Args:
         batches: the pairs, each in one micro-batch.
-        prompts: number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent.
+        prompts: of the pairs.
         seed: of the draw.
         fingerprint: digest of the pairs as the loss sees them.
     """
 
     batches: tuple[AnyPairBatch, ...]
-    prompts: Mapping[int, int]
+    prompts: Prompts
     seed: int
     fingerprint: str
 
@@ -81,8 +82,7 @@ def draw_pairs(
     drawn = random_positions(len(tokenized), num_pairs, seed)
     batches = collator.micro_batches(drawn, token_budget)
     chosen = sorted(int(tokenized.pair_index[position]) for position in drawn)
-    numbers: dict[str, int] = {}
-    prompts = {index: numbers.setdefault(pairs[index].prompt_id, len(numbers)) for index in chosen}
+    prompts = prompt_numbers((index, pairs[index]) for index in chosen)
     collated = tuple(map(collator, batches))
     return PairSample(collated, prompts, seed, pairs_digest(collated))
 

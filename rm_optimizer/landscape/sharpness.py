@@ -67,6 +67,6 @@ def loss_at(objective: PairObjective, displacement: Tensor) -> float:
         f"reward_model.{name}": parameter + part
         for name, parameter, part in zip(objective.subset.names, objective.parameters, parts, strict=True)
     }
-    shares = [objective.share(functional_call(module, moved, (batch,)), batch).double() for batch in objective.batches]
-    zero = torch.zeros((), dtype=torch.float64, device=objective.device)
-    return float(objective.summed(torch.stack([zero, *shares]).sum()))
+    return objective.summed_shares(
+        objective.share(functional_call(module, moved, (batch,)), batch) for batch in objective.batches
+    )

@@ -201,11 +201,8 @@ def _by_lanczos(
     start: Tensor | None,
     on_iteration: Callable[[Progress], None] | None,
 ) -> Solution:
-    identity = f"{identity_of(operator.objective)} {getattr(operator, 'curvature', 'hessian')} {seed}"
     file = options.state_file
-    resumed = file is not None and file.exists()
-    state = KrylovState.load(file, identity=identity, device=operator.device) if file and resumed else KrylovState()
-    state.identity = identity
+    state = KrylovState() if file is None else _kept_state(operator, file, seed)
 
     def after(progress: Progress) -> None:
         if file is not None and state.num_products % SAVE_EVERY == 0:
@@ -236,6 +233,14 @@ def _by_lanczos(
     if file is not None:
         state.save(file)
     return Solution(pairs)
+
+
+def _kept_state(operator: LossOperator, file: Path, seed: int) -> KrylovState:
+    """The state in the file, or a new one that may be kept there."""
+    identity = f"{identity_of(operator.objective)} {getattr(operator, 'curvature', 'hessian')} {seed}"
+    if file.exists():
+        return KrylovState.load(file, identity=identity, device=operator.device)
+    return KrylovState(identity=identity)
 
 
 def _exact(value: float, objective: PairObjective) -> Estimate:
