@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.products import KeptGraph, ProductName, choose_product
+from rm_optimizer.landscape.products import ProductName, choose_product
 
 VECTORS_AT_ONCE = 4
 """Rows that are multiplied together: they share what is computed once, and memory grows with them."""
@@ -73,8 +73,7 @@ class _LossOperator(ABC):
     def _local(self, vectors: Tensor) -> Tensor:
         """The products with the part of the matrix that this process's pairs give."""
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - most hold nothing
         """Give back the memory that the next product can build again."""
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
@@ -90,7 +89,7 @@ class _LossOperator(ABC):
             products.append(self.objective.summed(self._local(part)))
             self.num_products += len(part)
             self.on_product(self.num_products)
-        return self.objective.checked(torch.cat(products))
+        return self.objective.checked(torch.cat(products) if len(products) > 1 else products[0])
 
 
 class HessianOperator(_LossOperator):
@@ -115,8 +114,7 @@ class HessianOperator(_LossOperator):
 
     def release(self) -> None:
         """Give back the memory of kept graphs, which the next product builds again."""
-        if isinstance(self.choice.product, KeptGraph):
-            self.choice.product.release()
+        self.choice.product.release()
 
     def _local(self, vectors: Tensor) -> Tensor:
         return self.choice.product(vectors)
@@ -132,34 +130,20 @@ class OutputOperator(_LossOperator):
     Args:
         objective: the loss.
         curvature: which of the two.
-        keep_graph: keep the graphs of all micro-batches from the first product on; takes memory.
     """
 
-    def __init__(self, objective: PairObjective, curvature: OutputCurvature, *, keep_graph: bool = False) -> None:
+    def __init__(self, objective: PairObjective, curvature: OutputCurvature) -> None:
         super().__init__(objective)
         self.curvature = curvature
-        self._kept: list[_RewardGraph] | None = [] if keep_graph else None
-
-    def release(self) -> None:
-        """Give back the memory of kept graphs, which the next product builds again."""
-        if self._kept is not None:
-            self._kept = []
 
     def _local(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
-        for index, batch in enumerate(self.objective.batches):
-            graph = self._graph(index, batch)
+        for batch in self.objective.batches:
+            graph = _RewardGraph(self.objective, batch, self.curvature)
             for row, vector in enumerate(vectors):
                 tangent = graph.push(vector)
                 total[row] += graph.pull(apply_blocks(graph.blocks, tangent))
         return total
-
-    def _graph(self, index: int, batch: AnyPairBatch) -> _RewardGraph:
-        if self._kept is None:
-            return _RewardGraph(self.objective, batch, self.curvature)
-        if index == len(self._kept):
-            self._kept.append(_RewardGraph(self.objective, batch, self.curvature))
-        return self._kept[index]
 
 
 class _RewardGraph:

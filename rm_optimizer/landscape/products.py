@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -26,17 +27,6 @@ TRIAL_TOKENS = 1024
 """Tokens of the micro-batch that the ways are tried on, at least."""
 
 
-class Product(Protocol):
-    """Multiplies this process's part of the Hessian with vectors."""
-
-    @property
-    def name(self) -> str:
-        """One of `ProductName`, short of `auto`."""
-
-    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
-        """The products, in the order of the vectors."""
-
-
 _GradientGraph: TypeAlias = dict[int, GradientEdge]
 """Where the graph of a gradient ends, by position of the parameter; parts that no weight changes have no graph."""
 
@@ -47,7 +37,29 @@ def _gradient_graph(objective: PairObjective, batch: AnyPairBatch) -> _GradientG
     return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
 
 
-class ReverseOverReverse:
+class Way(ABC):
+    """A way to multiply, and the loss whose Hessian it is."""
+
+    name: ClassVar[str]
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+
+    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The products, in the order of the vectors."""
+        return self.over(self.objective.batches, vectors)
+
+    @abstractmethod
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
+
+    def release(self) -> None:  # noqa: B027 - most ways hold nothing
+        """Give back the memory that the next product can build again."""
+
+
+class ReverseOverReverse(Way):
     """Gradient of `g(θ) · v`, with the graph of the gradient `g` built anew in every call (Pearlmutter, 1994).
 
     Holds one micro-batch's graph at a time. A block of vectors shares it.
@@ -55,45 +67,46 @@ class ReverseOverReverse:
 
     name = "reverse"
 
-    def __init__(self, objective: PairObjective) -> None:
-        self.objective = objective
-
-    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
-        """The products, in the order of the vectors."""
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
         sums = _Sums(self.objective, vectors)
-        for batch in self.objective.batches:
+        for batch in batches:
             sums.add(_gradient_graph(self.objective, batch), keep=False)
-        return sums.total()
+        return sums.total
 
 
-class KeptGraph:
-    """Reverse-over-reverse with the graphs of all micro-batches' gradients kept from the first call on."""
+class KeptGraph(Way):
+    """Reverse-over-reverse with the graph of each micro-batch's gradient kept from its first product on."""
 
     name = "kept_graph"
 
     def __init__(self, objective: PairObjective) -> None:
-        self.objective = objective
-        self._graphs: list[_GradientGraph] | None = None
+        super().__init__(objective)
+        self._graphs: dict[int, _GradientGraph] = {}
 
-    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
-        """The products, in the order of the vectors."""
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
         sums = _Sums(self.objective, vectors)
-        for graph in self.build():
-            sums.add(graph, keep=True)
-        return sums.total()
+        for batch in batches:
+            sums.add(self.graph(batch), keep=True)
+        return sums.total
 
-    def build(self) -> list[_GradientGraph]:
-        """The graphs of the micro-batches' gradients."""
-        if self._graphs is None:
-            self._graphs = [_gradient_graph(self.objective, batch) for batch in self.objective.batches]
-        return self._graphs
+    def graph(self, batch: AnyPairBatch) -> _GradientGraph:
+        """The graph of the gradient of one of the objective's micro-batches."""
+        if id(batch) not in self._graphs:
+            self._graphs[id(batch)] = _gradient_graph(self.objective, batch)
+        return self._graphs[id(batch)]
 
     def release(self) -> None:
         """Give the graphs' memory back; the next product builds them again."""
-        self._graphs = None
+        self._graphs.clear()
 
 
-class ForwardOverReverse:
+class ForwardOverReverse(Way):
     """Directional derivative of the gradient, for several directions in one pass.
 
     Needs forward derivatives of every operation of the backward pass, which not all models have.
@@ -102,16 +115,18 @@ class ForwardOverReverse:
     name = "forward"
 
     def __init__(self, objective: PairObjective) -> None:
-        self.objective = objective
+        super().__init__(objective)
         load_forward_rules()
         self._rewards = RewardsModule(objective.model)
         names = [f"reward_model.{name}" for name in objective.subset.names]
         self._point = {name: p.detach() for name, p in zip(names, objective.parameters, strict=True)}
 
-    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
-        """The products, in the order of the vectors."""
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
         total = torch.zeros_like(vectors)
-        for batch in self.objective.batches:
+        for batch in batches:
             total += self._products(batch, vectors)
         return total
 
@@ -140,13 +155,12 @@ class ProductChoice:
         reason: why, in words.
     """
 
-    product: Product
+    product: Way
     gradients_per_product: dict[str, float] = field(default_factory=dict)
     graph_bytes: int = 0
     reason: str = "asked for"
 
 
-Way: TypeAlias = KeptGraph | ReverseOverReverse | ForwardOverReverse
 WAYS: dict[str, type[Way]] = {way.name: way for way in (KeptGraph, ReverseOverReverse, ForwardOverReverse)}
 
 
@@ -174,46 +188,47 @@ def choose_product(
 
 def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> ProductChoice:
     trial = _trial(objective)
-    trial.gradient()
-    gradient_seconds = _seconds(trial.gradient, objective.device)
-    kept = KeptGraph(trial)
-    needed = graph_bytes(objective, kept)
+    objective.batch_gradient(trial)
+    gradient_seconds = _seconds(lambda: objective.batch_gradient(trial), objective.device)
+    kept = KeptGraph(objective)
+    needed = graph_bytes(kept, trial)
     free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     fits = needed <= free
     failures: list[str] = []
-    costs = _cost(kept, gradient_seconds, failures) if fits else {}
-    del kept
+    costs = _cost(kept, trial, gradient_seconds, failures) if fits else {}
+    ways: list[Way] = [kept]
     if not costs:  # beside kept graphs nothing needs to be tried: the others take half as many operations again
-        for way in (ReverseOverReverse(trial), ForwardOverReverse(trial)):
-            costs |= _cost(way, gradient_seconds, failures)
+        kept.release()
+        ways = [ReverseOverReverse(objective), ForwardOverReverse(objective)]
+        for way in ways:
+            costs |= _cost(way, trial, gradient_seconds, failures)
     if not costs:
         raise ConfigError(
             f"{type(objective.model.model).__name__} cannot be differentiated twice here ({failures[0]}); "
             "use method=gauss_newton_exact, which needs first derivatives alone, or fewer pairs if memory ran out"
         )
-    best = min(costs, key=costs.__getitem__)
+    best = min((way for way in ways if way.name in costs), key=lambda way: costs[way.name])
     note = "fit" if fits else "do not fit"
     tried = ", ".join(f"{way} {cost:.2g}" for way, cost in costs.items())
     reason = f"graphs of {needed / 1e9:.1f} GB {note} into memory; tried, in gradients a product: {tried}"
-    return ProductChoice(WAYS[best](objective), costs, needed, reason)
+    return ProductChoice(best, costs, needed, reason)
 
 
-def _trial(objective: PairObjective) -> PairObjective:
-    """The same loss on one micro-batch: the smallest whose cost is its tokens', not the calls'."""
+def _trial(objective: PairObjective) -> AnyPairBatch:
+    """The micro-batch to try ways on: the smallest whose cost is its tokens', not the calls'."""
     batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
-    chosen = next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
-    return PairObjective(objective.model, [chosen], objective.loss, objective.subset, group=None)
+    return next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
 
 
-def _cost(product: Way, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
+def _cost(way: Way, trial: AnyPairBatch, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
     """A product's cost in gradients, by its name; nothing but a line of `failures` where it cannot be computed."""
-    objective = product.objective
+    objective = way.objective
     vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
     try:
-        product(vector)
-        return {product.name: _seconds(lambda: product(vector), objective.device) / gradient_seconds}
+        way.over([trial], vector)
+        return {way.name: _seconds(lambda: way.over([trial], vector), objective.device) / gradient_seconds}
     except RuntimeError as error:  # an operation that autograd cannot differentiate so, or no memory
-        failures.append(f"{product.name}: {error}".splitlines()[0])
+        failures.append(f"{way.name}: {error}".splitlines()[0])
         return {}
 
 
@@ -230,13 +245,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def graph_bytes(objective: PairObjective, kept: KeptGraph) -> int:
+def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
     """Memory that the graphs of all gradients take, from the tensors that one saves, with a quarter to spare.
 
     Args:
-        objective: the loss.
-        kept: of one micro-batch of it, whose graph is built here.
+        kept: holds no graph of the micro-batch yet.
+        trial: the micro-batch whose graph is built here.
     """
+    objective = kept.objective
     sizes: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -245,11 +261,11 @@ def graph_bytes(objective: PairObjective, kept: KeptGraph) -> int:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        kept.build()
+        kept.graph(trial)
     weights = {parameter.untyped_storage().data_ptr() for parameter in objective.model.parameters()}
     saved = sum(size for address, size in sizes.items() if address not in weights)
     tokens = sum(batch.num_padded_tokens for batch in objective.batches)
-    return int(1.25 * saved * tokens / sum(batch.num_padded_tokens for batch in kept.objective.batches))
+    return int(1.25 * saved * tokens / trial.num_padded_tokens)
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -263,28 +279,27 @@ def _free_bytes(device: torch.device) -> float:
 
 
 class _Sums:
-    """Products of the vectors summed over micro-batches, by parameter: one flat copy at the end, not one a batch."""
+    """Products of the vectors summed over micro-batches; nothing of the parameters' size is copied."""
 
     def __init__(self, objective: PairObjective, vectors: Float[Tensor, "vectors parameters"]) -> None:
         self.objective = objective
-        self.vectors = [objective.subset.unflatten(vector) for vector in vectors]
-        self._sums = [[torch.zeros_like(parameter) for parameter in objective.parameters] for _ in vectors]
+        self.total = vectors.new_zeros(vectors.shape)
+        self._rows = [
+            (objective.subset.unflatten(v), objective.subset.unflatten(t))
+            for v, t in zip(vectors, self.total, strict=True)
+        ]
 
     def add(self, graph: _GradientGraph, *, keep: bool) -> None:
         """Add the products of one micro-batch's Hessian."""
         if not graph:
             return
-        for row, (parts, sums) in enumerate(zip(self.vectors, self._sums, strict=True)):
+        for row, (parts, sums) in enumerate(self._rows):
             products = torch.autograd.grad(
                 list(graph.values()),
                 self.objective.parameters,
                 [parts[index] for index in graph],
-                retain_graph=keep or row + 1 < len(self.vectors),
+                retain_graph=keep or row + 1 < len(self._rows),
                 allow_unused=True,
                 materialize_grads=True,
             )
             torch._foreach_add_(sums, products)
-
-    def total(self) -> Float[Tensor, "vectors parameters"]:
-        """The sums."""
-        return torch.stack([self.objective.subset.flatten(sums) for sums in self._sums])

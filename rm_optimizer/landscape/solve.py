@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -24,6 +24,7 @@ from rm_optimizer.landscape.operators import HessianOperator, OutputCurvature, O
 from rm_optimizer.landscape.power import power_iteration
 from rm_optimizer.landscape.products import ProductName
 from rm_optimizer.landscape.pyhessian_method import pyhessian_eigenpairs
+from rm_optimizer.landscape.support import SupportedOperator, support_of
 from rm_optimizer.landscape.trace import TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
@@ -202,7 +203,12 @@ def _by_lanczos(
     on_iteration: Callable[[Progress], None] | None,
 ) -> Solution:
     file = options.state_file
-    state = KrylovState() if file is None else _kept_state(operator, file, seed)
+    support = support_of(operator.objective, num_more=2 * top_k)
+    matrix = SupportedOperator(operator, support)
+    state = KrylovState() if file is None else _kept_state(operator, support.dimension, file, seed)
+
+    def widened(pairs: Eigenpairs) -> Eigenpairs:
+        return replace(pairs, vectors=support.widen(pairs.vectors))
 
     def after(progress: Progress) -> None:
         if file is not None and state.num_products % SAVE_EVERY == 0:
@@ -212,13 +218,13 @@ def _by_lanczos(
 
     try:
         pairs = lanczos(
-            operator,
+            matrix,
             top_k,
             which=options.which,
             tolerance=options.tolerance,
             max_products=options.max_products,
             seed=seed,
-            start=start,
+            start=None if start is None else support.narrow(start),
             state=state,
             on_iteration=after,
             on_done=operator.release,
@@ -228,16 +234,17 @@ def _by_lanczos(
             raise
         if file is not None and state.can_continue:
             state.save(file)
-        found = eigenpairs_so_far(operator, state, top_k, options.which, options.tolerance)
-        return Solution(found, is_interrupted=True)
+        found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
+        return Solution(widened(found), is_interrupted=True)
     if file is not None:
         state.save(file)
-    return Solution(pairs)
+    return Solution(widened(pairs))
 
 
-def _kept_state(operator: LossOperator, file: Path, seed: int) -> KrylovState:
+def _kept_state(operator: LossOperator, dimension: int, file: Path, seed: int) -> KrylovState:
     """The state in the file, or a new one that may be kept there."""
-    identity = f"{identity_of(operator.objective)} {getattr(operator, 'curvature', 'hessian')} {seed}"
+    curvature = getattr(operator, "curvature", "hessian")
+    identity = f"{identity_of(operator.objective)} {curvature} {dimension} {seed}"
     if file.exists():
         return KrylovState.load(file, identity=identity, device=operator.device)
     return KrylovState(identity=identity)
