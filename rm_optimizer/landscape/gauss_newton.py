@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import OutputCurvature
 from rm_optimizer.landscape.pair_gradients import curvature_rows
-from rm_optimizer.landscape.vectors import inner_products, unit
+from rm_optimizer.landscape.vectors import gram_matrix, unit
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def gauss_newton_exact(
     rows = _Rows(objective, curvature, memory_bytes)
     gram = torch.zeros(rows.count, rows.count, dtype=torch.float64)
     for block in rows:
-        gram += inner_products([block])
+        gram += gram_matrix([block])
     objective.checked(gram)
     values, small = torch.linalg.eigh(gram)
     values, small = values.flip(0).clamp(min=0), small.flip(1)

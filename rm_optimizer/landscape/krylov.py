@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rm_optimizer.core.files import write_text
 from rm_optimizer.errors import CheckpointError
-from rm_optimizer.landscape.vectors import inner, length, products
+from rm_optimizer.landscape.vectors import inner, length, pairwise_inner
 
 _ROWS_OF_A_BLOCK = 8
 _MUCH = 2**-0.5
@@ -63,7 +63,7 @@ class OrthonormalBasis:
         for _ in range(2):
             before = length(vector)
             for rows in self.rows():
-                along = products(rows, vector[None])[:, 0].to(vector.dtype)
+                along = pairwise_inner(rows, vector[None])[:, 0].to(vector.dtype)
                 vector = vector.addmv(rows.T, along, alpha=-1)
             if length(vector) > _MUCH * before:
                 break

@@ -10,7 +10,7 @@ from rm_optimizer.landscape.combined import DeflatedOperator
 from rm_optimizer.landscape.lanczos import Eigenpairs, rounding
 from rm_optimizer.landscape.operators import SymmetricOperator
 from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.vectors import inner, length, orthogonality_loss, products, unit
+from rm_optimizer.landscape.vectors import inner, length, orthogonality_loss, pairwise_inner, unit
 
 
 def power_iteration(
@@ -43,7 +43,7 @@ def power_iteration(
         vector, image, num_products = _dominant(rest, random.normals(1), tolerance, max_products // top_k)
         spent += num_products
         vectors, images = torch.cat([vectors, vector]), torch.cat([images, image])
-    small = products(vectors, images).cpu()
+    small = pairwise_inner(vectors, images).cpu()
     ascending, turn = torch.linalg.eigh((small + small.T) / 2)
     values, turn = ascending.flip(0), turn.T.flip(0).to(vectors)
     vectors, images = turn @ vectors, turn @ images

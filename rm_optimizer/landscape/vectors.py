@@ -34,21 +34,27 @@ def unit(vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
 
 def orthogonality_loss(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> float:
     """Largest entry of `Q Q^T - I` in magnitude, `Q` being the rows of the blocks."""
-    products = inner_products(blocks)
-    return float((products - torch.eye(len(products), dtype=torch.float64)).abs().max())
+    gram = gram_matrix(blocks)
+    return float((gram - torch.eye(len(gram), dtype=torch.float64)).abs().max())
 
 
-def inner_products(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> Float[Tensor, "vectors vectors"]:
+def gram_matrix(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> Float[Tensor, "vectors vectors"]:
     """All inner products of the rows of the blocks, in float64 on the CPU; no copy of the rows is made.
 
     Args:
         blocks: the vectors, some to a block, in order.
     """
-    rows = [torch.cat([products(left, right) for right in blocks], dim=1) for left in blocks]
-    return torch.cat(rows).cpu()
+    ends = torch.tensor([0, *(len(block) for block in blocks)]).cumsum(dim=0).tolist()
+    gram = torch.zeros(ends[-1], ends[-1], dtype=torch.float64)
+    for i, left in enumerate(blocks):
+        for j, right in enumerate(blocks[: i + 1]):
+            part = pairwise_inner(left, right).cpu()
+            gram[ends[i] : ends[i + 1], ends[j] : ends[j + 1]] = part
+            gram[ends[j] : ends[j + 1], ends[i] : ends[i + 1]] = part.T
+    return gram
 
 
-def products(
+def pairwise_inner(
     left: Float[Tensor, "left parameters"], right: Float[Tensor, "right parameters"]
 ) -> Float[Tensor, "left right"]:
     """`left right^T` in float64, where runs of entries are added up in the vectors' own type."""

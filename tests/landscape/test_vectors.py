@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rm_optimizer.landscape.lanczos import lanczos
 from rm_optimizer.landscape.power import power_iteration
-from rm_optimizer.landscape.vectors import inner, inner_products, length, unit
+from rm_optimizer.landscape.vectors import gram_matrix, inner, length, unit
 
 MANY = 4_000_000  # where float32 terms added one after another lose 1e-4
 
@@ -21,7 +21,7 @@ def test_lengths_and_products_are_those_of_float64() -> None:
     assert float(unit(left).double().norm()) == pytest.approx(1, rel=1e-6)
     assert not unit(torch.zeros(3)).any()
     both = torch.stack([left, right]).double()
-    assert torch.allclose(inner_products([left[None], right[None]]), both @ both.T, rtol=2e-6)
+    assert torch.allclose(gram_matrix([left[None], right[None]]), both @ both.T, rtol=2e-6)
 
 
 class Diagonal:
