@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytorch_lightning as pl
-from landscape_subjects import fitting, load_pairs, some
+from landscape_subjects import load_pairs, trained
 
 from rm_optimizer.core.batching import AnyPairBatch
 from rm_optimizer.core.curvature import CurvatureReading
@@ -25,15 +25,15 @@ from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.observers import Observers
 
+LEARNING_RATE = 5e-5
 EVERY = 50
 """Steps between two measurements that the share of training time is given for."""
 
 
 def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
-    """The largest eigenvalues with their residuals, and the time they took."""
+    """The largest eigenvalues with their residuals after `--steps` steps of training, and the time they took."""
     model = BradleyTerryRM.from_pretrained(args.minilm, max_length=512)
-    batches = some(fitting(model, load_pairs(args), args.max_length, args.num_pairs), args.num_pairs)
-    tokens = sum(batch.num_padded_tokens for batch in batches)
+    subject = trained(args, "minilm", model, load_pairs(args), learning_rate=LEARNING_RATE)
     began = time.process_time()
 
     def show(progress: Progress) -> None:
@@ -41,10 +41,10 @@ def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
         print(f"  {progress.num_products} products, {time.process_time() - began:.0f} s: {done}", flush=True)
 
     found = HessianAnalyzer(model).compute_spectrum(
-        batches, top_k=2 * args.top_k, options=SpectrumOptions(which="largest"), on_iteration=show
+        subject.batches, top_k=2 * args.top_k, options=SpectrumOptions(which="largest"), on_iteration=show
     )
     cpu_seconds = time.process_time() - began
-    print(f"{found.num_parameters:,} parameters, {found.num_pairs} pairs, {tokens:,} padded tokens, by {found.product}")
+    print(f"  {found.product_reason}")
     for number, (value, residual) in enumerate(zip(found.eigenvalues, found.residuals, strict=True), 1):
         print(f"  {number:2d}  {value:.5g}  residual {residual:.1e}")
     return {

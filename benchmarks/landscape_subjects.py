@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,8 @@ class Subject:
     measured: PairCollator
     batches: list[AnyPairBatch]
     macro: MacroBatches
-    optimizer: torch.optim.Optimizer = field(init=False)
+    optimizer: torch.optim.Optimizer
     step: int = 0
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def train(self, until: int) -> None:
         """Train to that step."""
@@ -109,15 +106,23 @@ def prepare(args: argparse.Namespace, name: str, hidden: int | None = None) -> S
         "max_position_embeddings": 512,
     }
     model = BradleyTerryRM.from_config(shape, tokenizer, max_length=512, seed=0)
+    return trained(args, name, model, dataset, learning_rate=LEARNING_RATE)
+
+
+def trained(
+    args: argparse.Namespace, name: str, model: BradleyTerryRM, dataset: PreferenceDataset, *, learning_rate: float
+) -> Subject:
+    """The model after `--steps` steps, and the pairs to measure it on."""
     measured = fitting(model, dataset, args.max_length, args.num_pairs)
-    trained = fitting(model, dataset, max(args.train_length, args.max_length), BATCH_SIZE)
-    macro = MacroBatches(trained, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
-    subject = Subject(name, model, measured, some(measured, args.num_pairs), macro)
+    pairs = fitting(model, dataset, max(args.train_length, args.max_length), BATCH_SIZE)
+    macro = MacroBatches(pairs, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    subject = Subject(name, model, measured, some(measured, args.num_pairs), macro, optimizer)
     subject.train(args.steps)
     tokens = sum(batch.num_padded_tokens for batch in subject.batches)
     count = sum(p.numel() for p in model.parameters())
     print(
-        f"{name}: {count:,} parameters trained on {len(trained.tokenized):,} pairs; measured on "
+        f"{name}: {count:,} parameters trained on {len(pairs.tokenized):,} pairs; measured on "
         f"{sum(b.num_pairs for b in subject.batches)}, {tokens:,} padded tokens",
         flush=True,
     )
