@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +118,10 @@ def analyze(options: AnalyzeConfig) -> Path:
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
 
     folder, kind = Path(options.output_dir), options.landscape.type
-    _warn_of_ignored(options.landscape)
+    used = replace(options, landscape=_warn_of_ignored(options.landscape))
     try:
         with _progress(options.progress) as on_progress:
-            finding = _measured(options, folder, on_progress)
+            finding = _measured(used, folder, on_progress)
     except KeyboardInterrupt:
         raise Interrupted("stopped before there was a result to write; the same command starts again") from None
     _record(options, folder)
@@ -139,12 +139,14 @@ def analyze(options: AnalyzeConfig) -> Path:
     return folder
 
 
-def _warn_of_ignored(config: LandscapeConfig) -> None:
-    from rm_optimizer.schema.landscape import ignored_options
+def _warn_of_ignored(config: LandscapeConfig) -> LandscapeConfig:
+    """The options without those that are not used, of which it warns."""
+    from rm_optimizer.schema.landscape import ignored_options, without_ignored
 
     ignored = ignored_options(config)
     if ignored:
-        log.warning("landscape=%s (method=%s) ignores %s; leave it out", config.type, config.method, ", ".join(ignored))
+        log.warning("landscape=%s (method=%s) does not use %s", config.type, config.method, ", ".join(ignored))
+    return without_ignored(config)
 
 
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> Finding[Any]:

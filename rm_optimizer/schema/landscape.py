@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -134,6 +134,16 @@ def ignored_options(config: LandscapeConfig) -> list[str]:
         >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, method=SpectrumMethod.full, top_k=7))
         ['landscape.method=full', 'landscape.top_k=7']
     """
+    return [f"landscape.{name}={getattr(config, name)}" for name in _unread_defaults(config)]
+
+
+def without_ignored(config: LandscapeConfig) -> LandscapeConfig:
+    """The same options with those of `ignored_options` at their defaults."""
+    return replace(config, **_unread_defaults(config))
+
+
+def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
+    """Defaults of what is not read and differs from them."""
     read = _ALWAYS_READ | _READ_BY_TYPE[config.type]
     if config.type in _SPECTRA:
         read -= _UNREAD_BY_METHOD.get(config.method, frozenset())
@@ -141,9 +151,8 @@ def ignored_options(config: LandscapeConfig) -> list[str]:
         read -= {"num_sampled"}
     if "directions" in read and config.directions == DirectionKind.eigenvectors:
         read |= _SOLVER
-    values = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in read}
-    defaults = {item.name: item.default for item in fields(config)}
-    return [f"landscape.{name}={value}" for name, value in values.items() if value != defaults[name]]
+    defaults = {item.name: item.default for item in fields(config) if item.name not in read}
+    return {name: default for name, default in defaults.items() if getattr(config, name) != default}
 
 
 _SPECTRA = (AnalysisType.hessian, AnalysisType.gauss_newton, AnalysisType.density)

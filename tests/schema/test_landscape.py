@@ -12,7 +12,7 @@ from rm_optimizer.analyze import completed
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, config_root
 from rm_optimizer.schema.command_line import checked
-from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ignored_options
+from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ignored_options, without_ignored
 from rm_optimizer.schema.recall import recalled, run_folder_of
 
 
@@ -71,8 +71,9 @@ def test_no_preset_sets_what_its_type_ignores(kind):
     ids=lambda value: "" if not value else value[-1],
 )
 def test_what_a_type_or_its_method_ignores_is_named(options, ignored):
-    found = ignored_options(composed("checkpoint=a", *options).landscape)
-    assert set(found) == {f"landscape.{option}" for option in ignored}
+    config = composed("checkpoint=a", *options).landscape
+    assert set(ignored_options(config)) == {f"landscape.{option}" for option in ignored}
+    assert ignored_options(without_ignored(config)) == []
 
 
 def test_what_the_user_says_wins(run_folder):
