@@ -105,6 +105,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-pairs", type=int, default=64, help="pairs that the loss is averaged over")
     parser.add_argument("--max-length", type=int, default=64, help="tokens of the longest pair that is taken")
     parser.add_argument("--train-length", type=int, default=128, help="tokens of the longest pair that is trained on")
+    parser.add_argument("--token-budget", type=int, default=2048, help="tokens of a micro-batch, padding included")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size; fewer for a quick look")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300, help="training steps before the measurement")
@@ -294,7 +295,7 @@ def measure_growth(args: argparse.Namespace, subject: Subject) -> Results:
     for k in (args.top_k // 2, args.top_k, 2 * args.top_k):
         results |= cost(f"k_{k}", subject, k)
     for count in (args.num_pairs // 4, args.num_pairs // 2):
-        part = replace(subject, batches=some(subject.measured, count))
+        part = replace(subject, batches=some(subject.measured, count, args.token_budget))
         results |= cost(f"pairs_{count}", part, args.top_k)
     whole = results[f"seconds_per_product_k_{args.top_k}"]
     results["growth_exponent_pairs"] = math.log2(whole / results[f"seconds_per_product_pairs_{args.num_pairs // 2}"])

@@ -28,7 +28,6 @@ SHAPES = {"encoder": ("bert", 4.0), "decoder": ("llama", 2.6875)}
 VOCABULARY = 8192
 BATCH_SIZE, LEARNING_RATE = 16, 3e-4
 SYNTHETIC_PAIRS = 2048
-TOKEN_BUDGET = 2048
 
 
 @dataclass
@@ -78,10 +77,10 @@ def fitting(model: BradleyTerryRM, dataset: PreferenceDataset, max_length: int, 
     return PairCollator(tokenize_pairs(pairs, model.renderer, None), pairs, model.renderer.pad_token_id)
 
 
-def some(collator: PairCollator, count: int) -> list[AnyPairBatch]:
+def some(collator: PairCollator, count: int, token_budget: int) -> list[AnyPairBatch]:
     """The first pairs in micro-batches."""
     positions = np.arange(min(count, len(collator.tokenized)))
-    return [collator(batch) for batch in collator.micro_batches(positions, TOKEN_BUDGET)]
+    return [collator(batch) for batch in collator.micro_batches(positions, token_budget)]
 
 
 def load_pairs(args: argparse.Namespace) -> PreferenceDataset:
@@ -115,9 +114,9 @@ def trained(
     """The model after `--steps` steps, and the pairs to measure it on."""
     measured = fitting(model, dataset, args.max_length, args.num_pairs)
     pairs = fitting(model, dataset, max(args.train_length, args.max_length), BATCH_SIZE)
-    macro = MacroBatches(pairs, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
+    macro = MacroBatches(pairs, batch_size=BATCH_SIZE, micro_token_budget=args.token_budget, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    subject = Subject(name, model, measured, some(measured, args.num_pairs), macro, optimizer)
+    subject = Subject(name, model, measured, some(measured, args.num_pairs, args.token_budget), macro, optimizer)
     subject.train(args.steps)
     tokens = sum(batch.num_padded_tokens for batch in subject.batches)
     count = sum(p.numel() for p in model.parameters())

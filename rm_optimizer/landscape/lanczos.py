@@ -48,7 +48,7 @@ class Eigenpairs:
     Args:
         values: descending.
         vectors: unit vectors, one row for each value.
-        residuals: `||A v - lambda v||`; some eigenvalue lies within it.
+        residuals: `||A v - lambda v||`, with `rounding` where it is not computed anew; some eigenvalue lies within it.
         error_bounds: how far each value may be off: by the solver, and by `rounding`.
         converged: whether the solver's part of each is within the tolerance asked for.
         num_products: products spent.
@@ -280,11 +280,12 @@ def _eigenpairs(operator: SymmetricOperator, state: KrylovState, ritz: _Ritz, to
     selected = ritz.selected
     weights = torch.zeros(len(selected), len(state.basis), dtype=torch.float64)
     weights[:, : len(ritz.values)] = torch.from_numpy(ritz.vectors[:, selected].T.copy())
+    rounded = rounding(operator.dtype, ritz.values)
     return Eigenpairs(
         values=torch.from_numpy(ritz.values[selected].copy()),
         vectors=state.basis.combine(weights),
-        residuals=torch.from_numpy(ritz.residuals[selected].copy()),
-        error_bounds=torch.from_numpy(ritz.errors[selected] + rounding(operator.dtype, ritz.values)),
+        residuals=torch.from_numpy(ritz.residuals[selected] + rounded),
+        error_bounds=torch.from_numpy(ritz.errors[selected] + rounded),
         converged=tuple((ritz.relative[selected] <= tolerance).tolist()),
         num_products=state.num_products,
         orthogonality_loss=orthogonality_loss(state.basis.rows()),

@@ -74,7 +74,7 @@ class ReverseOverReverse(Way):
         sums = _Sums(self.objective, vectors)
         for batch in batches:
             sums.add(_gradient_graph(self.objective, batch), keep=False)
-        return sums.total
+        return sums.total()
 
 
 class KeptGraph(Way):
@@ -93,7 +93,7 @@ class KeptGraph(Way):
         sums = _Sums(self.objective, vectors)
         for batch in batches:
             sums.add(self.graph(batch), keep=True)
-        return sums.total
+        return sums.total()
 
     def graph(self, batch: AnyPairBatch) -> _GradientGraph:
         """The graph of the gradient of one of the objective's micro-batches."""
@@ -279,27 +279,30 @@ def _free_bytes(device: torch.device) -> float:
 
 
 class _Sums:
-    """Products of the vectors summed over micro-batches; nothing of the parameters' size is copied."""
+    """Products of the vectors, summed over micro-batches."""
 
     def __init__(self, objective: PairObjective, vectors: Float[Tensor, "vectors parameters"]) -> None:
         self.objective = objective
-        self.total = vectors.new_zeros(vectors.shape)
-        self._rows = [
-            (objective.subset.unflatten(v), objective.subset.unflatten(t))
-            for v, t in zip(vectors, self.total, strict=True)
-        ]
+        self._vectors = [objective.subset.unflatten(vector) for vector in vectors]
+        self._sums: list[tuple[Tensor, ...]] = [()] * len(vectors)
 
     def add(self, graph: _GradientGraph, *, keep: bool) -> None:
         """Add the products of one micro-batch's Hessian."""
         if not graph:
             return
-        for row, (parts, sums) in enumerate(self._rows):
+        for row, parts in enumerate(self._vectors):
             products = torch.autograd.grad(
                 list(graph.values()),
                 self.objective.parameters,
                 [parts[index] for index in graph],
-                retain_graph=keep or row + 1 < len(self._rows),
+                retain_graph=keep or row + 1 < len(self._vectors),
                 allow_unused=True,
                 materialize_grads=True,
             )
-            torch._foreach_add_(sums, products)
+            # not in place: a product may be a view of the vector, or of what the graph has saved
+            self._sums[row] = torch._foreach_add(self._sums[row], products) if self._sums[row] else products
+
+    def total(self) -> Float[Tensor, "vectors parameters"]:
+        """The sums."""
+        rows = [sums or [torch.zeros_like(part) for part in self.objective.parameters] for sums in self._sums]
+        return torch.stack([self.objective.subset.flatten(row) for row in rows])

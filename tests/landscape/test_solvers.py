@@ -331,7 +331,14 @@ def test_errors_of_float32_lie_within_their_bounds(family: str, seed: int) -> No
     with measuring(model, batches, PLAIN, params=INNER, dtype=torch.float64) as objective:
         vectors = grams[1].vectors.double()
         images = OutputOperator(objective, "gauss_newton").apply(vectors)
-    assert ((images - grams[1].values[:, None] * vectors).norm(dim=1) <= grams[1].residuals).all()
+        assert (_residuals(vectors, images, grams[1].values) <= grams[1].residuals).all()
+        vectors = ends.vectors.double()
+        images = HessianOperator(objective, product="reverse").apply(vectors)
+        assert (_residuals(vectors, images, ends.values) <= ends.residuals).all()
+
+
+def _residuals(vectors: Tensor, images: Tensor, values: Tensor) -> Tensor:
+    return (images - values[:, None] * vectors).norm(dim=1)
 
 
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
