@@ -105,7 +105,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-pairs", type=int, default=64, help="pairs that the loss is averaged over")
     parser.add_argument("--max-length", type=int, default=64, help="tokens of the longest pair that is taken")
     parser.add_argument("--train-length", type=int, default=128, help="tokens of the longest pair that is trained on")
-    parser.add_argument("--token-budget", type=int, default=2048, help="tokens of a micro-batch, padding included")
+    parser.add_argument("--token-budget", type=int, default=2048, help="tokens of a measured micro-batch with padding")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size; fewer for a quick look")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300, help="training steps before the measurement")

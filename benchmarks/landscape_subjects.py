@@ -28,6 +28,8 @@ SHAPES = {"encoder": ("bert", 4.0), "decoder": ("llama", 2.6875)}
 VOCABULARY = 8192
 BATCH_SIZE, LEARNING_RATE = 16, 3e-4
 SYNTHETIC_PAIRS = 2048
+TOKEN_BUDGET = 2048
+"""Of training."""
 
 
 @dataclass
@@ -114,7 +116,7 @@ def trained(
     """The model after `--steps` steps, and the pairs to measure it on."""
     measured = fitting(model, dataset, args.max_length, args.num_pairs)
     pairs = fitting(model, dataset, max(args.train_length, args.max_length), BATCH_SIZE)
-    macro = MacroBatches(pairs, batch_size=BATCH_SIZE, micro_token_budget=args.token_budget, seed=0)
+    macro = MacroBatches(pairs, batch_size=BATCH_SIZE, micro_token_budget=TOKEN_BUDGET, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     subject = Subject(name, model, measured, some(measured, args.num_pairs, args.token_budget), macro, optimizer)
     subject.train(args.steps)

@@ -38,6 +38,7 @@ from rm_optimizer.landscape.study import (
     Finding,
     Study,
 )
+from rm_optimizer.landscape.support import SupportedOperator
 from rm_optimizer.landscape.surface import (
     Slice,
     Surface,
@@ -202,16 +203,19 @@ def _new_directions(study: Study, count: int) -> Directions:
     with study.subject.measuring() as objective:
         if study.config.directions == DirectionKind.random:
             return filter_normalised(objective.model, objective.subset, count, seed=seed)
+        hessian = HessianOperator(objective)
+        matrix = SupportedOperator(hessian)
         found = lanczos(
-            HessianOperator(objective),
+            matrix,
             count,
             which="magnitude",
             tolerance=study.config.tolerance,
             max_products=study.config.max_products,
             seed=seed,
             on_iteration=study.on_iteration,
+            on_done=hessian.release,
         )
-        return along_eigenvectors(found, count)
+        return along_eigenvectors(matrix.widened(found), count)
 
 
 def _span(config: LandscapeConfig, directions: Directions) -> float:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.landscape.density import SpectralDensity, spectral_density
-from rm_optimizer.landscape.operators import HessianOperator
+from rm_optimizer.landscape.operators import HessianOperator, LossOperator
 from rm_optimizer.landscape.sampling import sampling_error
 from rm_optimizer.landscape.sharpness import LocalGeometry, local_geometry
-from rm_optimizer.landscape.solve import LossOperator, Solution, SpectrumOptions
+from rm_optimizer.landscape.solve import Solution, SpectrumOptions
 from rm_optimizer.landscape.trace import estimate_trace
 
 

@@ -17,12 +17,11 @@ from rm_optimizer.landscape.extras import Extra, with_extras
 from rm_optimizer.landscape.krylov import KrylovState
 from rm_optimizer.landscape.lanczos import Progress
 from rm_optimizer.landscape.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators import HessianOperator
+from rm_optimizer.landscape.operators import HessianOperator, LossOperator
 from rm_optimizer.landscape.pairs_input import FEWEST, PairSource, Prompts, clusters_of, fixed_batches
 from rm_optimizer.landscape.parameters import TRAINABLE, parameter_blocks
 from rm_optimizer.landscape.sharpness import LocalGeometry, local_geometry
 from rm_optimizer.landscape.solve import (
-    LossOperator,
     Matrix,
     Method,
     Solution,
@@ -115,7 +114,7 @@ class HessianAnalyzer:
             operator = make_operator(objective, kind, options)
             if method != "lanczos":
                 operator.on_product = on_product
-            vectors = None if start is None else _start(start, operator.dimension, method)
+            vectors = None if start is None else _start(start, operator, method)
             found = solve(
                 operator,
                 method,
@@ -241,15 +240,16 @@ class HessianAnalyzer:
         )
 
 
-def _start(spectrum: HessianSpectrum, dimension: int, method: str) -> Tensor:
-    """The vectors to start from."""
+def _start(spectrum: HessianSpectrum, operator: LossOperator, method: str) -> Tensor:
+    """The vector to start from: the sum of an earlier spectrum's."""
     if method != "lanczos":
         raise ConfigError(f"start is of method=lanczos, got {method}; leave it out")
     vectors = spectrum.eigenvectors
     if vectors is None or not len(vectors):
         raise ConfigError("start has no eigenvectors, as one read from JSON; give a spectrum just computed, or none")
-    if vectors.shape[1] != dimension:
+    if vectors.shape[1] != operator.dimension:
         raise ConfigError(
-            f"start is over {vectors.shape[1]} parameters, and these are {dimension}; give one of the same params"
+            f"start is over {vectors.shape[1]} parameters, and these are {operator.dimension}; "
+            "give one of the same params"
         )
-    return vectors
+    return vectors.sum(dim=0, keepdim=True).to(operator.device, operator.dtype)

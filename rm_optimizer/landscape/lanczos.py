@@ -48,7 +48,8 @@ class Eigenpairs:
     Args:
         values: descending.
         vectors: unit vectors, one row for each value.
-        residuals: `||A v - lambda v||`, with `rounding` where it is not computed anew; some eigenvalue lies within it.
+        residuals: `||A v - lambda v||`; with `rounding` where it is not computed anew, and for a matrix written out, of
+            what is written.
         error_bounds: how far each value may be off: by the solver, and by `rounding`.
         converged: whether the solver's part of each is within the tolerance asked for.
         num_products: products spent.
@@ -115,7 +116,7 @@ def lanczos(
         tolerance: relative error of each value.
         max_products: most products; None is the dimension, at most 40 + 8 for each value wanted.
         seed: of the starting vector.
-        start: vectors from an earlier, similar matrix; the iteration starts from their sum.
+        start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0.
         state: an earlier iteration on the same matrix to continue; holds the newest one also when interrupted.
         on_iteration: told after each product.
         on_done: called after the last product, before the eigenvectors take memory.
@@ -150,7 +151,8 @@ def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVector
     for _ in range(state.num_restarts):
         random.normals(1)
     if not len(state.basis):
-        state.basis.append(unit(drawn if start is None else start.to(operator.device, operator.dtype).sum(dim=0)))
+        given = drawn if start is None else start.to(operator.device, operator.dtype).sum(dim=0)
+        state.basis.append(unit(given if given.any() else drawn))
     if not state.diagonal:
         extend(operator, state, random)
 

@@ -14,6 +14,7 @@ from rm_optimizer.landscape.operators import HessianOperator
 from rm_optimizer.landscape.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.products import ProductName
 from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.support import SupportedOperator
 from rm_optimizer.landscape.trace import deflated_trace
 
 
@@ -106,14 +107,16 @@ def curvature_of_blocks(
         with replace(subject, params=names).measuring() as objective:
             hessian = HessianOperator(objective, product=way)
             way = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
-            top = lanczos(
-                hessian,
+            matrix = SupportedOperator(hessian)
+            found = lanczos(
+                matrix,
                 1,
                 tolerance=tolerance,
                 max_products=max_products,
                 seed=subject.sample.seed,
                 on_iteration=lambda progress, block=block: on_iteration(block, progress),  # type: ignore[misc]
             )
+            top = matrix.widened(found)
             trace = deflated_trace(hessian, top, num_probes, seed=subject.sample.seed)
             yield BlockCurvature(
                 block=block,

@@ -58,7 +58,7 @@ class MatrixOperator:
         return vectors @ self.matrix
 
 
-class _LossOperator(ABC):
+class LossOperator(ABC):
     """What operators of a loss have in common: `on_product` is told how many products have been spent."""
 
     def __init__(self, objective: PairObjective) -> None:
@@ -92,7 +92,7 @@ class _LossOperator(ABC):
         return self.objective.checked(torch.cat(products) if len(products) > 1 else products[0])
 
 
-class HessianOperator(_LossOperator):
+class HessianOperator(LossOperator):
     """The Hessian of the loss over a subset of parameters.
 
     Args:
@@ -120,7 +120,7 @@ class HessianOperator(_LossOperator):
         return self.choice.product(vectors)
 
 
-class OutputOperator(_LossOperator):
+class OutputOperator(LossOperator):
     """`J^T C J` with `J` the derivative of all rewards and `C` a small matrix for the two rewards of each pair.
 
     Gauss-Newton has `C_i = w_i / W  d^2 l_i / d(c, r)^2`, exact for the loss with everything in it that is a function

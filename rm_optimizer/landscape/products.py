@@ -190,9 +190,9 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     trial = _trial(objective)
     objective.batch_gradient(trial)
     gradient_seconds = _seconds(lambda: objective.batch_gradient(trial), objective.device)
+    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     kept = KeptGraph(objective)
     needed = graph_bytes(kept, trial)
-    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     fits = needed <= free
     failures: list[str] = []
     costs = _cost(kept, trial, gradient_seconds, failures) if fits else {}
@@ -258,7 +258,7 @@ def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself may be an output of the node that saves it: neither would be freed
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         kept.graph(trial)

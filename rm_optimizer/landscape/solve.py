@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -17,14 +17,14 @@ from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.dense import full_spectrum
 from rm_optimizer.landscape.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.identity import identity_of
-from rm_optimizer.landscape.krylov import KrylovState
+from rm_optimizer.landscape.krylov import KrylovState, OrthonormalBasis
 from rm_optimizer.landscape.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
 from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.operators import HessianOperator, OutputCurvature, OutputOperator
+from rm_optimizer.landscape.operators import HessianOperator, LossOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.power import power_iteration
 from rm_optimizer.landscape.products import ProductName
 from rm_optimizer.landscape.pyhessian_method import pyhessian_eigenpairs
-from rm_optimizer.landscape.support import SupportedOperator, support_of
+from rm_optimizer.landscape.support import Support, SupportedOperator
 from rm_optimizer.landscape.trace import TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
@@ -33,7 +33,6 @@ Method = Literal["lanczos", "power_iteration", "full", "gauss_newton_exact", "py
 METHODS = ("lanczos", "power_iteration", "full", "gauss_newton_exact", "pyhessian")
 SAVE_EVERY = 10
 """Products between two writings of an iteration's state."""
-LossOperator = HessianOperator | OutputOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +202,8 @@ def _by_lanczos(
     on_iteration: Callable[[Progress], None] | None,
 ) -> Solution:
     file = options.state_file
-    support = support_of(operator.objective, num_more=2 * top_k)
-    matrix = SupportedOperator(operator, support)
-    state = KrylovState() if file is None else _kept_state(operator, support.dimension, file, seed)
-
-    def widened(pairs: Eigenpairs) -> Eigenpairs:
-        return replace(pairs, vectors=support.widen(pairs.vectors))
+    matrix = SupportedOperator(operator)
+    state = KrylovState() if file is None else _kept_state(operator, matrix.support, file, seed)
 
     def after(progress: Progress) -> None:
         if file is not None and state.num_products % SAVE_EVERY == 0:
@@ -224,7 +219,7 @@ def _by_lanczos(
             tolerance=options.tolerance,
             max_products=options.max_products,
             seed=seed,
-            start=None if start is None else support.narrow(start),
+            start=None if start is None else matrix.support.narrow(start),
             state=state,
             on_iteration=after,
             on_done=operator.release,
@@ -234,17 +229,19 @@ def _by_lanczos(
             raise
         if file is not None and state.can_continue:
             state.save(file)
+        operator.release()
         found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
-        return Solution(widened(found), is_interrupted=True)
+        return Solution(matrix.widened(found), is_interrupted=True)
     if file is not None:
         state.save(file)
-    return Solution(widened(pairs))
+    state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
+    return Solution(matrix.widened(pairs))
 
 
-def _kept_state(operator: LossOperator, dimension: int, file: Path, seed: int) -> KrylovState:
+def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int) -> KrylovState:
     """The state in the file, or a new one that may be kept there."""
     curvature = getattr(operator, "curvature", "hessian")
-    identity = f"{identity_of(operator.objective)} {curvature} {dimension} {seed}"
+    identity = f"{identity_of(operator.objective)} {curvature} {support.identity} {seed}"
     if file.exists():
         return KrylovState.load(file, identity=identity, device=operator.device)
     return KrylovState(identity=identity)

@@ -29,7 +29,7 @@ class HessianSpectrum:
 
     Args:
         eigenvalues: those computed, descending.
-        residuals: `||A v - lambda v||` of each.
+        residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
         error_bounds: bound on the error of each, from residual and gap, rounding included.
         converged: whether the solver's part of each error bound is within the tolerance; rounding is the rest.
         num_top: how many of the first are the largest of all, with none missing between them.

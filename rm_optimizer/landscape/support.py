@@ -5,7 +5,9 @@ They are half of MiniLM's parameters and a quarter of a model of 0.5B, and Lancz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,14 @@ from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from rm_optimizer.core.base import digest
+from rm_optimizer.landscape.lanczos import Eigenpairs
 from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.operators import SymmetricOperator
+from rm_optimizer.landscape.operators import LossOperator
 from rm_optimizer.landscape.parameters import ParameterSubset
+
+SPARE = 4096
+"""Entries of each table that are kept though no pair looks them up: as many eigenvalues 0 can be found."""
 
 
 class Support:
@@ -35,15 +42,24 @@ class Support:
         self._narrow = ParameterSubset(subset.names, tuple(map(torch.Size, sizes)))
         self.dimension = self._narrow.num_parameters
 
+    @property
+    def identity(self) -> str:
+        """Of the rows that are left."""
+        return digest([[index, rows.tolist()] for index, rows in sorted(self._rows.items())])
+
     def narrow(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors dimension"]:
-        """The entries that are left."""
+        """The entries that are left; the vectors themselves where all are."""
+        if not self._rows:
+            return vectors
         found = vectors.new_empty(len(vectors), self.dimension)
         for index, (left, whole) in enumerate(self._parts(found, vectors)):
             left.copy_(whole[:, self._rows[index]] if index in self._rows else whole)
         return found
 
     def widen(self, vectors: Float[Tensor, "vectors dimension"]) -> Float[Tensor, "vectors parameters"]:
-        """Vectors over all parameters, with zeros where nothing is left."""
+        """Vectors over all parameters, with zeros where nothing is left; themselves where all is."""
+        if not self._rows:
+            return vectors
         found = vectors.new_zeros(len(vectors), self._subset.num_parameters)
         for index, (left, whole) in enumerate(self._parts(vectors, found)):
             if index in self._rows:
@@ -56,49 +72,57 @@ class Support:
         return list(zip(self._narrow.unflatten(narrow), self._subset.unflatten(wide), strict=True))
 
 
-def support_of(objective: PairObjective, num_more: int) -> Support:
-    """The rows of embeddings that the pairs look up, some more, and all other parameters.
+def support_of(objective: PairObjective, num_spare: int = SPARE) -> Support:
+    """The rows of embeddings that the pairs or padding look up, some spare ones, and all other parameters.
 
     Rows and columns of the others are zero in the Hessian, Gauss-Newton matrix and Fisher. Each gives an eigenvalue 0:
     with as many of them left as eigenvalues are wanted, those are the same.
 
     Args:
-        objective: the loss, computed once.
-        num_more: rows of each embedding that no pair looks up and that are left all the same.
+        objective: the loss, computed once if there are embeddings.
+        num_spare: entries of each table, in whole rows, that are left though no pair looks them up.
     """
-    tables = {id(module.weight) for module in objective.model.modules() if isinstance(module, nn.Embedding)}
-    positions = [index for index, parameter in enumerate(objective.parameters) if id(parameter) in tables]
-    if not positions:
+    modules = [module for module in objective.model.modules() if isinstance(module, nn.Embedding)]
+    positions = {id(parameter): index for index, parameter in enumerate(objective.parameters)}
+    tables = {positions[id(module.weight)]: module for module in modules if id(module.weight) in positions}
+    if not tables:
         return Support(objective.subset, {})
-    with _Lookups([objective.parameters[index] for index in positions]) as lookups:
+    with _Lookups([module.weight for module in tables.values()]) as lookups:
         objective.value()
     rows = {}
-    for index, used in zip(positions, lookups.used(), strict=True):
-        used = objective.summed(used.to(objective.device, objective.dtype)) > 0
-        used[(~used).nonzero()[:num_more, 0]] = True
+    for index, module in tables.items():
+        seen = lookups.used(module.weight) if objective.batches else torch.zeros(len(module.weight), dtype=torch.bool)
+        used = objective.summed(seen.to(objective.device, objective.dtype)) > 0
+        if module.padding_idx is not None:
+            used[module.padding_idx] = True  # whether or not these micro-batches pad, so that they give one support
+        used[(~used).nonzero()[: math.ceil(num_spare / module.weight[0].numel()), 0]] = True
         if not bool(used.all()):
             rows[index] = used.nonzero()[:, 0]
     return Support(objective.subset, rows)
 
 
 class SupportedOperator:
-    """A matrix without rows and columns of zeros.
+    """A matrix of a loss without rows and columns of zeros.
 
     Args:
         operator: the matrix.
-        support: what is left of it.
+        support: what is left of it; None leaves what `support_of` does.
     """
 
-    def __init__(self, operator: SymmetricOperator, support: Support) -> None:
+    def __init__(self, operator: LossOperator, support: Support | None = None) -> None:
         self._operator = operator
-        self._support = support
-        self.dimension = support.dimension
+        self.support = support or support_of(operator.objective)
+        self.dimension = self.support.dimension
         self.dtype = operator.dtype
         self.device = operator.device
 
     def apply(self, vectors: Float[Tensor, "vectors dimension"]) -> Float[Tensor, "vectors dimension"]:
         """The matrix times each row."""
-        return self._support.narrow(self._operator.apply(self._support.widen(vectors)))
+        return self.support.narrow(self._operator.apply(self.support.widen(vectors)))
+
+    def widened(self, pairs: Eigenpairs) -> Eigenpairs:
+        """Eigenpairs of it as those of the whole matrix."""
+        return replace(pairs, vectors=self.support.widen(pairs.vectors))
 
 
 class _Lookups(TorchFunctionMode):
@@ -109,21 +133,39 @@ class _Lookups(TorchFunctionMode):
         self._tables = tables
         self._used: dict[int, Bool[Tensor, " rows"]] = {}
 
-    def used(self) -> list[Bool[Tensor, " rows"]]:
-        """Which rows of each table; all of one that was never seen."""
-        return [self._used.get(id(table), torch.ones(len(table), dtype=torch.bool)) for table in self._tables]
+    def used(self, table: Tensor) -> Bool[Tensor, " rows"]:
+        """Which rows of a table; all of one that no lookup was seen of."""
+        return self._used.get(id(table), torch.ones(len(table), dtype=torch.bool))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # the signature is PyTorch's
         result = func(*args, **(kwargs or {}))
-        given = {id(value): value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        given = {id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         for table in self._tables:
-            if id(table) not in given:
-                continue
-            rows = self._used.setdefault(id(table), torch.zeros(len(table), dtype=torch.bool, device=table.device))
-            if func is embedding and len(args) > 1 and args[1] is table:
-                rows[args[0]] = True
-            elif any(isinstance(value, Tensor) for value in tree_leaves(result)):
-                rows[:] = True
+            if id(table) in given and not _is_description(func, result):
+                rows = self._used.setdefault(id(table), torch.zeros(len(table), dtype=torch.bool, device=table.device))
+                rows[args[0] if func is embedding and args[1] is table else slice(None)] = True
         return result
+
+
+_DESCRIPTIONS = frozenset(
+    [
+        "__get__",
+        "__len__",
+        "dim",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "numel",
+        "size",
+        "stride",
+    ]
+)
+
+
+def _is_description(func: Callable[..., Any], result: object) -> bool:
+    """Whether it read a property such as type, device or shape, and no numbers."""
+    return func.__name__ in _DESCRIPTIONS and not isinstance(result, Tensor)

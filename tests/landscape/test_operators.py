@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rm_optimizer.core.batching import PairBatch
 from rm_optimizer.core.reward_model import BradleyTerryRM
@@ -252,3 +255,29 @@ def test_released_graphs_are_built_again() -> None:
         first = product(vector)
         product.release()
         assert torch.equal(product(vector), first)
+
+
+def test_graphs_of_the_trial_are_freed_when_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[weakref.ref[Tensor]] = []
+
+    class Watched(saved_tensors_hooks):
+        def __init__(self, pack, unpack) -> None:  # type: ignore[no-untyped-def]
+            def noted(tensor: Tensor) -> Tensor:
+                packed: Tensor = pack(tensor)
+                saved.append(weakref.ref(packed))
+                return packed
+
+            super().__init__(noted, unpack)
+
+    monkeypatch.setattr("rm_optimizer.landscape.products.saved_tensors_hooks", Watched)
+    model = reward_model("llama")
+    with measuring(model, micro_batches(model, 200), PLAIN) as objective:
+        weights = {id(parameter) for parameter in model.parameters()}
+        operator = HessianOperator(objective)
+        vector = random_vectors(operator.dimension, 1).float()
+        first = operator.apply(vector)
+        assert sum(ref() is not None for ref in saved) > 50
+        operator.release()
+        gc.collect()
+        assert [ref for ref in saved if ref() is not None and id(ref()) not in weights] == []
+        assert torch.equal(operator.apply(vector), first)

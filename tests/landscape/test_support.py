@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.lanczos import Progress
-from rm_optimizer.landscape.objective import measuring
+from rm_optimizer.landscape.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators import HessianOperator, OutputOperator
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.support import SupportedOperator, support_of
 from tests.landscape.worlds import EVERYTHING, FAMILIES, micro_batches, pairs, reward_model
 
 FEW = pairs()[:2]
+SHAPE = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 48,
+}
 TABLES = {"bert": "*word_embeddings*", "llama": "*embed_tokens*"}
 
 
@@ -41,24 +51,36 @@ def test_what_is_left_out_is_zero_in_every_product(family: str, packed: bool) ->
     assert unused <= left_out <= unused + others
 
 
-@pytest.mark.parametrize("use", ["elsewhere too", "unseen"])
+@pytest.mark.parametrize("use", ["in arithmetic", "unseen", "by its address"])
 def test_a_table_of_which_more_is_used_than_it_looks_up_stays_whole(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = reward_model("llama")
     table = model.model.get_input_embeddings()
+    rows = table.weight.detach().clone()
     if use == "unseen":
-        monkeypatch.setattr(table, "forward", lambda ids: Gather.apply(table.weight, ids))
+        monkeypatch.setattr(table, "forward", lambda ids: rows[ids] * float(table.weight.shape == rows.shape))
+    elif use == "by its address":
+        table.register_forward_hook(lambda module, inputs, output: output * float(module.weight.data_ptr() > 0))
     else:
         table.register_forward_hook(lambda module, inputs, output: output + module.weight.mean())
     with measuring(model, micro_batches(model, data=FEW), EVERYTHING) as objective:
         assert support_of(objective, 0).dimension == objective.subset.num_parameters
 
 
-class Gather(torch.autograd.Function):
-    """A lookup that PyTorch's own function has no part in."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_support_does_not_depend_on_micro_batches(family: str) -> None:
+    model, found = reward_model(family), set()
+    for budget in (1, 100_000):  # without padding, and with
+        with measuring(model, micro_batches(model, budget, data=FEW), EVERYTHING) as objective:
+            found.add(support_of(objective, 16).identity)
+    assert len(found) == 1
 
-    @staticmethod
-    def forward(ctx, weight, ids):
-        return weight.detach()[ids]
+
+def test_a_process_without_pairs_looks_nothing_up() -> None:
+    model = reward_model("llama")
+    with measuring(model, micro_batches(model, data=FEW), EVERYTHING) as objective:
+        nothing = PairObjective(objective.model, [], EVERYTHING, objective.subset, None)
+        nothing.total_weight = 1.0
+        assert support_of(nothing, 0).dimension < 0.5 * objective.subset.num_parameters
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,14 +98,32 @@ def test_zeros_that_are_wanted_are_found(family: str) -> None:
     assert top.eigenvectors.shape == (4, top.num_parameters)
 
 
-def test_a_state_holds_no_more_than_what_is_left(tmp_path: Path) -> None:
+def test_a_state_holds_no_more_than_what_is_left_and_goes_on_for_another_top_k(tmp_path: Path) -> None:
     file = tmp_path / "lanczos.json"
 
     def stop(progress: Progress) -> None:
         raise KeyboardInterrupt
 
-    model, options = reward_model("llama"), SpectrumOptions(state_file=file, product="reverse")
-    found = HessianAnalyzer(model).compute_spectrum(FEW, top_k=1, options=options, on_iteration=stop)
+    words = tuple(f"{x}{y}" for x in "abcdefgh" for y in "abcdefgh")
+    many = train_tokenizer([*rendered_texts(FEW), " ".join(words * 3)], 2000)
+    many.add_tokens([f"<unused {i}>" for i in range(2000 - len(many))])
+    model = BradleyTerryRM.from_config({"model_type": "llama", **SHAPE}, many, max_length=48, seed=0)
+    analyzer, options = HessianAnalyzer(model), SpectrumOptions(state_file=file, product="reverse", tolerance=1e-2)
+    found = analyzer.compute_spectrum(FEW, top_k=3, options=options, on_iteration=stop)
     assert json.loads(file.read_text())["dimension"] < 0.5 * found.num_parameters
     assert found.eigenvectors is not None
     assert found.eigenvectors.shape[1] == found.num_parameters
+    again = analyzer.compute_spectrum(FEW, top_k=1, options=options)
+    fresh = analyzer.compute_spectrum(FEW, top_k=1, options=replace(options, state_file=None))
+    assert again.eigenvalues == fresh.eigenvalues
+    assert again.num_products == fresh.num_products - found.num_products
+
+
+def test_a_start_from_other_pairs_is_no_start() -> None:
+    model = reward_model("llama")
+    analyzer, options = HessianAnalyzer(model, dtype=torch.float64), SpectrumOptions(which="largest", product="reverse")
+    first = analyzer.compute_spectrum(FEW, top_k=1, options=options)
+    assert first.eigenvectors is not None
+    elsewhere = replace(first, eigenvectors=torch.zeros_like(first.eigenvectors))
+    again = analyzer.compute_spectrum(FEW, top_k=1, options=options, start=elsewhere)
+    assert again.eigenvalues == first.eigenvalues

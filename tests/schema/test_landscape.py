@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,11 @@ def test_no_preset_sets_what_its_type_ignores(kind):
 def test_what_a_type_or_its_method_ignores_is_named(options, ignored):
     config = composed("checkpoint=a", *options).landscape
     assert set(ignored_options(config)) == {f"landscape.{option}" for option in ignored}
-    assert ignored_options(without_ignored(config)) == []
+    used = without_ignored(config)
+    assert ignored_options(used) == []
+    names = {option.partition("=")[0] for option in ignored}
+    read = [item.name for item in fields(config) if item.name not in names]
+    assert [getattr(used, name) for name in read] == [getattr(config, name) for name in read]
 
 
 def test_what_the_user_says_wins(run_folder):
