@@ -29,7 +29,7 @@ quickstart: $(USED)
 	$(BIN)/rm-opt train experiment=quickstart
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VLLM)
 	$(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py
