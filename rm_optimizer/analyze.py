@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted, RMOptimizerError
+from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
+from rm_optimizer.interfaces.exits import one_exit
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,14 +35,10 @@ log = logging.getLogger("rm_optimizer")
 def main() -> None:
     """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    try:
+    with one_exit():
         sys.argv[1:] = completed(sys.argv[1:])
         check_command(sys.argv[1:])
         _launch()
-    except RMOptimizerError as error:
-        sys.exit(_report(error))
-    except KeyboardInterrupt:
-        sys.exit(_report(Interrupted("stopped")))
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
@@ -53,15 +50,17 @@ def completed(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if a flag or an override cannot be read.
     """
-    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.schema.flags import flags_first, only_tells, parse_flags, require_given_once
     from rm_optimizer.schema.landscape import AnalyzeConfig
     from rm_optimizer.schema.recall import recalled
 
     flags = parse_flags(arguments, AnalyzeConfig)
-    if only_tells(flags) or not flags.overrides:
+    if only_tells(flags):
         return list(arguments)
-    first = list(arguments).index(flags.overrides[0])
-    return [*arguments[:first], *recalled(flags.overrides), *arguments[first:]]
+    require_given_once(flags.overrides)
+    ordered = flags_first(arguments, AnalyzeConfig)
+    num_flags = len(ordered) - len(flags.overrides)
+    return [*ordered[:num_flags], *recalled(flags.overrides), *flags.overrides]
 
 
 def check_command(arguments: Sequence[str]) -> None:
@@ -80,6 +79,8 @@ def check_command(arguments: Sequence[str]) -> None:
     flags = parse_flags(arguments, AnalyzeConfig)
     if only_tells(flags):
         return
+    if not any(line.startswith("checkpoint=") for line in flags.overrides) and flags.config_dir is None:
+        raise ConfigError("a model to analyze must be given: --checkpoint RUN, or a folder, .ckpt or hub id")
     if flags.multirun:
         raise ConfigError("rm-opt analyze measures one thing of one model; start a command for each, not --multirun")
     name = flags.config_name or MAIN_FILE
@@ -95,10 +96,8 @@ def run(config: DictConfig) -> None:
     from rm_optimizer.schema import typed
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
-    try:
+    with one_exit():
         analyze(typed(config, AnalyzeConfig))
-    except RMOptimizerError as error:
-        sys.exit(_report(error))
 
 
 def analyze(options: AnalyzeConfig) -> Path:
@@ -252,11 +251,6 @@ def _progress(shown: bool) -> Iterator[OnProgress]:
         yield lambda what, done, total, remark: bar.update(
             task, description=what, completed=done, total=total, remark=remark
         )
-
-
-def _report(error: RMOptimizerError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
 
 
 def _launch() -> None:

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import ConfigError, DataStalled, RMOptimizerError
+from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.interfaces.exits import one_exit, rank, report
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,32 +24,15 @@ if TYPE_CHECKING:
     from rm_optimizer.training.observers import Observers
     from rm_optimizer.training.result import RunResult
 
-INTERRUPTED = 130
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-
 
 def main() -> None:
     """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    try:
+    with one_exit():
+        sys.argv[1:] = _in_order(sys.argv[1:])
         check_command(sys.argv[1:])
         sys.argv += _among_processes(sys.argv[1:])
         _launch()
-    except RMOptimizerError as error:
-        sys.exit(report(error))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-
-
-def report(error: RMOptimizerError) -> int:
-    """Write the error's sentence to stderr and return the exit code.
-
-    Every process of a distributed run meets the same mistake, so only the first speaks; a stalled data loader is met
-    by one process alone, which then speaks for itself.
-    """
-    if _rank() == 0 or isinstance(error, DataStalled):
-        print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
 
 
 def show(result: RunResult) -> None:
@@ -80,9 +64,11 @@ def observers(config: TrainConfig) -> Observers:
     return found
 
 
-def _rank() -> int:
-    """This process's number in a distributed run, as torchrun, Lightning and SLURM tell it."""
-    return int(next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), 0))
+def _in_order(arguments: Sequence[str]) -> list[str]:
+    from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.schema.flags import flags_first
+
+    return flags_first(arguments, TrainConfig)
 
 
 def check_command(arguments: Sequence[str]) -> None:
@@ -96,12 +82,15 @@ def check_command(arguments: Sequence[str]) -> None:
     """
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.schema.command_line import cells, checked
-    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.schema.flags import only_tells, parse_flags, require_given_once
     from rm_optimizer.training.processes import require_launched
 
     flags = parse_flags(arguments, TrainConfig)
     if only_tells(flags):
         return
+    require_given_once(flags.overrides)
+    if flags.multirun and flags.cfg is not None:
+        raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     name = flags.config_name or "config"
     for overrides in cells(flags.overrides) if flags.multirun else [flags.overrides]:
         config = checked(overrides, TrainConfig, name=name, config_dir=flags.config_dir, writable=flags.cfg is None)
@@ -154,7 +143,7 @@ def run(config: DictConfig) -> float:
         options = typed(config, TrainConfig)
         with writing(Path(options.output_dir)):
             result = train_reward_model(options, observers=observers(options))
-            if _rank() == 0:
+            if rank() == 0:
                 show(result)
         return result.objective
     except RMOptimizerError as error:

@@ -26,9 +26,9 @@ BESIDE = {
     ("schema", "errors"),
     ("rl_coupling", "serving"),
     ("core", "optim"),
-    ("interfaces", "train"),
-    ("interfaces", "analyze"),
-    ("interfaces", "compare"),
+    ("train", "interfaces"),
+    ("analyze", "interfaces"),
+    ("compare", "interfaces"),
 }
 
 

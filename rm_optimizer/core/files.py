@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside a file, to write under: the block's end renames it, a failure removes it.
 
-    Missing folders are made. An earlier file of that name stands until the new one is whole.
+    Missing folders are made. An earlier file of that name stands until the new one is whole. A link stays a link: the
+    file that it names is replaced. A device or pipe is written through, since a rename would put a file in its place.
 
     Args:
         path: the file.
@@ -20,13 +22,25 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: if the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if _is_written_through(path):
+        yield path
+        return
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_written_through(path: Path) -> bool:
+    """Whether something other than a regular file or folder stands there, or an open stream under a name of /dev."""
+    if not path.exists():
+        return False
+    mode = path.stat().st_mode
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or path.absolute().parts[1:2] in (("dev",), ("proc",))
 
 
 def write_text(path: Path, text: str) -> Path:

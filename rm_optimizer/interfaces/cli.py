@@ -9,10 +9,15 @@ import typer
 
 from rm_optimizer.interfaces.groups import Commands, PassedOn, RootCommands
 
-QUIET = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
+QUIET = {
+    "no_args_is_help": True,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)  # type: ignore[arg-type]
-data_app = typer.Typer(cls=Commands, help="Look at preference data.", **QUIET)  # type: ignore[arg-type]
+data_app = typer.Typer(cls=Commands, help="Look at preference data.", add_completion=False, **QUIET)  # type: ignore[arg-type]
 app.add_typer(data_app, name="data")
 
 TokenBudget = Annotated[int, typer.Option("--token-budget", min=1, help="Tokens of one pass, padding included.")]
@@ -22,10 +27,27 @@ OnBadRow = Annotated[str, typer.Option("--on-bad-row", help="What a bad row does
 Checkpoint = Annotated[str, typer.Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from rm_optimizer import __version__
+
+        print(f"rm-opt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train, measure and use Bradley-Terry reward models."""
+
+
 @app.command(cls=PassedOn, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model preset.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model preset, or the path of a model.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", "-o", help="Optimizer preset.")] = None,
     data: Annotated[str | None, typer.Option("--data", "-d", help="File, folder or hub name of pairs.")] = None,
     epochs: Annotated[str | None, typer.Option("--epochs", "-e", help="Passes over the pairs.")] = None,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.interfaces.exits import one_exit
 
 HYDRA_SHORT = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-sc": "--shell-completion"}
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Click's `UsageError`; recent versions of typer bring a click of their own."""
 
 
 class Commands(TyperGroup):
@@ -27,18 +31,30 @@ class Commands(TyperGroup):
 
 
 class RootCommands(Commands):
-    """The group of `rm-opt` itself: every failure with a remedy ends here."""
+    """The group of `rm-opt` itself: every command begins and ends here."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; a user's mistake becomes its sentence, Ctrl-C an exit code."""
-        from rm_optimizer.train import INTERRUPTED, report
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """Run the command line and end the process with the exit code; a user's mistake becomes one sentence.
 
-        try:
-            return super().invoke(ctx)
-        except RMOptimizerError as error:
-            raise typer.Exit(report(error)) from error
-        except KeyboardInterrupt as stop:
-            raise typer.Exit(INTERRUPTED) from stop
+        Raises:
+            SystemExit: always.
+        """
+        with one_exit():
+            try:
+                code = super().main(*args, **options | {"standalone_mode": False})
+            except USAGE_ERROR as error:
+                if not args and type(error).__name__ == "NoArgsIsHelpError":
+                    error.show()
+                    sys.exit(error.exit_code)
+                raise ConfigError(_usage_sentence(error)) from error
+        sys.exit(code)
+
+
+def _usage_sentence(error: Any) -> str:
+    """What is wrong with flags or arguments, and where their list is."""
+    text = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "rm-opt"
+    return f"{text[:1].lower()}{text[1:]}; {command} --help lists what there is"
 
 
 class PassedOn(TyperCommand):

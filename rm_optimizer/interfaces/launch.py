@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from rm_optimizer.errors import ConfigError
+
 PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 """Text that Hydra's grammar reads as itself, without quotes."""
 
@@ -27,18 +29,23 @@ def train_overrides(
     """The overrides that the flags stand for; a flag that was not given adds none.
 
     Args:
-        model: preset of the model group.
+        model: preset of the model group, or else the path or hub id of a model, written with a slash.
         optimizer: preset of the optimizer group.
         data: a file, folder or hub name, or else a preset of the data group.
         epochs: passes over the training pairs.
         batch_size: pairs of one optimizer step.
 
+    Raises:
+        ConfigError: if `model` is an override, as after Hydra's own `-m`.
+
     Example:
         >>> train_overrides(model="tiny", data="pairs.jsonl")
         ['model=tiny', 'data.train=pairs.jsonl']
     """
+    if model is not None and "=" in model and not Path(model).exists():
+        raise ConfigError(f"-m takes a model preset or path, got '{model}'; for a sweep write --multirun {model}")
     given = {
-        "model": model,
+        "model.path" if model is not None and names_model(model) else "model": model,
         "optimizer": optimizer,
         "data.train" if data is not None and names_data(data) else "data": data,
         "training.epochs": epochs,
@@ -82,6 +89,16 @@ def analyze_overrides(
         "landscape.params": params,
     }
     return [f"{option}={quoted(value)}" for option, value in given.items() if value is not None]
+
+
+def names_model(value: str) -> bool:
+    """Whether `--model` got the path or hub id of a model rather than a preset.
+
+    Example:
+        >>> names_model("models/llama"), names_model("Qwen/Qwen3-0.6B"), names_model("llama")
+        (True, True, False)
+    """
+    return "/" in value or os.sep in value or value.startswith((".", "~"))
 
 
 def names_data(value: str) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import NoReturn, cast, get_type_hints
 
 from hydra._internal.utils import get_args_parser
 
@@ -34,6 +34,44 @@ def parse_flags(arguments: Sequence[str], kind: type) -> argparse.Namespace:
     return flags
 
 
+def flags_first(arguments: Sequence[str], kind: type) -> list[str]:
+    """The same command line with Hydra's flags before the overrides: its parser takes overrides in one run only.
+
+    Args:
+        arguments: what the user typed, without the program's name.
+        kind: the dataclass of the whole configuration, as `parse_flags` takes it.
+
+    Raises:
+        ConfigError: if a flag is unknown or lacks its value.
+
+    Example:
+        >>> from rm_optimizer.schema import TrainConfig
+        >>> flags_first(["seed=1", "--cfg", "job", "optimizer=muon"], TrainConfig)
+        ['--cfg=job', 'seed=1', 'optimizer=muon']
+    """
+    flags = parse_flags(arguments, kind)
+    words = []
+    for action in get_args_parser()._actions:
+        value = getattr(flags, action.dest, None)
+        if action.option_strings and value not in (None, False):
+            words.append(action.option_strings[0] if action.nargs == 0 else f"{action.option_strings[0]}={value}")
+    return [*words, *flags.overrides]
+
+
+def require_given_once(overrides: Sequence[str]) -> None:
+    """Refuse an option that is set twice, of which Hydra takes the last without a word.
+
+    Raises:
+        ConfigError: naming the option and both values.
+    """
+    seen: dict[str, str] = {}
+    for line in overrides:
+        name, equals, value = line.partition("=")
+        option = name.lstrip("+")
+        if equals and seen.setdefault(option, value) != value:
+            raise ConfigError(f"{option} is given twice, as {seen[option]} and as {value}; give it once")
+
+
 def only_tells(flags: argparse.Namespace) -> bool:
     """Whether Hydra answers a question rather than runs a composed configuration of ours."""
     asks = (flags.help, flags.hydra_help, flags.shell_completion, flags.info)
@@ -42,10 +80,22 @@ def only_tells(flags: argparse.Namespace) -> bool:
 
 def _unknown_flag(flag: str, kind: type, known: Sequence[str]) -> str:
     """Did-you-mean among the flags, unless the flag is the name of an option that is set without dashes."""
-    meant = difflib.get_close_matches(flag.lstrip("-"), [field.name for field in fields(kind)], n=1)
+    name = flag.partition("=")[0].lstrip("-").replace("-", "_")
+    options = list(_options("", kind))
+    meant = [option for option in options if option.rpartition(".")[2] == name]
+    meant += [option for option in difflib.get_close_matches(name, options, n=1) if "." not in option]
     if meant:
         return f"unknown flag '{flag}'; options are set without dashes: {meant[0]}=VALUE"
     return did_you_mean("flag", flag, known)
+
+
+def _options(prefix: str, kind: type) -> Iterator[str]:
+    """Dotted names of all options; of the optimizer, those that every optimizer has."""
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        yield f"{prefix}{field.name}"
+        if is_dataclass(hints[field.name]):
+            yield from _options(f"{prefix}{field.name}.", cast(type, hints[field.name]))
 
 
 def _refuse(message: str) -> NoReturn:

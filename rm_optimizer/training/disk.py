@@ -37,9 +37,27 @@ def writing(path: Path, *, first_in: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if (number := _error_number(error)) not in REMEDIES or _is_elsewhere(number, error, path):
+        if _is_elsewhere(error, path) or (found := disk_error(error, path, first_in)) is None:
             raise
-        raise DiskError(_sentence(path, error, REMEDIES[number], first_in)) from error
+        raise DiskError(f"{found} and go on with resume=auto in the same run folder") from error
+
+
+def disk_error(error: Exception, path: Path | None = None, first_in: Path | None = None) -> DiskError | None:
+    """The sentence for a refusal of the system to write; None for any other failure.
+
+    Args:
+        error: what was raised.
+        path: what was being written; named where the system does not say which file it refused.
+        first_in: folder where it is written before it is moved, if that is elsewhere.
+    """
+    if not isinstance(error, OSError | SafetensorError) or (number := _error_number(error)) not in REMEDIES:
+        return None
+    named = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else None
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    written = path or named
+    if written is None:
+        return DiskError(f"a file cannot be written ({reason}); {REMEDIES[number]}")
+    return DiskError(_sentence(written, named, reason, REMEDIES[number], first_in))
 
 
 def _error_number(error: OSError | SafetensorError) -> int:
@@ -50,16 +68,14 @@ def _error_number(error: OSError | SafetensorError) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _is_elsewhere(number: int, error: OSError | SafetensorError, path: Path) -> bool:
+def _is_elsewhere(error: OSError | SafetensorError, path: Path) -> bool:
     """Whether permission is missing for a file that is not beside or below what is written, and perhaps only read."""
     named = getattr(error, "filename", None)
     beside = not isinstance(named, str) or Path(named).is_relative_to(path.parent)
-    return number in (errno.EACCES, errno.EPERM) and not beside
+    return _error_number(error) in (errno.EACCES, errno.EPERM) and not beside
 
 
-def _sentence(path: Path, error: OSError | SafetensorError, remedy: str, first_in: Path | None) -> str:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    refused = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else path
-    where = f"{path} cannot be written" + (f" ({refused}: {reason})" if refused != path else f" ({reason})")
+def _sentence(path: Path, named: Path | None, reason: object, remedy: str, first_in: Path | None) -> str:
+    where = f"{path} cannot be written" + (f" ({named}: {reason})" if named not in (None, path) else f" ({reason})")
     folders = f"{path.parent} or {first_in}, where it is written first," if first_in else f"{path.parent}"
-    return f"{where}; {remedy} in {folders} and go on with resume=auto in the same run folder"
+    return f"{where}; {remedy} in {folders}"

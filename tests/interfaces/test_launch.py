@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.launch import become, quoted
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.flags import flags_first, parse_flags
 
 MODULE = ["-m", "rm_optimizer.train"]
 SUGAR = [
@@ -36,6 +39,8 @@ SUGAR = [
     (["--multirun", "seed=1,2"], ["--multirun", "seed=1,2"]),
     (["-cd", "presets", "experiment=mine"], ["--config-dir", "presets", "experiment=mine"]),
     (["~logger", "+data.columns={prompt: q}"], ["~logger", "+data.columns={prompt: q}"]),
+    (["-m", "models/llama"], ["model.path=models/llama"]),
+    (["-m", "org/model-7b"], ["model.path=org/model-7b"]),
     (["--batch", "3"], ["--batch", "3"]),
 ]
 
@@ -49,6 +54,31 @@ def test_flags_are_sugar_for_overrides(typed, overrides, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["train", *typed])
     assert result.exit_code == 0, result.output
     assert became == [(sys.executable, [sys.executable, *MODULE, *overrides])]
+
+
+def test_hydras_own_short_flag_for_sweeps_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", "-m", "optimizer=adamw,muon"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: -m takes a model preset or path, got 'optimizer=adamw,muon'; "
+        "for a sweep write --multirun optimizer=adamw,muon\n"
+    )
+
+
+ORDERS = [
+    ["model=tiny", "--multirun", "seed=0,1"],
+    ["seed=0", "--cfg", "job", "model=tiny"],
+    ["--cfg=job", "seed=0", "--resolve"],
+    ["seed=0", "--config-name", "seed=0", "--config-dir", "x"],
+]
+
+
+@pytest.mark.parametrize("typed", ORDERS, ids=" ".join)
+def test_flags_may_stand_anywhere_among_the_options(typed):
+    found = parse_flags(flags_first(typed, TrainConfig), TrainConfig)
+    assert found == parse_flags(typed, TrainConfig)
+    get_args_parser().parse_args(flags_first(typed, TrainConfig))  # Hydra's own call, which refuses what is left over
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20))

@@ -8,7 +8,8 @@ import pytest
 
 from rm_optimizer import train
 from rm_optimizer.errors import ConfigError, DataError, DataStalled
-from rm_optimizer.train import check_command, report
+from rm_optimizer.interfaces.exits import report
+from rm_optimizer.train import check_command
 
 MISTAKES = [
     ("optimizer=moun", r"unknown optimizer 'moun'; did you mean 'muon'\? Known: ada"),
@@ -44,6 +45,10 @@ MISTAKES = [
     ("data.train=a=b.jsonl", r"cannot read 'data\.train=a=b\.jsonl': .*\"data\.train='a=b\.jsonl'\"$"),
     ("seed=1,2", r"seed=1,2 names several values; add --multirun"),
     ("--optimizer muon", r"unknown flag '--optimizer'; options are set without dashes: optimizer=VALUE$"),
+    ("--lr 1e-3", r"unknown flag '--lr'; options are set without dashes: optimizer\.lr=VALUE$"),
+    ("seed=1 seed=2", r"seed is given twice, as 1 and as 2; give it once$"),
+    ("optimizer=muon ++optimizer=adamw", r"optimizer is given twice, as muon and as adamw"),
+    ("--multirun seed=1,2 --cfg job", r"--cfg prints one configuration; leave out --multirun"),
     ("--configdir x", r"unknown flag '--configdir'; did you mean '--config-dir'\?"),
     ("--cfg jub", r"invalid choice: 'jub'"),
     ("--config-dir /nowhere", r"--config-dir must name an existing folder, got '/nowhere'$"),
@@ -102,6 +107,7 @@ def test_control_c_before_training_exits_130(monkeypatch):
     def interrupt(arguments):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(sys, "argv", ["train"])
     monkeypatch.setattr(train, "check_command", interrupt)
     with pytest.raises(SystemExit) as stopped:
         train.main()
