@@ -276,7 +276,8 @@ def base_model(args: argparse.Namespace, seed: int) -> BradleyTerryRM:
     """The untrained model of H1's comparison."""
     config = arm_config(args, draw(args), ARMS[0], seed).model
     if config.path:
-        return BradleyTerryRM.from_pretrained(config.path, max_length=args.batching_length, seed=seed).train()
+        path, length = config.path, args.batching_length
+        return BradleyTerryRM.from_pretrained(path, max_length=length, seed=seed, new_head=True).train()
     return build_model(config, PreferenceDataset.load(str(draw(args).train)), seed).train()
 
 

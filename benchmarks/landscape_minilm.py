@@ -32,7 +32,7 @@ EVERY = 50
 
 def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
     """The largest eigenvalues with their residuals after `--steps` steps of training, and the time they took."""
-    model = BradleyTerryRM.from_pretrained(args.minilm, max_length=512)
+    model = BradleyTerryRM.from_pretrained(args.minilm, max_length=512, new_head=True)
     subject = trained(args, "minilm", model, load_pairs(args), learning_rate=LEARNING_RATE)
     began = time.process_time()
 

@@ -113,7 +113,7 @@ def our_loss_and_gradients(
     folder: Path, tokens: TokenizedPairs, pairs: list[PreferencePair], *, has_margin: bool, center_rewards: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """What our loss gives for the same pairs."""
-    reward_model = BradleyTerryRM.from_pretrained(folder, max_length=MAX_LENGTH)
+    reward_model = BradleyTerryRM.from_pretrained(folder, max_length=MAX_LENGTH, new_head=True)
     batch = PairCollator(tokens, pairs, reward_model.pad_choice.token_id)(range(len(tokens)))
     reward_model.train()
     chosen, rejected = batch.split(reward_model(batch.input_ids, batch.attention_mask))
@@ -135,7 +135,7 @@ def measure(model_type: str, *, has_margin: bool, center_rewards: float) -> Diff
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, model_type, tokenizer)
-        renderer = BradleyTerryRM.from_pretrained(folder, max_length=MAX_LENGTH).renderer
+        renderer = BradleyTerryRM.from_pretrained(folder, max_length=MAX_LENGTH, new_head=True).renderer
         tokens = tokenize_pairs(pairs, renderer, folder / "tokens")
         assert len(tokens) == len(pairs), "every pair is needed"
         rows = [

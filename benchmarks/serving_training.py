@@ -248,7 +248,7 @@ def report(rows: list[Row], found: Mapping[int, PairRewards], held_out: HeldOut,
 
 def measure(args: argparse.Namespace, scratch: Path) -> None:
     started = time.perf_counter()
-    model = BradleyTerryRM.from_pretrained(args.model, max_length=args.max_length, seed=args.seed)
+    model = BradleyTerryRM.from_pretrained(args.model, max_length=args.max_length, seed=args.seed, new_head=True)
     model.save_pretrained(scratch / "untrained")
     train, val = split(args, scratch)
     held_out = HeldOut.of(val, model.renderer)

@@ -284,7 +284,7 @@ def in_a_process(args: argparse.Namespace, side: str, folder: Path) -> Fit:
 def tokens_moved(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Tokens of our passes and of TRL's padding over unique ones, and ours over real ones."""
     tokens, dataset = tokens_of(folder)
-    model = BradleyTerryRM.from_pretrained(folder, max_length=max_length(folder))
+    model = BradleyTerryRM.from_pretrained(folder, max_length=max_length(folder), new_head=True)
     shares = model.supports_prefix_sharing() is None
     collator = pair_collator(tokens, dataset.pairs, model.renderer.pad_token_id, prefix_sharing=shares)
     budget = typed(compose(["model=minilm", "output_dir=x"]), TrainConfig).batching.micro_token_budget

@@ -113,6 +113,11 @@ def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(_file_names(model))
 
 
+def is_saved(model: PreTrainedModel, name: str) -> bool:
+    """Whether an adapted model's adapter stores the tensor that the plain model has under `name`."""
+    return any(_is_under(name, module) for module in saved_modules(model))
+
+
 def stored_name(name: str) -> str:
     """The name in peft's file of a tensor of the adapter.
 

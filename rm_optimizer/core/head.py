@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from rm_optimizer.errors import CheckpointError, ConfigError
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names that backbones give to modules on the reward head's side; whatever follows a backbone is there too."""
 _HALF = (torch.float16, torch.bfloat16)
+_OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
+"""Classes whose head `transformers` would take for a sequence classifier's, since it has the same name and shape."""
 
 
 class RewardHead(nn.Linear):
@@ -85,6 +87,30 @@ def require_trainable_head(model: PreTrainedModel) -> None:
             f"the reward head {name} must be trainable, but its {' and '.join(frozen)} "
             "requires no gradient; call requires_grad_(True) on model.reward_head"
         )
+
+
+def require_trained_head(model: PreTrainedModel, drawn: Collection[str], source: object) -> None:
+    """Refuse to score with a model whose rewards would be those of a random projection.
+
+    Args:
+        model: as loaded.
+        drawn: names of its weights that the source lacks.
+        source: where it was loaded from, for the message.
+
+    Raises:
+        CheckpointError: if weights were drawn at random, or those of the head were trained for another task.
+    """
+    task = next((task for name in model.config.architectures or () for task in _OTHER_TASKS if task in name), None)
+    if drawn:
+        lacks = f"its weights lack {', '.join(sorted(drawn)[:3])}, which would be random"
+    elif task is not None:
+        lacks = f"it was saved as {model.config.architectures[0]}, whose output is no reward of a whole response"
+    else:
+        return
+    raise CheckpointError(
+        f"{source} has no trained reward head: {lacks}; give a trained reward model, or train one from it with "
+        f"rm-opt train model.path={source} (in Python: from_pretrained(..., new_head=True))"
+    )
 
 
 def keep_exact(module: nn.Module) -> None:

@@ -31,6 +31,7 @@ from rm_optimizer.core.adapter_files import (
     adapter_folder,
     adapter_tensor_names,
     described_config,
+    is_saved,
     load_adapter,
     read_config,
 )
@@ -38,7 +39,7 @@ from rm_optimizer.core.adapters import attach
 from rm_optimizer.core.attention import choose_attention
 from rm_optimizer.core.checkpoint import read_checkpoint, write_description
 from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
-from rm_optimizer.core.head import head_name
+from rm_optimizer.core.head import head_name, require_trained_head
 from rm_optimizer.core.quantisation import is_quantised, quantisation_arguments
 from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
@@ -63,6 +64,7 @@ class LoadOptions:
         trust_remote_code: run modelling code that the checkpoint brings.
         dtype: type of the backbone's weights; the head is float32 or better.
         quantize: store the backbone's matrices in four bits; only for training a LoRA adapter beside them.
+        new_head: accept a source without a trained reward head and draw a new one, to train it.
     """
 
     attn_implementation: str = "auto"
@@ -72,6 +74,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     dtype: torch.dtype = torch.float32
     quantize: bool = False
+    new_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,14 @@ class LoadedModel:
         tokenizer: its tokenizer.
         is_head_fresh: whether the source had no head, so that the model's is at its random start.
         identity: what was recorded of rendering, padding and head when we saved it; empty for other people's models.
+        drawn: names of the weights that the source lacks, so that they are at their random start.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     is_head_fresh: bool
     identity: Mapping[str, Any] = field(default_factory=dict)
+    drawn: frozenset[str] = frozenset()
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
@@ -109,9 +114,17 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
     """Read a classifier and its tokenizer from a hub id, a folder, a run folder or a `.ckpt` file.
 
     Raises:
-        CheckpointError: if there is nothing, it is torn, or it cannot give one reward.
+        CheckpointError: if there is nothing, it is torn, it cannot give one reward, or it lacks a trained reward head
+            and `options.new_head` is false.
         ConfigError: if an option is unknown.
     """
+    loaded = _load(source, options)
+    if not options.new_head:
+        require_trained_head(loaded.model, loaded.drawn, source)
+    return loaded
+
+
+def _load(source: str | Path, options: LoadOptions) -> LoadedModel:
     adapter = adapter_folder(source)
     if adapter is not None:
         return _from_adapter(adapter, options)
@@ -186,7 +199,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     if missing:
         _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     is_fresh = f"{head_name(model)}.weight" in missing
-    return LoadedModel(_finished(model, options), tokenizer, is_fresh, _stored_identity(source))
+    return LoadedModel(_finished(model, options), tokenizer, is_fresh, _stored_identity(source), frozenset(missing))
 
 
 @contextmanager
@@ -208,14 +221,15 @@ def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         load_adapter(base.model, folder, config, recorded_base)
+        drawn = frozenset(name for name in base.drawn if not is_saved(base.model, name))
     except _LOAD_ERRORS as error:
         raise CheckpointError(f"{folder} cannot be loaded as a LoRA adapter: {_reason(error)}") from error
-    return LoadedModel(base.model, tokenizer, is_head_fresh=False, identity=record.get("identity", {}))
+    return LoadedModel(base.model, tokenizer, False, record.get("identity", {}), drawn)
 
 
 def _base_options(config: LoraConfig, recorded_base: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
     quantize = options.quantize or bool(recorded_base.get("is_quantised"))
-    return replace(options, revision=config.revision, quantize=quantize)
+    return replace(options, revision=config.revision, quantize=quantize, new_head=True)
 
 
 def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:

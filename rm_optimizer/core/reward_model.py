@@ -87,8 +87,9 @@ class BradleyTerryRM(BaseRewardModel):
         render_fn: RenderFn | None = None,
         gradient_checkpointing: bool = False,
         quantize: bool = False,
+        new_head: bool = False,
     ) -> BradleyTerryRM:
-        """Load a reward model, or make one of a base model.
+        """Load a trained reward model, or, for training, make one of a base model.
 
         Args:
             source: hub id, model folder, run folder (its `best/`) or Lightning `.ckpt`.
@@ -102,13 +103,15 @@ class BradleyTerryRM(BaseRewardModel):
             render_fn: needed again for a model that was trained with one.
             gradient_checkpointing: recompute activations in the backward pass.
             quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
+            new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
+                source is refused, since its rewards would be random.
 
         Raises:
-            CheckpointError: if the source is missing, torn, not a reward model's, or recorded another rendering.
+            CheckpointError: if the source is missing, torn, no trained reward model, or recorded another rendering.
             ConfigError: if an option is unknown or out of range.
         """
         options = LoadOptions(
-            attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize
+            attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
         )
         loaded = load_model(source, options)
         if max_length is None:

@@ -184,6 +184,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
             trust_remote_code=config.trust_remote_code,
             gradient_checkpointing=config.gradient_checkpointing,
             quantize=quantize,
+            new_head=True,
         )
     return BradleyTerryRM.from_config(
         config.architecture,

@@ -74,7 +74,7 @@ def scrambled(model: BradleyTerryRM, seed: int = 3) -> BradleyTerryRM:
 
 
 def adapted(family: str, folder: Path, config: AdapterConfig | LoraConfig = LORA) -> BradleyTerryRM:
-    model = BradleyTerryRM.from_pretrained(base_folder(family, folder), max_length=64)
+    model = BradleyTerryRM.from_pretrained(base_folder(family, folder), max_length=64, new_head=True)
     add_adapter(model, config, seed=0)
     return scrambled(model)
 
@@ -247,7 +247,8 @@ def gradients(model: BradleyTerryRM) -> Iterator[tuple[str, torch.Tensor]]:
 def test_gradients_reach_factors_and_head_also_with_checkpointing(family: str, tmp_path: Path) -> None:
     folder = base_folder(family, tmp_path)
     plain, recomputed = (
-        BradleyTerryRM.from_pretrained(folder, max_length=64, gradient_checkpointing=on) for on in (False, True)
+        BradleyTerryRM.from_pretrained(folder, max_length=64, new_head=True, gradient_checkpointing=on)
+        for on in (False, True)
     )
     for model in (plain, recomputed):
         add_adapter(model, LORA, seed=0)
@@ -403,7 +404,8 @@ def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_half_precision_base_keeps_head_side_and_factors_in_float32(family: str, tmp_path: Path) -> None:
-    model = BradleyTerryRM.from_pretrained(base_folder(family, tmp_path / "base"), max_length=64, dtype="bfloat16")
+    folder = base_folder(family, tmp_path / "base")
+    model = BradleyTerryRM.from_pretrained(folder, max_length=64, dtype="bfloat16", new_head=True)
     add_adapter(model, LORA, seed=0)
     scrambled(model)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}

@@ -61,7 +61,7 @@ def test_export_run_folder_and_checkpoint_load_to_the_same_rewards(family: str, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_gets_a_fresh_seeded_head_and_keeps_its_backbone(family: str, tmp_path: Path) -> None:
     folder = base_folder(family, tmp_path)
-    first, again, other = (BradleyTerryRM.from_pretrained(folder, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (BradleyTerryRM.from_pretrained(folder, seed=seed, new_head=True) for seed in (1, 1, 2))
     assert first.head_init.startswith("normal")
     assert "seed=1" in first.head_init
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.state_dict().items())
@@ -85,8 +85,9 @@ def test_a_head_that_is_stored_is_not_drawn_again(tmp_path: Path) -> None:
 
 def test_weights_are_float32_unless_asked_otherwise(tmp_path: Path) -> None:
     base_folder("llama", tmp_path, torch.bfloat16)
-    assert {parameter.dtype for parameter in BradleyTerryRM.from_pretrained(tmp_path).parameters()} == {torch.float32}
-    half = BradleyTerryRM.from_pretrained(tmp_path, dtype="bfloat16")
+    whole = BradleyTerryRM.from_pretrained(tmp_path, new_head=True)
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+    half = BradleyTerryRM.from_pretrained(tmp_path, dtype="bfloat16", new_head=True)
     assert half.model.dtype is torch.bfloat16
     assert half.reward_head.weight.dtype is torch.float32
     with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
@@ -97,7 +98,7 @@ def test_dropout_of_the_checkpoint_is_off_unless_kept(tmp_path: Path) -> None:
     base_folder("bert", tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).hidden_dropout_prob == 0.1
     for dropout in (False, True):
-        model = BradleyTerryRM.from_pretrained(tmp_path, dropout=dropout).train()
+        model = BradleyTerryRM.from_pretrained(tmp_path, dropout=dropout, new_head=True).train()
         batch = model.tokenize(PROMPTS, RESPONSES)
         assert torch.equal(model(**batch), model(**batch)) is not dropout
 
@@ -226,7 +227,7 @@ def test_the_pad_choice_survives_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("RM_OPT_MINILM" not in os.environ, reason="RM_OPT_MINILM names no folder with MiniLM's weights")
 def test_minilm_loads_starts_at_chance_and_reloads(tmp_path: Path) -> None:
-    model = BradleyTerryRM.from_pretrained(os.environ["RM_OPT_MINILM"])
+    model = BradleyTerryRM.from_pretrained(os.environ["RM_OPT_MINILM"], new_head=True)
     assert model.model.config.hidden_size == 384
     assert 256 <= model.max_length <= 512
     assert model.score_pair("Hi", "Hello.", "No.") == pytest.approx(0, abs=0.2)
