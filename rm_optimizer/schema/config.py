@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from rm_optimizer.schema.adapters import AdapterConfig
 from rm_optimizer.schema.checks import require as require
 from rm_optimizer.schema.data import DataConfig
+from rm_optimizer.schema.monitors import Mode, better_mode
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.schema.publish import PublishConfig
 
@@ -22,13 +23,6 @@ class Attention(StrEnum):
     flash_attention_2 = "flash_attention_2"
     sdpa = "sdpa"
     eager = "eager"
-
-
-class Mode(StrEnum):
-    """Whether a smaller or a larger value of a metric is better."""
-
-    min = "min"
-    max = "max"
 
 
 class PrefixSharing(StrEnum):
@@ -210,8 +204,8 @@ class TrainingConfig:
     """Periodic checkpoints kept beside the best."""
     monitor: str = "val/nll"
     """Validation metric that selects the best checkpoint and stops early."""
-    mode: Mode = Mode.min
-    """Whether a smaller or larger `monitor` is better."""
+    mode: Mode | None = None
+    """Whether a smaller (min) or larger (max) `monitor` is better; null takes the metric's own direction."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     """When to stop before the end."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -234,6 +228,7 @@ class TrainingConfig:
             "be at least 1",
             self.checkpoint_every,
         )
+        better_mode(self.monitor, self.mode)
         require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "be at least 1", self.keep_checkpoints)
         require(self.num_bootstrap >= 100, "training.num_bootstrap", "be at least 100", self.num_bootstrap)
 

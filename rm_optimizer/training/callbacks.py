@@ -12,10 +12,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import RichProgressBar
 
 from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.schema import TrainingConfig
-from rm_optimizer.schema.config import Mode
+from rm_optimizer.schema.monitors import better_mode
+from rm_optimizer.training.best import BestSoFar
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.disk import writing
@@ -27,33 +27,6 @@ from rm_optimizer.training.resume import random_states, set_random_states
 
 TEMPORARY = Path(tempfile.gettempdir())
 """Where Lightning writes a checkpoint before it moves it to the run folder."""
-
-
-@dataclass
-class BestSoFar:
-    """The best value of the monitored metric and how long ago it was reached.
-
-    Args:
-        mode: whether smaller or larger is better.
-        min_delta: improvement that counts against patience.
-    """
-
-    mode: Mode
-    min_delta: float
-    value: float | None = None
-    step: int = 0
-    stale: int = 0
-
-    def update(self, value: float, step: int) -> bool:
-        """Take a new value in; True when it is the best so far."""
-        if self.value is None:
-            self.value, self.step = value, step
-            return True
-        gain = self.value - value if self.mode == Mode.min else value - self.value
-        self.stale = 0 if gain > self.min_delta else self.stale + 1
-        if gain > 0:
-            self.value, self.step = value, step
-        return gain > 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +67,7 @@ class Evaluation(pl.Callback):
         self.config = config
         self.every = every
         self.beta = beta
-        self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
+        self.best = BestSoFar(better_mode(config.monitor, config.mode), config.early_stopping.min_delta)
         self.latest: Evaluated | None = None
         self.stopped_early = False
         self.seconds = 0.0
@@ -149,9 +122,7 @@ class Evaluation(pl.Callback):
             log_histogram(trainer.loggers, f"val/{name}", values, evaluated.step)
 
     def _judge(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
-        if self.config.monitor not in values:
-            raise ConfigError(did_you_mean("training.monitor", self.config.monitor, values))
-        if self.best.update(values[self.config.monitor], trainer.global_step):
+        if self.best.update(values.get(self.config.monitor, float("nan")), trainer.global_step):
             path = self.run_dir / FOLDER / BEST
             with writing(path, first_in=TEMPORARY):
                 save_checkpoint(trainer, path, weights_only=True)
@@ -162,7 +133,7 @@ class Evaluation(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, for a resumed run."""
-        return {"value": self.best.value, "step": self.best.step, "stale": self.best.stale}
+        return {name: getattr(self.best, name) for name in ("value", "step", "reference", "stale")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best value so far."""

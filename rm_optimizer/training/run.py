@@ -35,6 +35,7 @@ from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, Train
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.config import Resume
 from rm_optimizer.schema.data import Streaming
+from rm_optimizer.training.best import require_monitored, warn_of_unmeasured
 from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
 from rm_optimizer.training.compiling import compile_backbone
@@ -128,6 +129,7 @@ class _Run:
 def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
     started = time.perf_counter()
     data = load_data(config.data, config.training.max_steps)
+    require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
     if count := add_adapter(model, config.adapter, seed=config.seed):
@@ -280,6 +282,7 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     """Evaluate the best weights on every rank; the first one writes them and what is known of them."""
     config, model, val = run.config, run.module.model, run.datamodule.data.val
     best = run.run_dir / FOLDER / BEST
+    warn_of_unmeasured(config.training.monitor, run.evaluation.best)
     _load_best(model, best)
     rewards = run.datamodule.score_validation(model)
     metrics = metrics_of(
