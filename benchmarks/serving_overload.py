@@ -63,7 +63,7 @@ class SlowEngine:
 
     def __init__(self, description: EngineDescription, tokens_per_second: float) -> None:
         self.description = description
-        self.version = description.version
+        self.version, self.revision = description.version, 1
         self.is_up = True
         self.num_restarts = 0
         self._seconds_a_token = 1 / tokens_per_second
@@ -79,7 +79,7 @@ class SlowEngine:
         """The sums, after the time that they take."""
         async with self._turn:
             await asyncio.sleep(sum(map(len, sequences)) * self._seconds_a_token)
-        return ScoredBatch(tuple(float(sum(row)) for row in sequences), self.version)
+        return ScoredBatch(tuple(float(sum(row)) for row in sequences), self.version, self.revision)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.serving.client_requests import ConversationForm, Form, TokenForm, WrongAnswer, finite_numbers, pieces
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.handshake import ServerIdentity, shake_hands
-from rm_optimizer.serving.protocol import VERSION_HEADER
+from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
 from rm_optimizer.serving.retries import (
     RETRIED_STATUSES,
     Deadline,
@@ -131,10 +131,12 @@ class AsyncRewardClient:
         while outdated := [i for i in range(len(parts)) if i not in answers]:
             asked = [[rows[k] for k in parts[i]] for i in outdated]
             answers |= dict(zip(outdated, await self._ask_all(asked, identity.model, deadline), strict=True))
-            newest = answers[outdated[-1]].version
-            answers = {i: answer for i, answer in answers.items() if answer.version == newest}
+            newest = answers[outdated[-1]].weights
+            answers = {i: answer for i, answer in answers.items() if answer.weights == newest}
         rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
-        return ScoredBatch(rewards, answers[0].version if answers else await self.version())
+        if not answers:
+            return ScoredBatch(rewards, await self.version(), None)
+        return ScoredBatch(rewards, *answers[0].weights)
 
     async def version(self) -> str:
         """Version of the weights that answer now; a plain vLLM has no other than its model's name."""
@@ -168,7 +170,8 @@ class AsyncRewardClient:
             raise WrongAnswer(f"{self.url}{form.path} answered with no JSON") from error
         numbers = finite_numbers(form, answer, len(rows))
         version = response.headers.get(VERSION_HEADER) or answer.get("rm_version") or answer.get("model")
-        return ScoredBatch(tuple(numbers), str(version))
+        revision = response.headers.get(REVISION_HEADER)
+        return ScoredBatch(tuple(numbers), str(version), None if revision is None else int(revision))
 
     async def _ask_halves(
         self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, use_activation: bool
@@ -179,8 +182,8 @@ class AsyncRewardClient:
                 await self.ask(form, half, model, deadline, use_activation=use_activation)
                 for half in (rows[:middle], rows[middle:])
             ]
-            if first.version == second.version:
-                return ScoredBatch(first.rewards + second.rewards, first.version)
+            if first.weights == second.weights:
+                return ScoredBatch(first.rewards + second.rewards, *first.weights)
             deadline.pause("its weights changed between two halves of a request")
 
     async def request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:

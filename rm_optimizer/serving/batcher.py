@@ -28,12 +28,12 @@ MOST_ROUNDS = 10
 
 @dataclass(eq=False)
 class _Request:
-    """Sequences of one request, their rewards so far, and the version of each."""
+    """Sequences of one request, their rewards so far, and the revision of the weights of each."""
 
     sequences: Sequence[tuple[int, ...]]
     answer: asyncio.Future[ScoredBatch]
     rewards: list[float]
-    versions: list[str]
+    revisions: list[int | None]
     open_units: int = 0
     rounds: int = 0
 
@@ -107,7 +107,7 @@ class Batcher:
         self._admit(tokens)
         count = len(sequences)
         answer: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
-        request = _Request(sequences, answer, [math.nan] * count, [""] * count)
+        request = _Request(sequences, answer, [math.nan] * count, [None] * count)
         self.queued_tokens += tokens
         self.metrics.queued_tokens.set(self.queued_tokens)
         try:
@@ -236,18 +236,18 @@ class Batcher:
         for unit in batch:
             for index in unit.indices:
                 unit.request.rewards[index] = next(rewards)
-                unit.request.versions[index] = scored.version
+                unit.request.revisions[index] = scored.revision
             unit.is_computed = True
-            self._finish(unit.request, scored.version)
+            self._finish(unit.request, scored)
 
-    def _finish(self, request: _Request, version: str) -> None:
+    def _finish(self, request: _Request, last: ScoredBatch) -> None:
         """Answer a request whose last unit is done; what older weights computed is computed again first."""
         request.open_units -= 1
         if request.open_units or request.answer.done():
             return
-        stale = [index for index, own in enumerate(request.versions) if own != version]
+        stale = [index for index, own in enumerate(request.revisions) if own != last.revision]
         if not stale:
-            request.answer.set_result(ScoredBatch(tuple(request.rewards), version))
+            request.answer.set_result(ScoredBatch(tuple(request.rewards), last.version, last.revision))
         elif request.rounds >= MOST_ROUNDS:
             _fail(request, EngineUnavailable("new weights came faster than the request could be answered; try again"))
         else:

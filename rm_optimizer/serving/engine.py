@@ -6,6 +6,7 @@ two batches. Until a commit has returned, every answer comes from the old weight
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,15 +26,30 @@ class WeightsRefused(RMOptimizerError):
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Rewards of one batch, all of them from one version of the weights.
+    """Rewards of one batch, all of them from one revision of the weights.
 
     Args:
         rewards: in the order of the sequences; raw, and possibly not finite.
-        version: of the weights that computed them.
+        version: name of the weights that computed them.
+        revision: their serial number, see `new_revision`; None from a server that has none, a plain vLLM.
     """
 
     rewards: tuple[float, ...]
     version: str
+    revision: int | None
+
+    @property
+    def weights(self) -> tuple[str, int | None]:
+        """Identity of the weights: batches in which it is equal were computed by the same ones."""
+        return self.version, self.revision
+
+
+def new_revision(after: int = 0) -> int:
+    """Serial number of weights that are about to serve: milliseconds since 1970, and above `after`.
+
+    A name may be used twice, by a second run say; a revision never is, nor by a server that was started again.
+    """
+    return max(after + 1, time.time_ns() // 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,7 @@ class StagedWeights:
 
     Args:
         version: their name once they serve.
+        revision: their serial number once they serve.
         mode: which tensors they are.
         file: safetensors; the engine keeps a link to it (else a copy) from which it restarts.
         tensors: the sender's manifest.
@@ -88,6 +105,7 @@ class StagedWeights:
     """
 
     version: str
+    revision: int
     mode: RewardModelTrainingMode
     file: Path
     tensors: tuple[TensorSpec, ...]
@@ -104,7 +122,17 @@ class Engine(Protocol):
 
     @property
     def version(self) -> str:
-        """Of the weights that answer the next batch."""
+        """Name of the weights that answer the next batch."""
+        ...
+
+    @property
+    def revision(self) -> int:
+        """Serial number of the weights that answer the next batch."""
+        ...
+
+    @property
+    def committed(self) -> Sequence[StagedWeights]:
+        """Updates that serve on top of the checkpoint, oldest first."""
         ...
 
     @property
@@ -148,11 +176,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def commit(self, version: str) -> None:
+    async def commit(self, revision: int) -> None:
         """Swap in the staged weights between two batches, check their probe, and swap back where it fails.
 
         Raises:
-            WeightsRefused: if nothing of this version is staged (a restart loses it), or the probe fails.
+            WeightsRefused: if nothing of this revision is staged (a restart loses it), or the probe fails.
             EngineUnavailable: if the engine is not up.
         """
         ...

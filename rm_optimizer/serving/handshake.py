@@ -119,7 +119,7 @@ async def _verify_tokens(
     rows = _token_rows(renderer, conversations)
     for _ in range(ROUNDS):
         ours = await client.ask(TokenForm(), rows, model, deadline)
-        if ours.version == raw.version:
+        if ours.weights == raw.weights:
             break
         raw = await client.ask(ConversationForm(), conversations, model, deadline)
     if not _close(ours.rewards, raw.rewards):
@@ -157,7 +157,7 @@ async def _verify_sigmoid(
     for _ in range(ROUNDS):
         raw = await client.ask(form, rows, model, deadline, use_activation=False)
         squashed = await client.ask(form, rows, model, deadline, use_activation=True)
-        if raw.version == squashed.version:
+        if raw.weights == squashed.weights:
             break
     is_sigmoid = _close(squashed.rewards, tuple(map(sigmoid, raw.rewards)))
     if not (is_sigmoid or (may_be_identity and _close(squashed.rewards, raw.rewards))):

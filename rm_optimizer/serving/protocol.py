@@ -18,6 +18,8 @@ from rm_optimizer.schema.publish import Transport as Transport
 
 VERSION_HEADER = "x-rm-version"
 """Response header with the version of the weights that computed the answer."""
+REVISION_HEADER = "x-rm-revision"
+"""Response header with the serial number of these weights, which no other weights ever have."""
 PROTOCOL_VERSION = 1
 """Raised when a client of the older form would misread an answer."""
 SIGMOID_CONVENTION = "raw rewards by default; use_activation=true applies sigmoid(reward) once"
@@ -129,6 +131,7 @@ class ClassifyResponse(WireModel):
     data: list[ClassifyDatum]
     usage: Usage
     rm_version: str = Field(description="Version of the weights that computed every number in the answer.")
+    rm_revision: int | None = Field(description="Serial number of these weights.")
 
 
 class ScoreResponse(WireModel):
@@ -138,6 +141,7 @@ class ScoreResponse(WireModel):
     rewards: list[list[float]]
     usage: Usage
     rm_version: str
+    rm_revision: int | None
 
 
 class OpenRLHFResponse(WireModel):
@@ -174,6 +178,7 @@ class VersionResponse(WireModel):
     """`GET /version` and `GET /rm/version`: the weights that answer now, and the software."""
 
     version: str = Field(description="Version of the weights.")
+    revision: int = Field(description="Their serial number: milliseconds since 1970 when they came.")
     protocol: int = PROTOCOL_VERSION
     engine: str
     package: str
@@ -195,6 +200,7 @@ class InfoResponse(WireModel):
     engine: str
     model: str
     version: str
+    revision: int
     architecture: str
     dtype: str
     rendering: RenderingInfo
@@ -249,6 +255,7 @@ class Begin(WireModel):
         mode: what is sent.
         version: name of the weights once they serve.
         base_version: the version they follow; another one serving is a conflict. None asks nothing.
+        base_revision: the revision they follow, likewise.
         tensors: the manifest: every tensor that comes, in the order in which it comes.
         transport: how they come.
         path: for `path`, the safetensors file, below the server's weights root.
@@ -261,6 +268,7 @@ class Begin(WireModel):
     mode: RewardModelTrainingMode
     version: StrictStr = Field(min_length=1, max_length=128, pattern=r"^[\w.:+-]+$")
     base_version: StrictStr | None = None
+    base_revision: StrictInt | None = None
     tensors: list[TensorSpec] = Field(min_length=1)
     transport: Transport
     path: StrictStr | None = None
@@ -274,6 +282,7 @@ class Ready(WireModel):
 
     batch_id: str
     version: str = Field(description="Of the weights that serve now.")
+    revision: int
 
 
 class Commit(WireModel):
@@ -303,5 +312,6 @@ class Outcome(WireModel):
     batch_id: str
     status: OutcomeStatus
     version: str = Field(description="Of the weights that serve now.")
+    revision: int
     error: ErrorDetail | None = None
     seconds: float = Field(default=0.0, description="From the beginning to this outcome.")

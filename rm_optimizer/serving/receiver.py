@@ -22,7 +22,7 @@ from pydantic import Field
 
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.api_errors import ApiError
-from rm_optimizer.serving.engine import Engine, EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import Engine, EngineUnavailable, StagedWeights, WeightsRefused, new_revision
 from rm_optimizer.serving.incoming import FromBody, Incoming, incoming
 from rm_optimizer.serving.protocol import (
     Abort,
@@ -35,6 +35,7 @@ from rm_optimizer.serving.protocol import (
     Transport,
     WireModel,
 )
+from rm_optimizer.serving.served_names import ServedNames
 from rm_optimizer.serving.weight_file import check_names, check_weight_file, num_bytes
 
 KEPT_OUTCOMES = 128
@@ -65,6 +66,7 @@ class WeightStatus(WireModel):
     """`GET /rm/weights/status`: what serves, what is under way, how an update ended."""
 
     version: str = Field(description="Of the weights that serve now.")
+    revision: int = Field(description="Their serial number.")
     active: str | None = Field(description="The update under way.")
     outcome: Outcome | None = Field(description="Of the update asked for, else of the last one; null where unknown.")
     root: str | None = Field(description="Folder for files of the transport `path`.")
@@ -114,6 +116,7 @@ class WeightReceiver:
         self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-"))
         self._active: _Update | None = None
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
+        self._names: ServedNames | None = None
 
     async def close(self) -> None:
         """End what is under way and remove what came."""
@@ -142,7 +145,7 @@ class WeightReceiver:
         except (RMOptimizerError, TimeoutError) as error:
             self._release(active)
             raise UpdateRefused(str(error) or "its receiving end did not stand in time") from error
-        return Ready(batch_id=begin.batch_id, version=self.engine.version)
+        return Ready(batch_id=begin.batch_id, version=self.engine.version, revision=self.engine.revision)
 
     async def upload(self, batch_id: str, chunks: AsyncIterator[bytes]) -> Received:
         """Take the body of an `inline` update; a repeated one replaces the first.
@@ -195,6 +198,7 @@ class WeightReceiver:
         last = next(reversed(self._outcomes.values()), None)
         return WeightStatus(
             version=self.engine.version,
+            revision=self.engine.revision,
             active=None if self._active is None else self._active.begin.batch_id,
             outcome=last if batch_id is None else self._outcomes.get(batch_id),
             root=None if self.root is None else str(self.root),
@@ -223,8 +227,7 @@ class WeightReceiver:
             raise WeightsRefused(f"transport {begin.transport.value} is not taken here; use one of {known}")
         if not self.engine.is_up:
             raise EngineUnavailable("the engine is starting; begin again when /ready answers 200")
-        if begin.base_version not in (None, self.engine.version):
-            raise UpdateConflict(f"the update follows {begin.base_version}, but {self.engine.version} serves")
+        self._check_base(begin)
         served = {spec.name: spec for spec in self.engine.description.tensors.get(begin.mode, ())}
         if not served:
             raise WeightsRefused(f"mode {begin.mode.value} has no tensors in the served model; serve one that has")
@@ -237,6 +240,19 @@ class WeightReceiver:
                 raise WeightsRefused(
                     f"{spec.name}: expected {expected.dtype}{expected.shape}, got {spec.dtype}{spec.shape}"
                 )
+
+    def _check_base(self, begin: Begin) -> None:
+        """Refuse an update of other weights than those that serve, and a name that stood for others."""
+        serving, revision = self.engine.version, self.engine.revision
+        if begin.base_version not in (None, serving) or begin.base_revision not in (None, revision):
+            followed = " ".join(str(base) for base in (begin.base_version, begin.base_revision) if base is not None)
+            raise UpdateConflict(f"the update follows {followed}, but {serving} {revision} serves")
+        if self._names is None:
+            self._names = ServedNames(self.engine.description.version, self.engine.committed)
+        if not self._names.may_be(begin):
+            raise UpdateConflict(
+                f"version {begin.version} has served other weights here; publish these under another name", "version"
+            )
 
     def _check_probe(self, begin: Begin) -> None:
         """Refuse what the model cannot compute, and waits without an end."""
@@ -267,21 +283,23 @@ class WeightReceiver:
         return self._active
 
     async def _commit(self, update: _Update) -> Outcome:
-        begin = update.begin
+        begin, revision = update.begin, new_revision(self.engine.revision)
         try:
             async with asyncio.timeout_at(update.deadline):
                 file = await update.incoming.file()
                 await asyncio.to_thread(check_weight_file, file, begin.tensors)
                 await self.engine.stage(
-                    StagedWeights(begin.version, begin.mode, file, tuple(begin.tensors), begin.probe)
+                    StagedWeights(begin.version, revision, begin.mode, file, tuple(begin.tensors), begin.probe)
                 )
-            await self.engine.commit(begin.version)
+            await self.engine.commit(revision)
         except (RMOptimizerError, TimeoutError) as error:
             await self._roll_back()
             reason = str(error) or f"it was not whole within {begin.timeout_seconds:.0f} s"
             return self._ended(update, OutcomeStatus.refused, _detail(error, reason))
         finally:
             self._release(update)
+        assert self._names is not None, "the update was checked"
+        self._names.add(begin)
         _log.info("weights %s serve now (%s, %s)", begin.version, begin.mode.value, begin.transport.value)
         return self._ended(update, OutcomeStatus.committed, None)
 
@@ -308,6 +326,7 @@ class WeightReceiver:
             batch_id=update.begin.batch_id,
             status=status,
             version=self.engine.version,
+            revision=self.engine.revision,
             error=error,
             seconds=time.monotonic() - update.started,
         )

@@ -16,6 +16,7 @@ from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.error_answers import error_responses
 from rm_optimizer.serving.inputs import TokenSequence
 from rm_optimizer.serving.protocol import (
+    REVISION_HEADER,
     VERSION_HEADER,
     ClassifyDatum,
     ClassifyRequest,
@@ -86,6 +87,7 @@ async def _scored(
 ) -> ScoredBatch:
     scored = await while_connected(request, service.score(sequences))
     out.headers[VERSION_HEADER] = scored.version
+    out.headers[REVISION_HEADER] = str(scored.revision)
     return scored
 
 
@@ -110,6 +112,7 @@ async def classify(body: ClassifyRequest, request: Request, response: Response, 
         data=[ClassifyDatum(index=index, probs=[number]) for index, number in enumerate(numbers)],
         usage=_usage(sequences),
         rm_version=scored.version,
+        rm_revision=scored.revision,
     )
 
 
@@ -126,6 +129,7 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
         rewards=[[next(numbers) for _ in item.responses] for item in body.items],
         usage=_usage(sequences),
         rm_version=scored.version,
+        rm_revision=scored.revision,
     )
 
 
@@ -158,6 +162,7 @@ async def version(response: Response, service: Service) -> VersionResponse:
     """The weights that answer now."""
     answer = service.version()
     response.headers[VERSION_HEADER] = answer.version
+    response.headers[REVISION_HEADER] = str(answer.revision)
     return answer
 
 

@@ -38,7 +38,7 @@ class RewardService:
         self.batcher = Batcher(engine, max_queued_tokens=max_queued_tokens, metrics=self.metrics)
         self.parity: ParityReport | None = None
         self._reader: InputReader | None = None
-        self._broken_version: str | None = None
+        self._broken_revision: int | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="rm-tokenizer")
 
     async def start(self) -> None:
@@ -70,8 +70,8 @@ class RewardService:
                 f"the served rewards differ from the checkpoint's certificate by {self.parity.max_difference:.3g}, or "
                 "the conversations are rendered to other tokens; export the checkpoint again"
             )
-        if self._broken_version == self.engine.version:
-            return f"weights {self._broken_version} gave a reward that is not finite; publish others"
+        if self._broken_revision == self.engine.revision:
+            return f"weights {self.engine.version} gave a reward that is not finite; publish others"
         return None if self.engine.is_up else "the worker process is restarting"
 
     @property
@@ -109,7 +109,7 @@ class RewardService:
         scored = await self.batcher.score(sequences)
         for index, reward in enumerate(scored.rewards):
             if not math.isfinite(reward):
-                self._broken_version = scored.version
+                self._broken_revision = scored.revision
                 raise NonFiniteScore(f"weights {scored.version} give the reward {reward} for sequence {index}")
         return scored
 
@@ -122,7 +122,10 @@ class RewardService:
         if self._reader is None:
             raise NotReady("the model is loading")
         return VersionResponse(
-            version=self.engine.version, engine=self.engine.description.engine, package=rm_optimizer.__version__
+            version=self.engine.version,
+            revision=self.engine.revision,
+            engine=self.engine.description.engine,
+            package=rm_optimizer.__version__,
         )
 
     def info(self) -> InfoResponse:
@@ -138,6 +141,7 @@ class RewardService:
             engine=description.engine,
             model=self.model_name,
             version=self.engine.version,
+            revision=self.engine.revision,
             architecture=description.architecture,
             dtype=description.dtype,
             rendering=RenderingInfo(**{key: identity[key] for key in RenderingInfo.model_fields}),

@@ -15,6 +15,7 @@ def staged_to_json(weights: StagedWeights) -> dict[str, Any]:
     """Staged weights as JSON values."""
     return {
         "version": weights.version,
+        "revision": weights.revision,
         "mode": weights.mode.value,
         "file": str(weights.file),
         "tensors": [spec.model_dump() for spec in weights.tensors],
@@ -26,6 +27,7 @@ def staged_from_json(value: Mapping[str, Any]) -> StagedWeights:
     """The weights that `staged_to_json` wrote."""
     return StagedWeights(
         version=value["version"],
+        revision=value["revision"],
         mode=RewardModelTrainingMode(value["mode"]),
         file=Path(value["file"]),
         tensors=_specs(value["tensors"]),

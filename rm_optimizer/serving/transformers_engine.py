@@ -14,7 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, ScoredBatch, StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import (
+    EngineDescription,
+    EngineUnavailable,
+    ScoredBatch,
+    StagedWeights,
+    WeightsRefused,
+    new_revision,
+)
 from rm_optimizer.serving.frames import Frame, frame_rewards, sequences_frame
 from rm_optimizer.serving.staged_json import staged_to_json
 from rm_optimizer.serving.worker import WorkerOptions
@@ -37,7 +44,8 @@ class TransformersEngine:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
-        self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"))
+        self.revision = new_revision()
+        self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
         self.num_restarts = 0
         self._link: WorkerLink | None = None
         self._description: EngineDescription | None = None
@@ -58,8 +66,13 @@ class TransformersEngine:
 
     @property
     def version(self) -> str:
-        """Of the weights that answer the next batch."""
+        """Name of the weights that answer the next batch."""
         return self._version
+
+    @property
+    def committed(self) -> Sequence[StagedWeights]:
+        """Updates that serve on top of the checkpoint, oldest first."""
+        return self._committed
 
     @property
     def is_up(self) -> bool:
@@ -104,7 +117,7 @@ class TransformersEngine:
                 answer = await link.ask(frame)
             except WorkerDied:
                 continue
-            return ScoredBatch(frame_rewards(answer), answer.header["version"])
+            return ScoredBatch(frame_rewards(answer), answer.header["version"], answer.header["revision"])
         raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
 
     async def stage(self, weights: StagedWeights) -> None:
@@ -124,22 +137,22 @@ class TransformersEngine:
                 raise
             self._staged = kept
 
-    async def commit(self, version: str) -> None:
+    async def commit(self, revision: int) -> None:
         """Swap in the staged weights between two batches; see `Engine.commit`.
 
         Raises:
-            WeightsRefused: if nothing of this version is staged, or the probe fails.
+            WeightsRefused: if nothing of this revision is staged, or the probe fails.
             EngineUnavailable: if the worker is not up, or dies; the old weights serve on.
         """
         async with self._updating:
-            if self._staged is None or self._staged.version != version:
-                raise WeightsRefused(f"no weights of version {version} are staged; begin the update again")
+            if self._staged is None or self._staged.revision != revision:
+                raise WeightsRefused("the new weights are not staged any more; begin the update again")
             try:
-                await self._live_link().ask(Frame({"op": "commit", "version": version}))
+                await self._live_link().ask(Frame({"op": "commit", "revision": revision}))
             except RMOptimizerError:
                 self._drop_staged()
                 raise
-            self._version = version
+            self._version, self.revision = self._staged.version, revision
             self._remember(self._staged)
             self._staged = None
 

@@ -53,8 +53,18 @@ class VllmEngine:
 
     @property
     def version(self) -> str:
-        """Of the weights that answer the next batch."""
+        """Name of the weights that answer the next batch."""
         return self._swap.serving.version
+
+    @property
+    def revision(self) -> int:
+        """Serial number of the weights that answer the next batch."""
+        return self._swap.serving.revision
+
+    @property
+    def committed(self) -> Sequence[StagedWeights]:
+        """Updates that serve on top of the checkpoint, oldest first."""
+        return self._history.committed
 
     @property
     def is_up(self) -> bool:
@@ -87,7 +97,8 @@ class VllmEngine:
         self._require_up()
         async with self._gate.reading():
             serving = self._swap.serving
-            return ScoredBatch(await self._pooling.rewards(sequences, serving.adapter), serving.version)
+            rewards = await self._pooling.rewards(sequences, serving.adapter)
+            return ScoredBatch(rewards, serving.version, serving.revision)
 
     async def stage(self, weights: StagedWeights) -> None:
         """Read and check new weights beside the old ones.
@@ -107,17 +118,17 @@ class VllmEngine:
                 raise
             self._staged = kept
 
-    async def commit(self, version: str) -> None:
+    async def commit(self, revision: int) -> None:
         """Swap in the staged weights, unless their probe fails.
 
         Raises:
-            WeightsRefused: if nothing of this version is staged, or the probe fails.
+            WeightsRefused: if nothing of this revision is staged, or the probe fails.
             EngineUnavailable: if the engine is not up.
         """
         self._require_up()
         async with self._updating:
-            if self._staged is None or self._staged.version != version:
-                raise WeightsRefused(f"no weights of version {version} are staged; begin the update again")
+            if self._staged is None or self._staged.revision != revision:
+                raise WeightsRefused("the new weights are not staged any more; begin the update again")
             staged, self._staged = self._staged, None
             try:
                 await self._swap.commit(staged, partial(self._check, staged.probe))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rm_optimizer.core.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
-from rm_optimizer.serving.engine import StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import StagedWeights, WeightsRefused, new_revision
 from rm_optimizer.serving.vllm_gate import Gate
 from rm_optimizer.serving.vllm_history import WeightHistory
 from rm_optimizer.serving.vllm_pooling import Pooling
@@ -32,11 +32,13 @@ class Serving:
     """What answers a batch.
 
     Args:
-        version: of its weights.
+        version: name of its weights.
+        revision: their serial number.
         adapter: vLLM's handle of them; None where they are the model's own.
     """
 
     version: str
+    revision: int
     adapter: LoRARequest | None = None
 
 
@@ -82,7 +84,7 @@ class ReloadSwap:
     """
 
     def __init__(self, pooling: Pooling, gate: Gate, history: WeightHistory, *, checkpoint: Path, version: str) -> None:
-        self.serving = Serving(version)
+        self.serving = Serving(version, new_revision())
         self._pooling, self._gate, self._history = pooling, gate, history
         self._checkpoint = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
 
@@ -92,7 +94,8 @@ class ReloadSwap:
     async def restore(self) -> None:
         """Load the checkpoint with the updates on top."""
         await self._restore()
-        self.serving = Serving(self._history.committed[-1].version)
+        last = self._history.committed[-1]
+        self.serving = Serving(last.version, last.revision)
 
     async def stage(self, weights: StagedWeights) -> None:
         """Let every worker read and check the file.
@@ -124,7 +127,7 @@ class ReloadSwap:
                     self._pooling.give_up()
 
     async def _load(self, weights: StagedWeights, check: Check) -> None:
-        serving = Serving(weights.version)
+        serving = Serving(weights.version, weights.revision)
         try:
             _require(await self._in_pause("rm_commit"))
             await check(serving)
@@ -166,7 +169,7 @@ class AdapterSwap:
         self._count = 0
         self._staged: Mapping[str, Tensor] = {}
         shutil.rmtree(folder, ignore_errors=True)
-        self.serving = Serving(version, self._request(version, adapter))
+        self.serving = Serving(version, new_revision(), self._request(version, adapter))
 
     async def start(self) -> None:
         """Load the first adapter."""
@@ -175,8 +178,8 @@ class AdapterSwap:
 
     async def restore(self) -> None:
         """Load the first adapter with the updates in it."""
-        version = self._history.committed[-1].version
-        self.serving = await self._added(version, dict(latest_tensors(self._history.files)))
+        last = self._history.committed[-1]
+        self.serving = await self._added(last, dict(latest_tensors(self._history.files)))
 
     async def stage(self, weights: StagedWeights) -> None:
         """Read and check the file.
@@ -193,7 +196,7 @@ class AdapterSwap:
             WeightsRefused: if vLLM cannot load it or the check fails.
         """
         tensors, self._staged = self._staged, {}
-        serving = await self._added(weights.version, tensors)
+        serving = await self._added(weights, tensors)
         try:
             await check(serving)
         except WeightsRefused:
@@ -203,11 +206,11 @@ class AdapterSwap:
         self.serving = serving
         self._remove_old()
 
-    async def _added(self, version: str, tensors: Mapping[str, Tensor]) -> Serving:
+    async def _added(self, weights: StagedWeights, tensors: Mapping[str, Tensor]) -> Serving:
         """Another adapter beside those that are loaded: the one that serves with these tensors in it."""
-        request = self._request(version, self._written(tensors))
+        request = self._request(weights.version, self._written(tensors))
         await self._load(request)
-        return Serving(version, request)
+        return Serving(weights.version, weights.revision, request)
 
     async def _load(self, request: LoRARequest) -> None:
         arguments = (request.lora_name, request.lora_int_id, request.lora_path)

@@ -7,7 +7,16 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 
 from rm_optimizer.serving.error_answers import error_responses
-from rm_optimizer.serving.protocol import VERSION_HEADER, Abort, Begin, Commit, Outcome, OutcomeStatus, Ready
+from rm_optimizer.serving.protocol import (
+    REVISION_HEADER,
+    VERSION_HEADER,
+    Abort,
+    Begin,
+    Commit,
+    Outcome,
+    OutcomeStatus,
+    Ready,
+)
 from rm_optimizer.serving.receiver import Received, WeightReceiver, WeightStatus
 
 _FAILURES = error_responses(400, 401, 404, 408, 409, 503)
@@ -58,6 +67,7 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
 def _answered(outcome: Outcome, response: Response) -> Outcome:
     """The outcome with the status that belongs to it."""
     response.headers[VERSION_HEADER] = outcome.version
+    response.headers[REVISION_HEADER] = str(outcome.revision)
     if outcome.status is not OutcomeStatus.committed:
         response.status_code = 409 if outcome.error is None else outcome.error.code
     return outcome

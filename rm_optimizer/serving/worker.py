@@ -46,6 +46,7 @@ class WorkerOptions:
         threads: CPU threads; None leaves PyTorch's own number.
         device: `auto`, `cpu` or `cuda`.
         packed_linears: times that oneDNN's layout must be faster to be used; None never uses it.
+        revision: serial number of the checkpoint's own weights.
         tokenizer_folder: where to write the model's tokenizer for the server; empty writes none.
     """
 
@@ -55,11 +56,12 @@ class WorkerOptions:
     threads: int | None = None
     device: str = "auto"
     packed_linears: float | None = LEAST_GAIN
+    revision: int = 0
     tokenizer_folder: str = ""
 
 
 class Worker:
-    """A loaded model, its version, and the weights that are staged beside it.
+    """A loaded model, the name and number of its weights, and the weights that are staged beside it.
 
     Args:
         options: what to load and how.
@@ -75,6 +77,7 @@ class Worker:
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
         self.model.requires_grad_(False).to(_device(options.device))
         self.version = initial = fingerprint(self.model.model)
+        self.revision = options.revision
         packed = options.packed_linears is not None and install_packed_linears(
             self.model.model, least_gain=options.packed_linears
         )
@@ -84,7 +87,7 @@ class Worker:
         self.staged: tuple[StagedWeights, Update] | None = None
         for weights in committed:
             self.stage(weights)
-            self.commit(weights.version)
+            self.commit(weights.revision)
 
     def _describe(self, version: str, packed: bool, options: WorkerOptions) -> EngineDescription:
         if options.tokenizer_folder:
@@ -116,14 +119,14 @@ class Worker:
         self.staged = None
         self.staged = (weights, read_update(self.model.model, weights.file, weights.tensors, weights.mode))
 
-    def commit(self, version: str) -> None:
+    def commit(self, revision: int) -> None:
         """Swap in what is staged, unless its probe fails.
 
         Raises:
-            WeightsRefused: if nothing of this version is staged, or the probe fails.
+            WeightsRefused: if nothing of this revision is staged, or the probe fails.
         """
-        if self.staged is None or self.staged[0].version != version:
-            raise WeightsRefused(f"no weights of version {version} are staged; begin the update again")
+        if self.staged is None or self.staged[0].revision != revision:
+            raise WeightsRefused("the new weights are not staged any more; begin the update again")
         (weights, update), self.staged = self.staged, None
         replaced = swap(self.model.model, update)
         try:
@@ -131,7 +134,7 @@ class Worker:
         except WeightsRefused:
             swap(self.model.model, replaced)
             raise
-        self.version = version
+        self.version, self.revision = weights.version, revision
 
     def _check_rewards(self, probe: WeightProbe | None) -> None:
         """The probe's rewards; without a probe, that any reward comes out."""
@@ -164,7 +167,7 @@ def run_worker(connection: Connection, options_json: str, committed_json: str) -
     except RMOptimizerError as error:
         send(Frame({"op": "failed", "kind": type(error).__name__, "error": str(error)}))
         return
-    send(Frame({"op": "up", "version": worker.version, "description": description_to_json(worker.description)}))
+    send(Frame({"op": "up", "description": description_to_json(worker.description)}))
     try:
         while (frame := Frame.decode(connection.recv_bytes())).header["op"] != "stop":
             _answer(worker, frame, send)
@@ -187,13 +190,13 @@ def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None
     operation, answer = frame.header["op"], {"id": frame.header["id"]}
     if operation == "score":
         rewards = worker.passes.rewards(frame_sequences(frame))
-        send(rewards_frame(answer | {"version": worker.version}, rewards))
+        send(rewards_frame(answer | {"version": worker.version, "revision": worker.revision}, rewards))
     elif operation == "stage":
         weights = staged_from_json(frame.header["weights"])
         thread = threading.Thread(target=_refusable, args=(lambda: worker.stage(weights), answer, send), daemon=True)
         thread.start()
     elif operation == "commit":
-        _refusable(lambda: worker.commit(frame.header["version"]), answer, send)
+        _refusable(lambda: worker.commit(frame.header["revision"]), answer, send)
     elif operation == "rollback":
         worker.staged = None
         send(Frame(answer))

@@ -30,7 +30,7 @@ class FakeEngine:
 
     def __init__(self, *, token_budget: int = 64, shares_prompts: bool = True) -> None:
         self.description = fake_description(token_budget, shares_prompts)
-        self.version = "v0"
+        self.version, self.revision = "v0", 1
         self.is_up = True
         self.num_restarts = 0
         self.gate = asyncio.Event()
@@ -47,7 +47,7 @@ class FakeEngine:
         await self.gate.wait()
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        return ScoredBatch(tuple(float(sum(row)) for row in sequences), self.version)
+        return ScoredBatch(tuple(float(sum(row)) for row in sequences), self.version, self.revision)
 
 
 class InProcessEngine:
@@ -60,6 +60,7 @@ class InProcessEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.score_nan = False
+        self.committed: list[StagedWeights] = []
 
     @property
     def description(self) -> EngineDescription:
@@ -69,6 +70,10 @@ class InProcessEngine:
     def version(self) -> str:
         return self.worker.version
 
+    @property
+    def revision(self) -> int:
+        return self.worker.revision
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
@@ -76,13 +81,14 @@ class InProcessEngine:
     async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         await self.gate.wait()
         rewards = self.worker.passes.rewards([np.array(row, np.int32) for row in sequences])
-        return ScoredBatch(tuple(math.nan if self.score_nan else value for value in rewards.tolist()), self.version)
+        numbers = tuple(math.nan if self.score_nan else value for value in rewards.tolist())
+        return ScoredBatch(numbers, self.version, self.revision)
 
     async def stage(self, weights: StagedWeights) -> None:
         self.worker.stage(weights)
 
-    async def commit(self, version: str) -> None:
-        self.worker.commit(version)
+    async def commit(self, revision: int) -> None:
+        self.worker.commit(revision)
 
     async def rollback(self) -> None:
         self.worker.staged = None

@@ -271,8 +271,8 @@ def test_every_answer_carries_the_version_of_its_weights(engine, tmp_path):
             answers.append(await client.post("/classify", json={"input": ids}))
             file = tmp_path / f"{number}.safetensors"
             save_file({"score.weight": 2 * model.score.weight.detach()}, file)
-            await engine.stage(StagedWeights(f"step-{number}", mode, file, tensor_specs(model, mode)))
-            await engine.commit(f"step-{number}")
+            await engine.stage(StagedWeights(f"step-{number}", number + 1, mode, file, tensor_specs(model, mode)))
+            await engine.commit(number + 1)
         return answers
 
     answers = talk(engine, conversation)

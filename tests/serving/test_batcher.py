@@ -141,7 +141,8 @@ def test_a_client_that_leaves_is_not_computed_and_leaves_nothing_behind():
     assert (queued, computed) == (0, 9)
 
 
-def test_a_request_across_an_update_is_answered_by_the_new_weights_alone():
+@pytest.mark.parametrize("name", ["v1", "v0"], ids=["another name", "the same name"])
+def test_a_request_across_an_update_is_answered_by_the_new_weights_alone(name):
     async def scenario(engine, batcher):
         engine.gate.clear()
         answer = asyncio.create_task(batcher.score([row(i) for i in range(12)]))
@@ -150,7 +151,7 @@ def test_a_request_across_an_update_is_answered_by_the_new_weights_alone():
 
         async def flipping(sequences):
             scored = await real(sequences)
-            engine.version = "v1"
+            engine.version, engine.revision = name, 2
             return scored
 
         engine.score = flipping
@@ -159,7 +160,7 @@ def test_a_request_across_an_update_is_answered_by_the_new_weights_alone():
         return scored, sum(len(batch) for batch in engine.batches)
 
     scored, computed = run(scenario, shares_prompts=False)
-    assert scored.version == "v1"
+    assert scored.weights == (name, 2)
     assert scored.rewards == tuple(float(sum(row(i))) for i in range(12))
     assert computed > 12  # those that the old weights had computed were computed again
 

@@ -40,6 +40,7 @@ class StubServer:
         self.squash = lambda reward, wanted: sigmoid(reward) if wanted else reward
         self.template_hash = renderer.template_hash
         self.version: Callable[[], str] = lambda: "v1"
+        self.revision: Callable[[], int] = lambda: 7
         self.shift = 0
         self.is_ours = True
         self.open = self.most_open = 0
@@ -78,7 +79,8 @@ class StubServer:
         return httpx.Response(
             200,
             json={
-                **{"engine": "stub", "model": "rm", "version": "v1", "architecture": "Stub", "dtype": "float32"},
+                **{"engine": "stub", "model": "rm", "version": "v1", "revision": 7},
+                **{"architecture": "Stub", "dtype": "float32"},
                 "rendering": rendering | {"template_hash": self.template_hash},
                 **{"max_length": 128, "vocab_size": 500, "pad_token_id": 0, "eos_token_id": 1, "token_budget": 512},
                 **{"max_request_tokens": self.max_tokens, "max_request_items": self.max_items},
@@ -104,13 +106,13 @@ class StubServer:
             error = {"message": "too much", "type": "TooLarge", "code": 413}
             return httpx.Response(413, json={"error": error})
         numbers = [self.squash(reward_of(row), body["use_activation"]) for row in rows]
-        version = {"x-rm-version": self.version()} if self.is_ours else {}
+        headers = {"x-rm-version": self.version(), "x-rm-revision": str(self.revision())} if self.is_ours else {}
         if path == "/classify":
             data = [{"index": i, "probs": [number]} for i, number in enumerate(numbers)]
-            return httpx.Response(200, json={"model": "plain", "data": data[::-1]}, headers=version)
+            return httpx.Response(200, json={"model": "plain", "data": data[::-1]}, headers=headers)
         sizes = [len(item["responses"]) for item in body["items"]]
         rewards = [[numbers.pop(0) for _ in range(size)] for size in sizes]
-        return httpx.Response(200, json={"model": "rm", "rewards": rewards}, headers=version)
+        return httpx.Response(200, json={"model": "rm", "rewards": rewards}, headers=headers)
 
     @staticmethod
     def _prompt(prompt: str | list) -> str | tuple[Message, ...]:
@@ -239,14 +241,15 @@ def test_no_more_requests_are_open_than_allowed(renderer, expected):
     assert all(torch.equal(answer, expected) for answer in answers)
 
 
-def test_a_call_never_mixes_two_versions(renderer, expected):
+@pytest.mark.parametrize("new", ["new", "old"], ids=["another name", "the same name"])
+def test_a_call_never_mixes_two_models(renderer, expected, new):
     stub = StubServer(renderer, max_items=4)
     with connected(stub, renderer=renderer, concurrency=1) as client:
-        served = iter(["old", "old", "old"])
-        stub.version = lambda: next(served, "new")
+        names, revisions = iter(["old", "old", "old"]), iter([1, 1, 1])
+        stub.version, stub.revision = lambda: next(names, new), lambda: next(revisions, 2)
         asked = len(stub.requests)
         scored = client.score_versioned(PROMPTS, RESPONSES)
-        assert scored.version == "new"
+        assert scored.weights == (new, 2)
         assert torch.equal(torch.tensor(scored.rewards), expected)
         assert len(stub.requests) - asked == 5 + 3  # the three of the old version once more
 

@@ -50,7 +50,7 @@ def specs_of(state):
 def staged(tmp_path, state, mode=FULL, specs=None, probe=None, version="v1"):
     file = tmp_path / f"{version}.safetensors"
     save_file(state, file)
-    return StagedWeights(version, mode, file, specs_of(state) if specs is None else specs, probe)
+    return StagedWeights(version, int(version[1:]), mode, file, specs_of(state) if specs is None else specs, probe)
 
 
 def rewards(worker):
@@ -62,7 +62,7 @@ def test_full_weights_score_as_their_sender(worker, tmp_path):
     ids = [torch.from_numpy(row.astype(np.int64))[None] for row in ROWS]
     expected = [model(row, torch.ones_like(row)).item() for row in ids]
     worker.stage(staged(tmp_path, state, probe=WeightProbe(input_ids=[r.tolist() for r in ROWS], rewards=expected)))
-    worker.commit("v1")
+    worker.commit(1)
     assert worker.version == "v1"
     np.testing.assert_allclose(rewards(worker), expected, atol=1e-5)
 
@@ -71,7 +71,7 @@ def test_a_head_update_is_one_tensor_and_changes_nothing_else(worker, tmp_path):
     before = rewards(worker)
     head = {"score.weight": 2 * worker.model.model.score.weight.detach().clone()}
     worker.stage(staged(tmp_path, head, HEAD))
-    worker.commit("v1")
+    worker.commit(1)
     np.testing.assert_allclose(rewards(worker), 2 * before, atol=1e-5)
 
 
@@ -100,8 +100,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(worker, tmp_path, case):
     before, broken = rewards(worker), breaking(other_state()[1])
     with pytest.raises(WeightsRefused, match=sentence):
         worker.stage(staged(tmp_path, broken))
-    with pytest.raises(WeightsRefused, match="no weights of version v1"):
-        worker.commit("v1")
+    with pytest.raises(WeightsRefused, match="not staged any more"):
+        worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
 
 
@@ -125,7 +125,7 @@ def test_a_failed_probe_takes_the_weights_back(worker, tmp_path):
     probe = WeightProbe(input_ids=[[1, 2, 3]], rewards=[123.0])
     worker.stage(staged(tmp_path, other_state()[1], probe=probe))
     with pytest.raises(WeightsRefused, match=r"probe\[0\]: the new weights give .* where their sender has 123"):
-        worker.commit("v1")
+        worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
     assert worker.version == version
 
@@ -134,7 +134,7 @@ def test_finite_weights_with_rewards_that_are_not_finite_are_taken_back(worker, 
     before = rewards(worker)
     worker.stage(staged(tmp_path, changed(other_state()[1], "score.weight", torch.full((1, 32), 3e38))))
     with pytest.raises(WeightsRefused, match="not finite"):
-        worker.commit("v1")
+        worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
 
 
@@ -143,7 +143,7 @@ def test_committed_updates_come_back_in_a_new_worker(worker, folder, tmp_path):
     head = staged(tmp_path, {"score.weight": torch.ones(1, 32)}, HEAD, version="v2")
     for weights in (full, head):
         worker.stage(weights)
-        worker.commit(weights.version)
+        worker.commit(weights.revision)
     again = Worker(options_of(folder, tmp_path / "tokenizer"), [full, head])
     assert again.version == "v2"
     np.testing.assert_allclose(rewards(again), rewards(worker), atol=1e-5)

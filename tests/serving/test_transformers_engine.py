@@ -55,7 +55,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
 
             await engine.stage(weights("v1", "good"))
             assert (await engine.score(SEQUENCES)).version == started.version  # staged is not serving
-            await engine.commit("v1")
+            await engine.commit(1)
             with pytest.raises(WeightsRefused, match=r"score.weight: holds values that are not finite"):
                 await engine.stage(weights("v2", "nan"))
             synced = await engine.score(SEQUENCES)
@@ -75,7 +75,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             assert all(close(answer.rewards, second) and answer.version == "v1" for answer in answers)
             assert engine.num_restarts == 1
             with pytest.raises(WeightsRefused, match="begin the update again"):
-                await engine.commit("v3")
+                await engine.commit(3)
         finally:
             await engine.stop()
         with pytest.raises(EngineUnavailable, match="has stopped"):
@@ -83,7 +83,9 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
         return engine
 
     def weights(version, name):
-        return StagedWeights(version, FULL, tmp_path / f"{name}.safetensors", tensor_specs(other.model, FULL))
+        return StagedWeights(
+            version, int(version[1:]), FULL, tmp_path / f"{name}.safetensors", tensor_specs(other.model, FULL)
+        )
 
     engine = asyncio.run(scenario())
     assert not engine._folder.exists()

@@ -95,7 +95,7 @@ def test_a_reader_keeps_a_writer_out_until_it_is_cancelled():
 def staged(folder: Path, name: str, tensors: dict[str, torch.Tensor], mode=FULL) -> StagedWeights:
     file = folder / f"{name}.safetensors"
     save_file(tensors, file)
-    return StagedWeights(name, mode, file, tuple(manifest(tensors)))
+    return StagedWeights(name, int(name[1:]) if name[1:].isdigit() else 1, mode, file, tuple(manifest(tensors)))
 
 
 def test_history_survives_a_restart_and_keeps_what_is_not_replaced(tmp_path):
@@ -112,7 +112,7 @@ def test_history_survives_a_restart_and_keeps_what_is_not_replaced(tmp_path):
         weights.file.unlink()
     history.keep(staged(incoming, "v4", {"a": torch.ones(2), "b": torch.ones(1)}))  # staged, never committed
     again = WeightHistory(kept)
-    assert [weights.version for weights in again.committed] == ["v1", "v3"]
+    assert [(weights.version, weights.revision) for weights in again.committed] == [("v1", 1), ("v3", 3)]
     assert sorted(map(str, kept.glob("*.safetensors"))) == sorted(again.files)
     assert {name: value.tolist() for name, value in latest_tensors(again.files)} == {"a": [0.0, 0.0], "b": [3.0]}
 
@@ -413,7 +413,7 @@ def test_an_update_serves_once_all_workers_have_it(tmp_path):
     client = FakeClient({"rm_commit": None})
     swap, pooling, signals, raised = committing(tmp_path, client)
     assert raised is None
-    assert (swap.serving.version, pooling.is_up, signals) == ("v1", True, [])
+    assert (swap.serving.version, swap.serving.revision, pooling.is_up, signals) == ("v1", 1, True, [])
     assert client.calls == ["pause", "rm_commit", "resume"]
 
 

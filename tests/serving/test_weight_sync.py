@@ -95,6 +95,23 @@ def test_an_adapter_is_merged_for_a_server_of_the_whole_model(plain):
     assert served_difference(plain, model, version) <= PARITY
 
 
+def test_a_name_means_one_model_and_may_be_sent_again(plain):
+    first, other = (moved(BradleyTerryRM.from_pretrained(plain.checkpoint), seed) for seed in (11, 12))
+    version = next(names)
+    with create_rm_publisher(plain.url) as publisher:
+        revision = publisher.publish(first, version).revision
+        again = publisher.publish(first, version)
+        assert (again.status, again.version) == (OutcomeStatus.committed, version)
+        assert again.revision > revision
+        with pytest.raises(PublishFailed, match=f"version {version} has served other weights here"):
+            publisher.publish(other, version)
+    scored = plain.client.score_versioned(PROMPTS, RESPONSES)
+    answer = httpx.post(f"{plain.url}/classify", json={"input": "Hi"})
+    assert answer.headers["x-rm-revision"] == str(answer.json()["rm_revision"]) == str(again.revision)
+    assert scored.weights == (version, again.revision)
+    assert served_difference(plain, first, version) <= PARITY
+
+
 def test_a_mode_that_does_not_fit_is_refused_and_says_why(plain):
     before = plain.client.score_versioned(PROMPTS, RESPONSES)
     adapted = BradleyTerryRM.from_pretrained(plain.checkpoint)
