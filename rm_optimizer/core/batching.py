@@ -2,7 +2,9 @@
 
 One optimizer step takes a macro-batch of `batch_size` pairs, whatever the number of ranks. Each rank takes a share of
 it in micro-batches that hold whole pairs within a token budget. A loss that weights every pair by
-``weight / MacroBatch.total_weight`` and sums over micro-batches and ranks is exact for every budget and rank count.
+``weight / MacroBatch.total_weight`` and sums over micro-batches and ranks is exact for every budget and rank count, and
+a pair of twice the weight counts twice at every batch size: the total is that of so many pairs of the data set's mean
+weight, not of the weights that happen to meet in a step.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ class MacroBatch:
         step: the optimizer step, from 0.
         micro: this rank's micro-batches. Ranks may hold different numbers of them, and a rank holds none when a short
             last batch has fewer pairs than there are ranks; it must still take part in the gradients' reduction.
-        total_weight: sum of the pair weights of the whole macro-batch, over all ranks.
+        total_weight: pairs of the whole macro-batch, over all ranks, times the mean weight of the data set's pairs.
         pair_index: positions in the data set of the whole macro-batch, over all ranks.
     """
 
@@ -195,6 +197,11 @@ class PairCollator:
         kept = tokenized.pair_index.tolist()
         values = pairs if isinstance(pairs, PairValues) else PairValues.of(pairs[i] for i in kept)
         self.margin, self.label, self.weight = values.margin, values.label, values.weight
+
+    @property
+    def mean_weight(self) -> float:
+        """Mean weight of all its pairs."""
+        return float(self.weight.mean(dtype=np.float64))
 
     def __call__(self, positions: Sequence[int]) -> AnyPairBatch:
         """The batch of the tokenised pairs at these positions, in this order."""
@@ -283,6 +290,7 @@ class MacroBatches(Dataset[MacroBatch]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self._mean_weight = collator.mean_weight
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
@@ -294,7 +302,13 @@ class MacroBatches(Dataset[MacroBatch]):
         """This rank's share of the macro-batch of one optimizer step."""
         positions = self._positions(step)
         return macro_batch(
-            self.collator, positions, step, self.micro_token_budget, rank=self.rank, world_size=self.world_size
+            self.collator,
+            positions,
+            step,
+            self.micro_token_budget,
+            mean_weight=self._mean_weight,
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
     def _positions(self, step: int) -> NDArray[np.int64]:
@@ -310,6 +324,7 @@ def macro_batch(
     step: int,
     micro_token_budget: int,
     *,
+    mean_weight: float,
     rank: int,
     world_size: int,
 ) -> MacroBatch:
@@ -320,6 +335,7 @@ def macro_batch(
         positions: the pairs, over all ranks.
         step: the optimizer step.
         micro_token_budget: tokens of a micro-batch, padding included.
+        mean_weight: mean weight of the data set's pairs.
         rank: whose share to give, in [0, world_size).
         world_size: number of ranks.
     """
@@ -327,7 +343,7 @@ def macro_batch(
     return MacroBatch(
         step=step,
         micro=tuple(map(collator, collator.micro_batches(share, micro_token_budget))),
-        total_weight=float(collator.weight[positions].sum(dtype=np.float64)),
+        total_weight=len(positions) * mean_weight,
         pair_index=collator.tokenized.pair_index[positions],
     )
 

@@ -107,6 +107,7 @@ class RayPreferenceDataset:
         rank: int = 0,
         world_size: int = 1,
         prefix_sharing: bool = False,
+        mean_weight: float = 1.0,
         num_workers: int = 0,
         fetch_timeout: float = 60.0,
         store_mb: int = 256,
@@ -128,6 +129,7 @@ class RayPreferenceDataset:
             rank: whose share to give, in [0, world_size).
             world_size: number of ranks; each has workers of its own.
             prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
+            mean_weight: mean weight of the pairs, by which a step's loss is divided, as far as it is known.
             num_workers: Ray workers; 0 is one a core.
             fetch_timeout: seconds that a block may take.
             store_mb: memory of Ray's object store, in MB, at least 80.
@@ -137,7 +139,8 @@ class RayPreferenceDataset:
             ValueError: if a number is out of its range.
             MissingExtra: if Ray is not installed.
         """
-        shape = BatchShape(batch_size, micro_token_budget, renderer.pad_token_id, rank, world_size, prefix_sharing)
+        pad = renderer.pad_token_id
+        shape = BatchShape(batch_size, micro_token_budget, pad, rank, world_size, prefix_sharing, mean_weight)
         order = StreamOrder(self.blocks, window_blocks, seed, shuffle)
         pool = TokenizerPool(
             BlockTokenizer(self.reader, renderer),

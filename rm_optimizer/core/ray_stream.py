@@ -95,6 +95,7 @@ class BatchShape:
         rank: whose share to give.
         world_size: number of ranks.
         prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
+        mean_weight: mean weight of the stream's pairs, as far as it is known.
     """
 
     batch_size: int
@@ -103,6 +104,7 @@ class BatchShape:
     rank: int = 0
     world_size: int = 1
     prefix_sharing: bool = False
+    mean_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -115,7 +117,13 @@ class BatchShape:
         collator = pair_collator(pairs, pairs.values, self.pad_token_id, prefix_sharing=self.prefix_sharing)
         positions = np.arange(len(pairs))
         return macro_batch(
-            collator, positions, step, self.micro_token_budget, rank=self.rank, world_size=self.world_size
+            collator,
+            positions,
+            step,
+            self.micro_token_budget,
+            mean_weight=self.mean_weight,
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
 

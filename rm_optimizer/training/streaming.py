@@ -21,7 +21,7 @@ from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.datamodule import PreferenceDataModule
 
 FIRST_PAIRS = 4096
-"""Streamed pairs that are also held in memory: for a tokenizer to learn from, and to prove prefix sharing on."""
+"""Streamed pairs that are also held in memory: to train a tokenizer, to prove prefix sharing, for the mean weight."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ class StreamingDataModule(PreferenceDataModule):
             rank=trainer.global_rank if trainer else 0,
             world_size=trainer.world_size if trainer else 1,
             prefix_sharing=self.shares_prefixes,
+            mean_weight=self._collator.mean_weight,
             num_workers=self.config.num_workers,
             fetch_timeout=self.config.fetch_timeout,
             store_mb=self.config.streaming_store_mb,
