@@ -19,6 +19,7 @@ from rm_optimizer.training.best import BestSoFar
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.disk import writing
+from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.evaluate import PairRewards, metrics_of, write_evaluation
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
@@ -102,6 +103,7 @@ class Evaluation(pl.Callback):
     def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RewardModelLightning) -> None:
         step = trainer.global_step
         rewards = self.datamodule.score_validation(pl_module.model)
+        require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
         metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
         values["val/loss"] = values["val/nll"]

@@ -39,6 +39,13 @@ def periodic_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / FOLDER).glob("step-*.ckpt"))
 
 
+def last_good_checkpoint(run_dir: Path, before: int) -> Path | None:
+    """The newest periodic checkpoint of fewer than `before` steps, else the best one, else None."""
+    older = [path for path in periodic_checkpoints(run_dir) if checkpoint_step(path) < before]
+    best = run_dir / FOLDER / BEST
+    return older[-1] if older else best if best.exists() else None
+
+
 def prune(run_dir: Path, keep: int) -> None:
     """Remove all but the newest `keep` periodic checkpoints."""
     for path in periodic_checkpoints(run_dir)[:-keep]:

@@ -22,10 +22,10 @@ from rm_optimizer.core.checkpoint import PAYLOAD_KEY
 from rm_optimizer.core.losses import configured_pair_losses
 from rm_optimizer.core.quantisation import is_quantised
 from rm_optimizer.core.reward_model import BradleyTerryRM, checkpoint_payload
-from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.optim import build_optimizer, build_schedule
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+from rm_optimizer.training.divergence import diverged
 from rm_optimizer.training.sharded_strategy import ShardedStrategy
 from rm_optimizer.training.sharding import (
     in_step,
@@ -53,6 +53,7 @@ class RewardModelLightning(pl.LightningModule):
         num_steps: optimizer steps of the run.
         gradient_clip_norm: largest gradient norm; 0 does not clip.
         pair_ids: names pairs by their index, for the message when a loss is not finite.
+        run_dir: the run folder, for the same message.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RewardModelLightning(pl.LightningModule):
         num_steps: int,
         gradient_clip_norm: float,
         pair_ids: Callable[[np.ndarray], list[str]],
+        run_dir: Path,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -77,6 +79,7 @@ class RewardModelLightning(pl.LightningModule):
         self.num_steps = num_steps
         self.gradient_clip_norm = gradient_clip_norm
         self.pair_ids = pair_ids
+        self.run_dir = run_dir
         self.last_checkpoint: Path | None = None
         self.step_metrics: dict[str, float | int] = {}
         self.pairs_seen = 0
@@ -102,16 +105,20 @@ class RewardModelLightning(pl.LightningModule):
         assert isinstance(schedule, LRScheduler), "one schedule a run"
         learning_rate = max(group["lr"] for group in optimizer.param_groups)
         passes: list[dict[str, float]] = []
+        forward = _autocast_now(self.device.type)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            totals = self._accumulate(batch)
+            with forward:
+                totals = self._accumulate(batch)
             norm = self._clip()
             self._check_finite(batch, totals, norm)
             passes.append(totals | {"grad_norm": norm})
             return torch.tensor(totals["loss"])
 
-        optimizer.step(closure=closure)
+        # Lightning's autocast is meant for the forward pass; the optimizers' own matrix products stay in float32.
+        with torch.autocast(self.device.type, enabled=False):
+            optimizer.step(closure=closure)
         schedule.step()
         self.step_metrics = {f"train/{name}": value for name, value in passes[0].items()}
         self.step_metrics["train/lr"] = learning_rate
@@ -127,25 +134,20 @@ class RewardModelLightning(pl.LightningModule):
 
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         world_size = self.trainer.world_size
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for micro, synchronise in _with_last(self._passes(batch.micro)):
             with contextlib.nullcontext() if synchronise else self._without_reduction():
                 losses, margins = self.pair_losses(micro)
                 share = (losses * micro.weight).sum() / batch.total_weight
                 self.manual_backward(share * world_size)
-            correct = (margins > 0).double() + 0.5 * (margins == 0).double()
-            weight = micro.weight.double()
-            sums += torch.stack([share.detach().double(), (correct * weight).sum(), (margins.double() * weight).sum()])
+            sums += torch.cat([share.detach().double()[None], _decided_sums(margins, micro)])
         if not batch.micro and not is_sharded(self.model):
             self._join_reduction()
         if world_size > 1:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        loss, correct_weight, margin_sum = sums.tolist()
-        return {
-            "loss": loss,
-            "accuracy": correct_weight / batch.total_weight,
-            "mean_margin": margin_sum / batch.total_weight,
-        }
+        loss, correct, margin, decided = sums.tolist()
+        means = {"accuracy": correct / decided, "mean_margin": margin / decided} if decided else _NOTHING_DECIDED
+        return {"loss": loss, **means}
 
     def _passes(self, micro: tuple[AnyPairBatch, ...]) -> tuple[AnyPairBatch, ...]:
         """The micro-batches; under FSDP2 with ones of weight zero after them, up to the number of the busiest rank."""
@@ -163,14 +165,12 @@ class RewardModelLightning(pl.LightningModule):
     def _check_finite(self, batch: MacroBatch, totals: dict[str, float], norm: float) -> None:
         if np.isfinite(totals["loss"]) and np.isfinite(norm):
             return
-        name, value = ("loss", totals["loss"]) if not np.isfinite(totals["loss"]) else ("gradient norm", norm)
-        ids = self.pair_ids(batch.pair_index)
-        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        saved = f"is {self.last_checkpoint}" if self.last_checkpoint else "does not exist yet"
-        raise TrainingDiverged(
-            f"the {name} became {value} at step {self.global_step + 1} on pairs {shown}; "
-            f"the last good checkpoint {saved}; lower optimizer.lr or look at these pairs"
-        )
+        is_loss = not np.isfinite(totals["loss"])
+        name, value = ("loss", totals["loss"]) if is_loss else ("gradient norm", norm)
+        what = f"the {name} became {value} at step {self.global_step + 1}"
+        # a checkpoint of these very weights is as bad as their loss
+        bad_from = self.global_step if is_loss else self.global_step + 1
+        raise diverged(what, self.pair_ids(batch.pair_index), self.run_dir, weights_of=bad_from)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what `BradleyTerryRM.from_pretrained` needs to load the `.ckpt` on its own."""
@@ -187,6 +187,27 @@ class RewardModelLightning(pl.LightningModule):
         if is_sharded(self.model):
             return unreduced_gradients(self.model)
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
+
+
+_NOTHING_DECIDED = {"accuracy": float("nan"), "mean_margin": float("nan")}
+
+
+def _decided_sums(margins: Float[Tensor, " pairs"], batch: AnyPairBatch) -> Float[Tensor, " 3"]:
+    """Weighted sums over the pairs whose label says which response is better: right ones, their lead, their weight."""
+    side = torch.sign(batch.label.double() - 0.5)
+    lead = side * margins.double()
+    right = 0.5 + 0.5 * torch.sign(lead)
+    return torch.stack([right, lead, torch.ones_like(lead)]) @ (batch.weight.double() * side.abs())
+
+
+def _autocast_now(device_type: str) -> torch.autocast:
+    """The autocast of this moment as a context that can be entered again."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
 
 
 def _with_last(items: tuple[AnyPairBatch, ...]) -> Iterator[tuple[AnyPairBatch, bool]]:

@@ -41,6 +41,7 @@ from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
 from rm_optimizer.training.compiling import compile_backbone
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.devices import cluster_plugins, strategy_of
+from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.evaluate import (
     PAIR_REWARDS_FILE,
     PairRewards,
@@ -153,6 +154,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         num_steps=datamodule.num_steps,
         gradient_clip_norm=config.training.gradient_clip_norm,
         pair_ids=datamodule.pair_ids,
+        run_dir=run_dir,
     )
     evaluation = Evaluation(
         datamodule,
@@ -285,6 +287,7 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     warn_of_unmeasured(config.training.monitor, run.evaluation.best)
     _load_best(model, best)
     rewards = run.datamodule.score_validation(model)
+    require_finite(rewards, val, run.run_dir, run.evaluation.best.step)
     metrics = metrics_of(
         rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed
     )
