@@ -8,41 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation.
-
-    Raises:
-        ValueError: if the role is empty or the content is not text.
-    """
-
-    role: str
-    content: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.role, str) or not self.role:
-            raise ValueError(f"a message's role must be non-empty text, got {self.role!r}")
-        if not isinstance(self.content, str):
-            raise ValueError(f"a message's content must be text, got {type(self.content).__name__}")
-
-    def to_dict(self) -> dict[str, str]:
-        """`{"role": …, "content": …}`, the form chat templates take."""
-        return {"role": self.role, "content": self.content}
-
-
-Prompt: TypeAlias = str | tuple[Message, ...]
-"""A prompt is plain text (one user turn) or the messages that come before the response."""
-
-
-def as_messages(prompt: Prompt) -> tuple[Message, ...]:
-    """The prompt as messages: text is one user turn."""
-    return (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
+from rm_optimizer.core.messages import Message as Message
+from rm_optimizer.core.messages import Prompt as Prompt
+from rm_optimizer.core.messages import as_messages as as_messages
 
 
 def digest(value: Any) -> str:
@@ -52,7 +25,7 @@ def digest(value: Any) -> str:
 
 
 def prompt_id(prompt: Prompt) -> str:
-    """Stable identity of a prompt; `"hi"` and the single user message `"hi"` are the same prompt."""
+    """Stable identity of a prompt; text, a transcript and messages that say the same are the same prompt."""
     return digest([message.to_dict() for message in as_messages(prompt)])
 
 

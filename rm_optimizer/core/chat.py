@@ -6,6 +6,7 @@ the tokens of the two together. What a sequence holds depends on its own prompt 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,7 @@ class ConversationRenderer:
         self._lead, self._end = _special_frame(tokenizer)
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
+        self._unprinted: dict[tuple[str, ...], int | None] = {}
         if max_length <= len(self._lead) + len(self._end):
             special = len(self._lead) + len(self._end)
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
@@ -156,13 +158,17 @@ class ConversationRenderer:
         """The whole conversation as text.
 
         Raises:
-            DataError: if the chat template refuses the conversation's roles or their order.
+            DataError: if the chat template refuses the conversation's roles or their order, or leaves out a message or
+                a part of one.
         """
-        messages = as_messages(prompt)
+        messages = _messages(prompt)
         if self.render_fn is not None:
             return self.render_fn(messages, response)
         if self.kind == "chat_template":
-            return self._templated((*messages, Message("assistant", response)), open_turn=False)
+            conversation = (*messages, Message("assistant", response))
+            text = self._templated(conversation, open_turn=False)
+            self._require_content(conversation, text)
+            return text
         return f"{plain_prompt(messages)}{response}"
 
     def encode(self, prompt: Prompt, response: str) -> Encoding:
@@ -228,7 +234,7 @@ class ConversationRenderer:
         seen: list[Any] = []
         for prompt, response in _PROBES:
             try:
-                text = self.text(prompt, response)
+                text = self._probe_text(prompt, response)
             except (DataError, ValueError) as error:
                 if len(prompt) == 1:
                     raise DataError(f"a single user message and its response cannot be rendered: {error}") from error
@@ -237,21 +243,52 @@ class ConversationRenderer:
                 seen.append([text, self._framed(self._ids([text])[0])])
         return digest({"probes": seen, "pinned_date": self.pinned_date}), seen[0][0]
 
+    def _probe_text(self, prompt: tuple[Message, ...], response: str) -> str:
+        """The probe's text; only the single turn must be whole, as the digest is that of earlier versions."""
+        if self.kind != "chat_template" or len(prompt) == 1:
+            return self.text(prompt, response)
+        return self._templated((*prompt, Message("assistant", response)), open_turn=False)
+
+    def _require_content(self, messages: tuple[Message, ...], text: str) -> None:
+        """Raise unless the template printed every message whole."""
+        number = self._unprinted_role(tuple(message.role for message in messages))
+        if number is not None:
+            raise DataError(
+                f"the tokenizer's chat template prints nothing of a message with role '{messages[number].role}' in a "
+                f"conversation with roles {_roles(messages)}, such as {messages[number].content[:60]!r}; change the "
+                "role to one that the template reads, or give the tokenizer another chat template"
+            )
+        lost = first_lost([message.content for message in messages], text)
+        if lost is not None:
+            raise DataError(
+                f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
+                f"'{messages[lost].role}'), which begins {messages[lost].content[:60]!r}; take that part out of the "
+                "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
+            )
+
+    def _unprinted_role(self, roles: tuple[str, ...]) -> int | None:
+        """Index of the first message that the template never prints, found once for each order of roles."""
+        if roles not in self._unprinted:
+            marks = [f"rmopt{number}mark" for number in range(len(roles))]
+            probe = tuple(Message(role, mark) for role, mark in zip(roles, marks, strict=True))
+            text = self._templated(probe, open_turn=False)
+            self._unprinted[roles] = next((i for i, mark in enumerate(marks) if mark not in text), None)
+        return self._unprinted[roles]
+
     def _templated(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
         turns = [message.to_dict() for message in messages]
         try:
             rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
         except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
             raise DataError(
-                f"the tokenizer's chat template refuses a conversation with roles {roles} ({error}), "
+                f"the tokenizer's chat template refuses a conversation with roles {_roles(messages)} ({error}), "
                 f"first message {messages[0].content[:60]!r}; change the roles, or pass a render_fn"
             ) from error
         return str(rendered)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         """The text up to where the response begins."""
-        messages = as_messages(prompt)
+        messages = _messages(prompt)
         if self.render_fn is not None:
             return self.render_fn(messages, "")
         return self._templated(messages, open_turn=True) if self.kind == "chat_template" else plain_prompt(messages)
@@ -313,6 +350,48 @@ class ConversationRenderer:
         tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]
         kept = kept[: self.max_length - len(tail)] + tail
         return Encoding(tuple(kept), prompt_cut, excess - prompt_cut)
+
+
+def _messages(prompt: Prompt) -> tuple[Message, ...]:
+    try:
+        return as_messages(prompt)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)
+
+
+def first_lost(contents: Sequence[str], text: str) -> int | None:
+    """Index of the first content that the text does not hold whole, each at a place of its own; None if all stand.
+
+    Blanks do not count, since templates strip and add them, and a content may stand as a JSON string.
+
+    Example:
+        >>> first_lost(["Why?", "<think>Hm.</think>Because."], "User: Why? Assistant: Because.")
+        1
+    """
+    place = 0
+    for content in contents:
+        found = text.find(content.strip(), place)
+        if found < 0:
+            return _first_lost_anywhere(contents, text)
+        place = found + len(content.strip())
+    return None
+
+
+def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
+    """`first_lost` for templates that move or rewrite contents; the longest is taken out of the text first."""
+    rest = "".join(text.split())
+    for index in sorted(range(len(contents)), key=lambda i: -len(contents[i])):
+        quoted = (json.dumps(contents[index], ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        forms = ("".join(form.split()) for form in (contents[index], *quoted))
+        form = next((form for form in forms if form in rest), None)
+        if form is None:
+            return index
+        rest = rest.replace(form, "\0", 1) if form else rest
+    return None
 
 
 def _check_encodable(text: str) -> None:

@@ -21,6 +21,7 @@ from rm_optimizer.core.formats import (
 )
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.readers import Report, Row, read_rows, row_unit, source_name
+from rm_optimizer.core.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule, OnBadRow
 
@@ -83,7 +84,12 @@ class DataSource:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
         if self.format != "auto":
             row_format(self.format)
-        ours = {name for form in FORMATS.values() for name in form.columns} | {"response", "score", *_OPTIONAL}
+        ours = {name for form in FORMATS.values() for name in form.columns} | {
+            "response",
+            "score",
+            *_OPTIONAL,
+            *CONTEXT_COLUMNS,
+        }
         for name in self.columns:
             if name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
                 raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
@@ -280,8 +286,9 @@ class _PairMaker:
     def __init__(self, source: DataSource, form: RowFormat) -> None:
         self._name = source_name(source.path)
         self._label = source.label
+        self._columns = source.columns
         self._is_kwise = form.name == "kwise"
-        self._own = form.columns | set(_OPTIONAL)
+        self._own = form.columns | set(_OPTIONAL) | CONTEXT_COLUMNS
 
     def pairs(self, number: int, row: Row, comparisons: Sequence[Comparison]) -> list[PreferencePair]:
         """The row's pairs; raises `ValueError` with the reason if the row is bad."""
@@ -289,7 +296,7 @@ class _PairMaker:
         shared = self._metadata(number, row)
         return [
             PreferencePair(
-                item.prompt,
+                in_context(row, item.prompt, self._columns),
                 item.chosen,
                 item.rejected,
                 margin=margin if margin is not None else item.margin,

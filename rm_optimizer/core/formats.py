@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from rm_optimizer.core.base import Message, Prompt, digest
+from rm_optimizer.core.base import digest
+from rm_optimizer.core.messages import (
+    LAST_TURN,
+    Message,
+    Prompt,
+    begins_with_turn,
+    parse_transcript,
+    read_messages,
+    read_prompt,
+    shown_kind,
+)
 from rm_optimizer.core.readers import Report, Row
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule
-
-_TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
-_LAST_TURN = "\n\nAssistant:"
-_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,80 +93,10 @@ def detect_format(rows: Sequence[Row]) -> RowFormat | None:
     return FORMATS[best] if votes[best] else None
 
 
-def parse_transcript(text: str) -> tuple[Message, ...]:
-    r"""The turns of an HH-style transcript (Bai et al., 2022, https://arxiv.org/abs/2204.05862) as messages.
-
-    Turns of one speaker in a row are joined by a blank line, as chat templates want speakers to alternate.
-
-    Raises:
-        ValueError: if the text does not begin with a turn.
-
-    Example:
-        >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
-        ['user', 'assistant', 'user']
-    """
-    turns = list(_TURN.finditer(text))
-    if not turns or turns[0].start() != 0:
-        raise ValueError("a transcript must begin with 'Human:'")
-    ends = [turn.start() for turn in turns[1:]] + [len(text)]
-    messages: list[Message] = []
-    for turn, end in zip(turns, ends, strict=True):
-        message = Message(_ROLES[turn[1]], text[turn.end() : end].strip())
-        if messages and messages[-1].role == message.role:
-            message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
-        messages.append(message)
-    return tuple(messages)
-
-
-def read_prompt(value: object) -> Prompt:
-    """A prompt from a cell: text, a transcript that ends in `Assistant:`, or a list of messages.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    if isinstance(value, str):
-        return _transcript_prompt(value) or value
-    if isinstance(value, list):
-        return read_messages("prompt", value)
-    raise ValueError(f"prompt must be text or a list of messages, got {_kind(value)}")
-
-
-def _transcript_prompt(text: str) -> tuple[Message, ...] | None:
-    body = text.rstrip()
-    if not body.endswith(_LAST_TURN):
-        return None
-    start = _TURN.match(text)
-    if start is None or start[1] == "Assistant":
-        return None
-    messages = parse_transcript(body.removesuffix(_LAST_TURN))
-    return messages if any(message.role == "user" for message in messages) else None
-
-
-def read_messages(name: str, value: object) -> tuple[Message, ...]:
-    """Messages from a cell that lists `{role, content}` objects.
-
-    Raises:
-        ValueError: if it is no such list; the text names the column.
-    """
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a list of messages, got {_kind(value)}")
-    for item in value:
-        if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
-            raise ValueError(f"{name} must hold messages with role and content, got {str(item)[:60]}")
-    try:
-        return tuple(Message(item["role"], item["content"]) for item in value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None or value == "" or value == [] else type(value).__name__
-
-
 def _text(row: Row, name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be text, got {_kind(value)}")
+        raise ValueError(f"{name} must be text, got {shown_kind(value)}")
     return value
 
 
@@ -193,7 +128,7 @@ def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
 
 def _split_transcript(row: Row, name: str) -> tuple[tuple[Message, ...], str]:
     """The messages before the last assistant turn, and that turn."""
-    before, last, response = _text(row, name).rpartition(_LAST_TURN)
+    before, last, response = _text(row, name).rpartition(LAST_TURN)
     if not last:
         raise ValueError(f"{name} must be a transcript with an 'Assistant:' turn")
     if "\n\nHuman:" in response:
@@ -314,7 +249,7 @@ def _fits_explicit(row: Row) -> bool:
 
 def _fits_transcripts(row: Row) -> bool:
     texts = (row.get("chosen"), row.get("rejected"))
-    return "prompt" not in row and all(isinstance(text, str) and _TURN.match(text) is not None for text in texts)
+    return "prompt" not in row and all(isinstance(text, str) and begins_with_turn(text) for text in texts)
 
 
 def _fits_messages(row: Row) -> bool:

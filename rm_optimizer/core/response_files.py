@@ -15,8 +15,9 @@ from typing import IO, Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rm_optimizer.core.base import Message, Prompt
+from rm_optimizer.core.messages import Prompt, is_empty
 from rm_optimizer.core.readers import read_rows, row_unit
+from rm_optimizer.core.row_context import row_prompt
 from rm_optimizer.errors import DataError
 
 REWARD = "reward"
@@ -115,19 +116,18 @@ def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
         expected = "responses must be a list of texts" if listed else "response must be text"
         raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
-    return ResponseRow(number, _prompt(where, row["prompt"]), tuple(responses), listed)
+    return ResponseRow(number, _prompt(where, row), tuple(responses), listed)
 
 
-def _prompt(where: str, value: Any) -> Prompt:
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, list) and value and all(_is_message(item) for item in value):
-        return tuple(Message(item["role"], item["content"]) for item in value)
-    raise DataError(f"{where}: prompt must be non-empty text or a list of {{role, content}}, got {_shown(value)}")
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and bool(item.get("role")) and isinstance(item.get("content"), str)
+def _prompt(where: str, row: dict[str, Any]) -> Prompt:
+    if is_empty(row["prompt"]):
+        raise DataError(
+            f"{where}: prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}"
+        )
+    try:
+        return row_prompt(row)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _shown(value: Any) -> str:

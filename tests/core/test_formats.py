@@ -13,10 +13,9 @@ from rm_optimizer.core.formats import (
     detect_format,
     gather_responses,
     kwise_pairs,
-    parse_transcript,
-    read_prompt,
     row_format,
 )
+from rm_optimizer.core.messages import parse_transcript, read_prompt
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.data import KwiseRule
 

@@ -155,7 +155,8 @@ def test_a_torn_or_altered_cache_is_built_anew(tmp_path: Path, name: str, damage
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
     )
     render = ConversationRenderer(byte_tokenizer(template), 60)
     with pytest.raises(DataError, match="no tools"):

@@ -1,0 +1,227 @@
+"""Messages and prompts: the one reader of prompts for every entrance.
+
+A prompt comes as text, as an HH-style transcript, as a list of messages or as the JSON text of one. All of them become
+the same messages here, so that a file, a command, the Python API and a server give the same reward to the same prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+_TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
+LAST_TURN = "\n\nAssistant:"
+"""What the response follows in an HH-style transcript."""
+_SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
+_ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")} | {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+}
+"""Roles by the names that data sets give them, in lower case."""
+_UNREAD_FIELDS = frozenset({
+    "tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking", "name", "image", "images",
+    "audio", "videos", "files",
+})  # fmt: skip
+"""Fields of a message that templates would print, or that change what the message says."""
+_PROSE_WORDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    Common names of the two speakers (human, gpt, bot, …) become `user` and `assistant`, which chat templates read.
+
+    Raises:
+        ValueError: if the role is empty or the content is not text.
+
+    Example:
+        >>> Message("human", "Hi.").role
+        'user'
+    """
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, str) or not self.role.strip():
+            raise ValueError(f"a message's role must be non-empty text, got {self.role!r}")
+        if not isinstance(self.content, str):
+            raise ValueError(f"a message's content must be text, got {type(self.content).__name__}")
+        object.__setattr__(self, "role", _ROLES.get(self.role.strip().lower(), self.role))
+
+    def to_dict(self) -> dict[str, str]:
+        """`{"role": …, "content": …}`, the form chat templates take."""
+        return {"role": self.role, "content": self.content}
+
+
+Prompt: TypeAlias = str | tuple[Message, ...]
+"""A prompt is text (one user turn, a transcript, the JSON of messages) or the messages before the response."""
+
+
+def as_messages(prompt: Prompt) -> tuple[Message, ...]:
+    """The prompt as messages; text that is neither a transcript nor the JSON of messages is one user turn.
+
+    Raises:
+        ValueError: if a message cannot be used.
+    """
+    if not isinstance(prompt, str):
+        is_read = all(isinstance(message, Message) for message in prompt)
+        return tuple(prompt) if is_read else read_messages("prompt", prompt)
+    read = read_prompt(prompt)
+    return (Message("user", read),) if isinstance(read, str) else read
+
+
+def parse_transcript(text: str) -> tuple[Message, ...]:
+    r"""The turns of an HH-style transcript (Bai et al., 2022, https://arxiv.org/abs/2204.05862) as messages.
+
+    Turns of one speaker in a row are joined by a blank line, as chat templates want speakers to alternate.
+
+    Raises:
+        ValueError: if the text does not begin with a turn.
+
+    Example:
+        >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
+        ['user', 'assistant', 'user']
+    """
+    turns = list(_TURN.finditer(text))
+    if not turns or turns[0].start() != 0:
+        raise ValueError("a transcript must begin with 'Human:'")
+    ends = [turn.start() for turn in turns[1:]] + [len(text)]
+    messages: list[Message] = []
+    for turn, end in zip(turns, ends, strict=True):
+        message = Message(_SPEAKERS[turn[1]], text[turn.end() : end].strip())
+        if messages and messages[-1].role == message.role:
+            message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
+        messages.append(message)
+    return tuple(messages)
+
+
+def begins_with_turn(text: str) -> bool:
+    """Whether the text begins as an HH-style transcript does."""
+    return _TURN.match(text) is not None
+
+
+def read_prompt(value: object) -> Prompt:
+    """A prompt from any entrance: text, a transcript that ends in `Assistant:`, messages, or the JSON text of messages.
+
+    Raises:
+        ValueError: if it is none of these, or a message of it cannot be used.
+    """
+    if isinstance(value, str):
+        return _transcript_prompt(value) or (
+            read_messages("prompt", parsed) if (parsed := messages_json(value)) else value
+        )
+    if isinstance(value, list | tuple):
+        return read_messages("prompt", value)
+    raise ValueError(f"prompt must be text or a list of messages, got {shown_kind(value)}")
+
+
+def _transcript_prompt(text: str) -> tuple[Message, ...] | None:
+    body = text.rstrip()
+    if not body.endswith(LAST_TURN):
+        return None
+    start = _TURN.match(text)
+    if start is None or start[1] == "Assistant":
+        return None
+    messages = parse_transcript(body.removesuffix(LAST_TURN))
+    return messages if any(message.role == "user" for message in messages) else None
+
+
+def messages_json(text: str) -> list[Any] | None:
+    """The list that the text spells in JSON, if it is one of messages; None for any other text.
+
+    Example:
+        >>> messages_json('[{"from": "human", "value": "Hi"}]')
+        [{'from': 'human', 'value': 'Hi'}]
+    """
+    if not text.lstrip().startswith("[") or not ('"role"' in text or '"from"' in text):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) and value and all(map(is_message, value)) else None
+
+
+def is_message(value: object) -> bool:
+    """Whether a value looks like a message: an object with `role` and `content`, or `from` and `value`."""
+    return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
+
+
+def read_messages(name: str, value: object) -> tuple[Message, ...]:
+    """Messages from a cell: a list of `{role, content}` or `{from, value}` objects, or its JSON text.
+
+    Args:
+        name: the column, for the text of errors.
+        value: the cell.
+
+    Raises:
+        ValueError: if it is no such list, or a message has a field that would be lost, such as `tool_calls`.
+    """
+    if isinstance(value, str):
+        value = messages_json(value) or value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{name} must be a list of messages, got {shown_kind(value)}")
+    try:
+        return tuple(_read_message(name, number, item) for number, item in enumerate(value, 1))
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(name) else f"{name}: {text}") from error
+
+
+def _read_message(name: str, number: int, item: object) -> Message:
+    if isinstance(item, Message):
+        return item
+    if isinstance(item, str):
+        raise ValueError(f"{name} must hold messages with role and content, got a list of texts")
+    if not is_message(item):
+        raise ValueError(f"{name} must hold messages with role and content, got {str(item)[:60]}")
+    assert isinstance(item, Mapping)
+    role, content = ("role", "content") if "role" in item and "content" in item else ("from", "value")
+    for field, value in item.items():
+        if field not in (role, content) and _would_be_lost(field, value):
+            raise ValueError(
+                f"{name}: message {number} has {field}, which is not read and would be lost; write it into the "
+                f"message's content, or remove the field"
+            )
+    return Message(item[role], _content(item[content]))
+
+
+def _would_be_lost(field: str, value: object) -> bool:
+    if is_empty(value):
+        return False
+    if field in _UNREAD_FIELDS:
+        return True
+    if isinstance(value, str):
+        return len(value.split()) > _PROSE_WORDS
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _content(value: Any) -> Any:
+    """The text of a list with one text part, as some templates write it; anything else as it is."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        part = value[0]
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return part["text"]
+    return value
+
+
+def is_empty(value: object) -> bool:
+    """Whether a cell or field holds nothing; tables write nothing as null, NaN, blanks or an empty list."""
+    if isinstance(value, str):
+        return value.strip() in ("", "[]", "{}", "null")
+    return value is None or value == [] or value == {} or value != value
+
+
+def shown_kind(value: object) -> str:
+    """What kind of value a cell holds, in a word."""
+    return "nothing" if value is None or value == "" or value == [] else type(value).__name__
