@@ -13,7 +13,7 @@ import numpy as np
 
 from rm_optimizer.core.base import PreferencePair, Prompt
 from rm_optimizer.core.data_loader import PreferenceDataset, prompt_ids
-from rm_optimizer.core.estimate import Estimate, cluster_bootstrap
+from rm_optimizer.core.estimate import Estimate, cluster_bootstrap, with_honest_width
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
@@ -275,7 +275,9 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
             totals[1] += pair.weight
     if not sums:
         return Estimate(math.nan, None, 0)
-    return cluster_bootstrap(np.array(list(sums.values())), _share, num_bootstrap=0, seed=0)[0]
+    totals = np.array(list(sums.values()))
+    estimate = cluster_bootstrap(totals, _share, num_bootstrap=0, seed=0)[0]
+    return with_honest_width(estimate, totals[:, 1], bounds=(0.0, 1.0))
 
 
 def _share(totals: np.ndarray) -> np.ndarray:

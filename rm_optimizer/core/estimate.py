@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -100,6 +100,38 @@ def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]
     scale = 1 + z * z / num_samples
     low, high = (centre - half) / scale, (centre + half) / scale
     return min(max(low, 0.0), frequency), max(min(high, 1.0), frequency)
+
+
+def with_honest_width(
+    estimate: Estimate, cluster_weight: Float[np.ndarray, " clusters"], *, bounds: tuple[float, float] | None
+) -> Estimate:
+    """The estimate, with another interval where every cluster gave one and the same result.
+
+    Resamples of equal results never differ, so neither bootstrap nor jackknife can say how far the estimate may be off.
+    A bounded statistic gets Wilson's interval, which is conservative for any variable within the bounds, over the
+    effective number of clusters `(sum w)^2 / sum w^2` (Kish, 1965). An unbounded one gets no interval and no error.
+
+    Args:
+        estimate: as `cluster_bootstrap` gives it.
+        cluster_weight: what each cluster counts for in the statistic, not negative.
+        bounds: smallest and largest value that the statistic can take; None for an unbounded one.
+
+    Example:
+        >>> str(with_honest_width(Estimate(0.5, 0.0, 4, 0.5, 0.5), np.ones(4), bounds=(0.0, 1.0)))
+        '0.500 [0.150, 0.850]'
+    """
+    if estimate.standard_error is None or estimate.standard_error > 1e-12 * max(1.0, abs(estimate.value)):
+        return estimate
+    bare = replace(estimate, standard_error=None, low=None, high=None)
+    if bounds is None or np.count_nonzero(cluster_weight) < 2:
+        return bare
+    floor, span = bounds[0], bounds[1] - bounds[0]
+    frequency = min(max((estimate.value - floor) / span, 0.0), 1.0)
+    low, high = wilson_interval(frequency, float(cluster_weight.sum() ** 2 / (cluster_weight**2).sum()))
+    error = span * (high - low) / (2 * float(ndtri(0.5 + CONFIDENCE / 2)))
+    if estimate.low is None:
+        return replace(bare, standard_error=error)
+    return replace(bare, standard_error=error, low=floor + span * low, high=floor + span * high)
 
 
 def cluster_bootstrap(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,16 @@ from rm_optimizer.core.calibration import (
     reliability_curve,
 )
 from rm_optimizer.core.collapse import CollapseVerdict, detect_collapse
-from rm_optimizer.core.estimate import Estimate, cluster_bootstrap, wilson_interval
+from rm_optimizer.core.estimate import Estimate, cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pair_columns import PairColumns
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of the margin that are reported."""
 
 _ESTIMATES = ("accuracy", "nll", "brier", "ece", "mean_margin")
+_BASELINE = ("longer_wins", "over_length")
+_UNKNOWN = Estimate(math.nan, None, 0)
+_BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0), "over_length": (-1.0, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class PairwiseMetrics:
         reliability: frequency against confidence, bin by bin.
         collapse: whether the rewards tell responses apart at all; if not, no other number means anything.
         groups: the same metrics for each value of each grouping column, `groups["source"]["hh"]`.
+        longer_wins: accuracy of calling the longer response better, equal lengths one half; NaN where lengths are
+            unknown.
+        over_length: `accuracy` less `longer_wins`, its interval from the same resamples.
+        num_effective_prompts: `(sum w)^2 / sum w^2` over the prompts' total weights w (Kish, 1965): equally weighted
+            prompts that would say as much.
+        num_prompts_of_half: fewest prompts that together carry half of the weight.
     """
 
     num_pairs: int
@@ -92,6 +101,27 @@ class PairwiseMetrics:
     reliability: tuple[ReliabilityBin, ...]
     collapse: CollapseVerdict
     groups: Mapping[str, Mapping[str, PairwiseMetrics]] = field(default_factory=dict)
+    longer_wins: Estimate = _UNKNOWN
+    over_length: Estimate = _UNKNOWN
+    num_effective_prompts: float = math.nan
+    num_prompts_of_half: int = 0
+
+    @property
+    def macro_accuracy(self) -> Estimate | None:
+        """Mean of the sources' accuracies, each source counting alike; None where there are not two sources.
+
+        The standard error takes the sources as independent; there is none where a source has none.
+        """
+        accuracies = [group.accuracy for group in self.groups.get("source", {}).values()]
+        accuracies = [accuracy for accuracy in accuracies if not math.isnan(accuracy.value)]
+        if len(accuracies) < 2:
+            return None
+        value = sum(accuracy.value for accuracy in accuracies) / len(accuracies)
+        errors = [accuracy.standard_error for accuracy in accuracies]
+        if any(error is None for error in errors):
+            return Estimate(value, None, len(accuracies))
+        error = math.sqrt(sum(float(error or 0.0) ** 2 for error in errors)) / len(accuracies)
+        return Estimate(value, error, len(accuracies))
 
     @property
     def headline(self) -> str:
@@ -114,17 +144,21 @@ class PairwiseMetrics:
 
     def to_json(self) -> str:
         """The metrics as JSON text; NaN is null."""
-        return json.dumps(_nan_to_none(asdict(self)))
+        macro = self.macro_accuracy
+        return json.dumps(_nan_to_none(asdict(self) | {"macro_accuracy": None if macro is None else asdict(macro)}))
 
     @classmethod
     def from_json(cls, text: str) -> PairwiseMetrics:
-        """The metrics that `to_json` wrote."""
+        """The metrics that `to_json` wrote; other entries of the object are left alone."""
         return cls._from_values(json.loads(text))
 
     @classmethod
     def _from_values(cls, values: Mapping[str, Any]) -> PairwiseMetrics:
-        parsed: dict[str, Any] = {name: math.nan if value is None else value for name, value in values.items()}
-        for name in _ESTIMATES:
+        own = {item.name for item in fields(cls)}
+        parsed: dict[str, Any] = {
+            name: math.nan if value is None else value for name, value in values.items() if name in own
+        }
+        for name in (*_ESTIMATES, *(name for name in _BASELINE if name in values)):
             value = values[name]["value"]
             parsed[name] = Estimate(**{**values[name], "value": math.nan if value is None else value})
         parsed["margin_quantiles"] = tuple(math.nan if value is None else value for value in values["margin_quantiles"])
@@ -146,6 +180,7 @@ def evaluate_pairs(
     prompt_ids: Sequence[str],
     label: Float[np.ndarray, " pairs"] | None = None,
     weight: Float[np.ndarray, " pairs"] | None = None,
+    length_gap: Float[np.ndarray, " pairs"] | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
     num_bootstrap: int,
     seed: int,
@@ -159,6 +194,7 @@ def evaluate_pairs(
         prompt_ids: prompt of each pair; pairs of one prompt are resampled together.
         label: probability that `chosen` is the better one, in [0, 1], so below 0.5 `rejected` is; none is 1.
         weight: how many pairs each counts for, positive; none is 1.
+        length_gap: how much longer the preferred response is than the other, for the length baseline.
         groups: columns to report separately, each with a value for every pair (`{"source": […]}`).
         num_bootstrap: resamples; 0 gives standard errors only, for quick evaluations.
         seed: of the bootstrap and the noise floor.
@@ -173,17 +209,20 @@ def evaluate_pairs(
     """
     if not beta > 0:
         raise ValueError(f"beta must be positive, got {beta}")
-    pairs = PairColumns.sorted(chosen, rejected, label=label, weight=weight, prompt_ids=prompt_ids)
+    pairs = PairColumns.sorted(
+        chosen, rejected, label=label, weight=weight, length_gap=length_gap, prompt_ids=prompt_ids
+    )
+    knows_length = length_gap is not None
     by_group: dict[str, dict[str, PairwiseMetrics]] = {}
     for column, values in (groups or {}).items():
         if len(values) != len(chosen):
             raise ValueError(f"groups[{column!r}] must have a value for each of {len(chosen)} pairs, got {len(values)}")
         names = np.array([str(value) for value in values], dtype=object)
         by_group[column] = {
-            name: _metrics(pairs.select(np.flatnonzero(names == name)), beta, num_bootstrap, seed, {})
+            name: _metrics(pairs.select(np.flatnonzero(names == name)), beta, num_bootstrap, seed, knows_length, {})
             for name in sorted(set(names))
         }
-    return _metrics(pairs, beta, num_bootstrap, seed, by_group)
+    return _metrics(pairs, beta, num_bootstrap, seed, knows_length, by_group)
 
 
 @dataclass(frozen=True)
@@ -266,12 +305,20 @@ def response_metrics(
 
 
 def _metrics(
-    pairs: PairColumns, beta: float, num_bootstrap: int, seed: int, groups: Mapping[str, Mapping[str, PairwiseMetrics]]
+    pairs: PairColumns,
+    beta: float,
+    num_bootstrap: int,
+    seed: int,
+    knows_length: bool,
+    groups: Mapping[str, Mapping[str, PairwiseMetrics]],
 ) -> PairwiseMetrics:
     logit = beta * (pairs.chosen - pairs.rejected)
     folded = fold(logit, pairs.label, pairs.weight)
     width_bins = equal_width_bins(folded.confidence)
-    accuracy, mean_margin, nll, brier = _mean_estimates(pairs, logit, num_bootstrap, seed)
+    means = _mean_estimates(pairs, logit, num_bootstrap, seed)
+    if not knows_length:
+        means |= dict.fromkeys(_BASELINE, _UNKNOWN)
+    prompt_weight = _cluster_sums(pairs.weight[:, None], pairs.cluster)[:, 0]
     decided = pairs.label != 0.5
     rewards, twice = np.concatenate([pairs.chosen, pairs.rejected]), np.tile(pairs.weight, 2)
     return PairwiseMetrics(
@@ -279,11 +326,8 @@ def _metrics(
         num_undecided=int((~decided).sum()),
         num_prompts=int(pairs.cluster.max()) + 1,
         beta=beta,
-        accuracy=accuracy,
-        nll=nll,
-        brier=brier,
+        **means,
         ece=_ece_estimate(folded, width_bins, pairs.cluster, num_bootstrap, seed),
-        mean_margin=mean_margin,
         **_margin_numbers(_margin(pairs)[decided], pairs.weight[decided]),
         reward_mean=float(np.average(rewards, weights=twice)),
         reward_std=_std(rewards, twice),
@@ -291,9 +335,17 @@ def _metrics(
         ece_noise_floor=calibration_noise_floor(folded, width_bins, seed=seed),
         temperature=fit_temperature(logit, pairs.label, pairs.weight),
         reliability=reliability_curve(folded),
-        collapse=detect_collapse(pairs.chosen, pairs.rejected, pairs.weight, nll.value),
+        collapse=detect_collapse(pairs.chosen, pairs.rejected, pairs.weight, means["nll"].value),
         groups=groups,
+        num_effective_prompts=float(prompt_weight.sum() ** 2 / (prompt_weight**2).sum()),
+        num_prompts_of_half=_fewest_of_half(prompt_weight),
     )
+
+
+def _fewest_of_half(prompt_weight: np.ndarray) -> int:
+    """Fewest prompts that carry half of the weight."""
+    running = np.cumsum(np.sort(prompt_weight)[::-1])
+    return int(np.searchsorted(running, running[-1] / 2 * (1 - 1e-12))) + 1
 
 
 def _margin(pairs: PairColumns) -> np.ndarray:
@@ -301,35 +353,32 @@ def _margin(pairs: PairColumns) -> np.ndarray:
     return np.asarray(np.sign(pairs.label - 0.5) * (pairs.chosen - pairs.rejected))
 
 
-def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, seed: int) -> tuple[Estimate, ...]:
-    """Accuracy and margin over decided pairs, NLL and Brier score over all: the ratios of sums over pairs."""
+def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, seed: int) -> dict[str, Estimate]:
+    """Accuracy, margin and length baseline over decided pairs, NLL and Brier score over all: ratios of sums."""
     margin, y, q = _margin(pairs), pairs.label, expit(logit)
     decided = (y != 0.5).astype(np.float64)
-    terms = [
-        decided * (0.5 + 0.5 * np.sign(margin)),
-        decided * margin,
-        decided,
-        -y * log_expit(logit) - (1 - y) * log_expit(-logit),
-        y * (1 - q) ** 2 + (1 - y) * q**2,
-        np.ones_like(y),
-    ]
+    longer = np.sign(y - 0.5) * np.sign(pairs.length_gap)
+    terms = {
+        "accuracy": decided * (0.5 + 0.5 * np.sign(margin)),
+        "mean_margin": decided * margin,
+        "longer_wins": decided * (0.5 + 0.5 * longer),
+        "over_length": decided * 0.5 * (np.sign(margin) - longer),
+        "nll": -y * log_expit(logit) - (1 - y) * log_expit(-logit),
+        "brier": y * (1 - q) ** 2 + (1 - y) * q**2,
+    }
+    counts = [decided] * 4 + [np.ones_like(y)] * 2
 
     def ratios(totals: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore", divide="ignore"):
-            over_decided = np.where(totals[..., 2:3] > 0, totals[..., :2] / totals[..., 2:3], np.nan)
-            return np.concatenate([over_decided, totals[..., 3:5] / totals[..., 5:]], axis=-1)
+            return np.where(totals[..., 6:] > 0, totals[..., :6] / totals[..., 6:], np.nan)
 
-    sums = _cluster_sums(pairs.weight[:, None] * np.stack(terms, axis=1), pairs.cluster)
-    accuracy, mean_margin, nll, brier = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
-    return _with_width_at_the_ends(accuracy), mean_margin, nll, brier
-
-
-def _with_width_at_the_ends(accuracy: Estimate) -> Estimate:
-    """Resamples of pairs that are all right, or all wrong, never differ; Wilson's interval over prompts has width."""
-    if accuracy.low is None or accuracy.value not in (0.0, 1.0):
-        return accuracy
-    low, high = wilson_interval(accuracy.value, accuracy.num_samples)
-    return Estimate(accuracy.value, accuracy.standard_error, accuracy.num_samples, low, high)
+    columns = np.stack([*terms.values(), *counts], axis=1)
+    sums = _cluster_sums(pairs.weight[:, None] * columns, pairs.cluster)
+    estimates = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
+    return {
+        name: with_honest_width(estimate, sums[:, 6 + place], bounds=_BOUNDS.get(name))
+        for place, (name, estimate) in enumerate(zip(terms, estimates, strict=True))
+    }
 
 
 def _ece_estimate(
@@ -344,7 +393,8 @@ def _ece_estimate(
         return np.asarray(np.abs(totals[..., :-1]).sum(axis=-1, keepdims=True) / totals[..., -1:])
 
     sums = _cluster_sums(terms, cluster)
-    return cluster_bootstrap(sums, error, num_bootstrap=num_bootstrap, seed=seed, kind="basic")[0]
+    estimate = cluster_bootstrap(sums, error, num_bootstrap=num_bootstrap, seed=seed, kind="basic")[0]
+    return with_honest_width(estimate, sums[:, -1], bounds=(0.0, 1.0))
 
 
 def _cluster_sums(terms: np.ndarray, cluster: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ class PairColumns:
         rejected: rewards of the other responses.
         label: probability that `chosen` is the better one, in [0, 1].
         weight: how many pairs each counts for, positive.
+        length_gap: how much longer the preferred response is than the other; 0 where lengths are unknown.
         cluster: index of the pair's prompt, rising from 0 without gaps.
         position: where the caller's pair i went.
     """
@@ -25,6 +26,7 @@ class PairColumns:
     rejected: np.ndarray
     label: np.ndarray
     weight: np.ndarray
+    length_gap: np.ndarray
     cluster: np.ndarray
     position: np.ndarray
 
@@ -36,6 +38,7 @@ class PairColumns:
         *,
         label: np.ndarray | None,
         weight: np.ndarray | None,
+        length_gap: np.ndarray | None = None,
         prompt_ids: Sequence[str],
     ) -> PairColumns:
         """The pairs in their own order.
@@ -45,6 +48,7 @@ class PairColumns:
             rejected: rewards of the other responses.
             label: probability that `chosen` is the better one; none is 1.
             weight: how many pairs each counts for; none is 1.
+            length_gap: how much longer the preferred response is; none is 0.
             prompt_ids: prompt of each pair.
 
         Raises:
@@ -56,14 +60,16 @@ class PairColumns:
             "rejected": rejected,
             "label": ones if label is None else label,
             "weight": ones if weight is None else weight,
+            "length_gap": np.zeros(chosen.shape) if length_gap is None else length_gap,
         }
         _check(columns, prompt_ids)
-        chosen, rejected, label, weight = (column.astype(np.float64) for column in columns.values())
+        chosen, rejected, label, weight, gap = (column.astype(np.float64) for column in columns.values())
         cluster = np.unique(np.array(prompt_ids, dtype=str), return_inverse=True)[1]
-        order = np.lexsort((weight, label, rejected, chosen, cluster))
+        order = np.lexsort((gap, weight, label, rejected, chosen, cluster))
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
-        return cls(chosen[order], rejected[order], label[order], weight[order], cluster[order], position)
+        columns_in_order = (column[order] for column in (chosen, rejected, label, weight, gap, cluster))
+        return cls(*columns_in_order, position)
 
     def select(self, callers: np.ndarray) -> PairColumns:
         """The pairs with the given indices in the caller's order."""
@@ -73,6 +79,7 @@ class PairColumns:
             rejected=self.rejected[index],
             label=self.label[index],
             weight=self.weight[index],
+            length_gap=self.length_gap[index],
             cluster=np.unique(self.cluster[index], return_inverse=True)[1],
             position=np.argsort(np.argsort(self.position[callers])),
         )

@@ -209,6 +209,78 @@ def test_all_pairs_right_still_has_an_interval_with_width() -> None:
     assert metrics.accuracy.high == 1.0
 
 
+@pytest.mark.parametrize("result", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)], ids=["right", "wrong", "tied"])
+def test_equal_results_of_every_prompt_still_have_an_interval_with_width(result: tuple[float, float]) -> None:
+    metrics = plain([result[0]] * 4, [result[1]] * 4, num_bootstrap=100, length_gap=np.ones(4))
+    for estimate in (metrics.accuracy, metrics.longer_wins, metrics.over_length):
+        assert estimate.high - estimate.low > 0.4
+        assert estimate.low <= estimate.value <= estimate.high
+    assert metrics.nll.low is None, "a loss has no bound, so equal values say nothing of its error"
+    assert metrics.mean_margin.standard_error is None
+
+
+def test_one_right_and_one_wrong_pair_in_every_prompt_is_not_certainty() -> None:
+    metrics = plain([1.0, 0.0] * 4, [0.0, 1.0] * 4, prompt_ids=list("aabbccdd"), num_bootstrap=200)
+    assert (metrics.accuracy.low, metrics.accuracy.high) == pytest.approx((0.15, 0.85), abs=0.001)
+    without_bootstrap = plain([1.0, 0.0] * 4, [0.0, 1.0] * 4, prompt_ids=list("aabbccdd"))
+    assert without_bootstrap.accuracy.standard_error > 0.1
+
+
+def test_one_prompt_has_no_interval_even_if_others_have_undecided_pairs() -> None:
+    metrics = plain([1.0] * 3, [0.0] * 3, label=np.array([1.0, 0.5, 0.5]), num_bootstrap=100)
+    assert (metrics.accuracy.value, metrics.accuracy.low) == (1.0, None)
+
+
+def test_the_interval_of_mostly_equal_results_covers_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    covered, num_trials = 0, 200
+    for trial in range(num_trials):  # two pairs a prompt: one right in nine prompts of ten, else both or none
+        both = rng.choice([1, 0, 2], p=[0.9, 0.05, 0.05], size=8)
+        right = np.stack([both > 0, both > 1], axis=1).ravel().astype(float)
+        prompts = [str(k // 2) for k in range(16)]
+        accuracy = plain(right.tolist(), [0.5] * 16, prompt_ids=prompts, num_bootstrap=100, seed=trial).accuracy
+        covered += accuracy.low <= 0.5 <= accuracy.high
+    # Binomial error of a coverage of 0.95 over 200 trials is 0.015; three of them.
+    assert covered / num_trials >= 0.95 - 3 * 0.015
+
+
+def test_the_length_baseline_is_counted_as_the_accuracy_is() -> None:
+    metrics = plain(
+        [1.0, 0.0, 1.0, 1.0],
+        [0.0, 1.0, 0.0, 0.0],
+        label=np.array([1.0, 1.0, 0.0, 0.5]),
+        weight=np.array([1.0, 1.0, 2.0, 1.0]),
+        length_gap=np.array([3.0, 0.0, -1.0, 9.0]),
+    )
+    assert metrics.longer_wins.value == pytest.approx((1 + 0.5 + 2) / 4)
+    assert metrics.over_length.value == pytest.approx(metrics.accuracy.value - metrics.longer_wins.value)
+    assert math.isnan(plain([1.0], [0.0]).longer_wins.value)
+
+
+def test_a_model_that_counts_characters_is_not_above_length() -> None:
+    gap = np.random.default_rng(0).normal(size=60)
+    metrics = plain(gap.tolist(), [0.0] * 60, length_gap=gap, num_bootstrap=100)
+    assert metrics.over_length.value == 0.0
+    assert metrics.over_length.low < 0 < metrics.over_length.high
+
+
+def test_few_prompts_that_carry_half_of_the_weight_are_counted() -> None:
+    prompts = ["big"] * 10 + [f"small {k}" for k in range(10)]
+    metrics = plain([1.0] * 20, [0.0] * 20, prompt_ids=prompts)
+    assert metrics.num_prompts_of_half == 1
+    assert metrics.num_effective_prompts == pytest.approx(20**2 / (10**2 + 10))
+
+
+def test_the_macro_average_counts_each_source_alike() -> None:
+    names = ["large"] * 8 + ["small"] * 2
+    metrics = plain([1.0] * 8 + [0.0] * 2, [0.5] * 10, groups={"source": names})
+    assert metrics.accuracy.value == 0.8
+    assert metrics.macro_accuracy is not None
+    assert metrics.macro_accuracy.value == 0.5
+    assert plain([1.0], [0.0]).macro_accuracy is None
+    assert json.loads(metrics.to_json())["macro_accuracy"]["value"] == 0.5
+
+
 def test_no_bootstrap_gives_errors_without_intervals() -> None:
     metrics = evaluated(world(), num_bootstrap=0)
     assert metrics.accuracy.standard_error is not None
