@@ -6,6 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from rm_optimizer.reporting.tables import output_console
 from rm_optimizer.training.diagnosis import Check, Diagnosis, Status
 
 _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", Status.skipped: "dim"}
@@ -30,7 +31,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> Non
         diagnosis: what was found.
         console: where to; standard output unless given.
     """
-    (console or Console()).print(diagnosis_table(diagnosis))
+    (console or output_console()).print(diagnosis_table(diagnosis))
 
 
 def _measured(check: Check) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
-from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, summary_table
+from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, output_console, summary_table
 from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE
 from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.result import RunResult
@@ -58,7 +58,7 @@ def print_evaluation(title: str, metrics: PairwiseMetrics, console: Console | No
         metrics: of the evaluation.
         console: where to; standard output unless given.
     """
-    console = console or Console()
+    console = console or output_console()
     console.print(summary_table(title, metrics_rows(metrics)))
     for column in metrics.groups:
         console.print(group_table(metrics, column))
@@ -79,13 +79,11 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
         result: the run's result.
         console: where to; standard output unless given.
     """
-    console = console or Console()
+    console = console or output_console()
     data = result.data
     rows: dict[str, Cell] = {"validation": data.val_origin, **metrics_rows(result.metrics)}
-    baseline: dict[str, Cell] = {"longer response wins": data.length_baseline}
     if data.ceiling is not None:
-        baseline["ceiling (gold reward)"] = data.ceiling
-    rows |= baseline
+        rows["ceiling (gold reward)"] = data.ceiling
     rows["training pairs"] = data.train_pairs
     rows["steps (best)"] = f"{result.steps:,} ({result.best_step:,})"
     rows["pairs a second"] = result.pairs_per_second

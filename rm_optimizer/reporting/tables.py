@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
@@ -14,6 +15,19 @@ from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.core.metrics import PairwiseMetrics
 
 Cell = str | int | float | Estimate | None
+
+LISTED_ANYHOW = 12
+"""Groups of a column that are all listed, however few pairs they have."""
+LEAST_PAIRS = 20
+"""Pairs below which a group of a column with more groups is counted and not listed; sources always are."""
+FEW_PROMPTS = 1 / 3
+"""Effective share of the prompts below which it is said how few carry half of the weight."""
+
+
+def output_console() -> Console:
+    """A console on standard output: as wide as the terminal, and wide enough for every line where there is none."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=1000)
 
 
 def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
@@ -35,38 +49,75 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
     verdict: dict[str, Cell] = (
         {"verdict": metrics.collapse.reason} if metrics.collapse.collapsed else {"accuracy": metrics.accuracy}
     )
+    macro = metrics.macro_accuracy
+    if macro is not None and not metrics.collapse.collapsed:
+        verdict[f"mean over {macro.num_samples} sources"] = macro
     fit = metrics.temperature
     temperature: Cell = fit.temperature if fit.temperature is not None else f"none: {fit.reason}"
-    return verdict | {
-        "NLL (chance 0.693)": metrics.nll,
-        "Brier (chance 0.250)": metrics.brier,
-        f"ECE (noise floor {metrics.ece_noise_floor:.3f})": metrics.ece,
-        "mean margin": metrics.mean_margin,
-        "tied pairs": _percent(metrics.tie_rate),
-        "fitted temperature": temperature,
-        "pairs / prompts": f"{metrics.num_pairs:,} / {metrics.num_prompts:,}",
-    }
+    return (
+        verdict
+        | _length_rows(metrics)
+        | {
+            "NLL (chance 0.693)": metrics.nll,
+            "Brier (chance 0.250)": metrics.brier,
+            f"ECE (noise floor {metrics.ece_noise_floor:.3f})": metrics.ece,
+            "mean margin": metrics.mean_margin,
+            "tied pairs": _percent(metrics.tie_rate),
+            "fitted temperature": temperature,
+            "pairs / prompts": f"{metrics.num_pairs:,} / {metrics.num_prompts:,}",
+        }
+        | _weight_row(metrics)
+    )
 
 
-def group_table(
-    metrics: PairwiseMetrics, column: str, *, longer_wins: Mapping[str, Estimate | float] | None = None
-) -> Table:
+def _length_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
+    """The length baseline, and how far the model is above it."""
+    if math.isnan(metrics.longer_wins.value):
+        return {}
+    rows: dict[str, Cell] = {"longer response wins": metrics.longer_wins}
+    if metrics.collapse.collapsed:
+        return rows
+    above, verdict = metrics.over_length, ""
+    if above.high is not None and above.high < 0:
+        verdict = ": below counting characters"
+    elif above.low is not None and above.low <= 0:
+        verdict = ": not shown to be above counting characters"
+    return rows | {"accuracy less that": f"{above}{verdict}"}
+
+
+def _weight_row(metrics: PairwiseMetrics) -> dict[str, Cell]:
+    if not metrics.num_effective_prompts < FEW_PROMPTS * metrics.num_prompts:
+        return {}
+    few, effective = metrics.num_prompts_of_half, metrics.num_effective_prompts
+    text = f"{few:,} of {metrics.num_prompts:,} prompts carry half of it; it says as much as {effective:.1f} equal ones"
+    return {"weight": text}
+
+
+def group_table(metrics: PairwiseMetrics, column: str) -> Group:
     """Accuracy of each value of a grouping column, largest group first, beside the length baseline.
+
+    Of many groups those with few pairs are counted below the table and stand in the JSON alone.
 
     Args:
         metrics: with `groups[column]`.
         column: the grouping column, such as "source".
-        longer_wins: accuracy of calling the longer response better, for each value; without it there is no such column.
     """
-    baseline = [] if longer_wins is None else ["longer wins"]
+    members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
+    is_short = column == "source" or len(members) <= LISTED_ANYHOW
+    listed = [item for item in members if is_short or item[1].num_pairs >= LEAST_PAIRS]
+    knows_length = any(not math.isnan(group.longer_wins.value) for _, group in members)
+    baseline = ["longer\nwins"] if knows_length else []
     table = _new_table(f"By {column}", column, "pairs", "prompts", "accuracy", *baseline, "NLL", "ECE")
-    members = metrics.groups[column].items()
-    for name, group in sorted(members, key=lambda item: (-item[1].num_pairs, item[0])):
+    for numbers in table.columns[1:]:
+        numbers.no_wrap = True
+    for name, group in listed:
         headline: Cell = "collapsed" if group.collapse.collapsed else group.accuracy
-        longer: list[Cell] = [] if longer_wins is None else [longer_wins.get(name)]
+        longer: list[Cell] = [group.longer_wins.value] if knows_length else []
         cells = (group.num_pairs, group.num_prompts, headline, *longer, group.nll.value, group.ece.value)
         table.add_row(Text(name), *(_cell(cell) for cell in cells))
-    return table
+    rest = len(members) - len(listed)
+    note = [Text(f"{rest:,} more with fewer than {LEAST_PAIRS} pairs each: see metrics.json", "dim")] if rest else []
+    return Group(*([table] if listed else []), *note)
 
 
 def audit_tables(audit: DataAudit) -> Group:
@@ -90,7 +141,7 @@ def print_audit(audit: DataAudit, console: Console | None = None) -> None:
         audit: of one or more splits.
         console: where to; standard output unless given.
     """
-    (console or Console()).print(audit_tables(audit))
+    (console or output_console()).print(audit_tables(audit))
 
 
 def _split_facts(split: SplitAudit) -> dict[str, Cell]:
@@ -134,9 +185,9 @@ def _new_table(title: str, first: str, *others: str) -> Table:
     table = Table(
         title=Text(title, "bold"), title_justify="left", header_style="bold", show_header=any((first, *others))
     )
-    table.add_column(Text(first))
+    table.add_column(Text(first), overflow="fold")
     for name in others:
-        table.add_column(Text(name), justify="right")
+        table.add_column(Text(name), justify="right", overflow="fold")
     return table
 
 
@@ -151,5 +202,7 @@ def _cell(value: Cell) -> Text:
         return Text(f"{value:.3f}")
     if isinstance(value, int):
         return Text(f"{value:,}")
+    if isinstance(value, Estimate) and value.num_samples == 1 and value.low is None:
+        return Text(f"{value} (1 prompt: no interval)")
     text = str(value)
     return Text(text, "bold red" if text.startswith("collapsed") else "")

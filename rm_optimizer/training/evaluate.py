@@ -139,6 +139,7 @@ def metrics_of(
         beta=beta,
         label=np.array([pair.label for pair in pairs]),
         weight=np.array([pair.weight for pair in pairs]),
+        length_gap=np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
         prompt_ids=[pair.prompt_id for pair in pairs],
         groups=_groups([pair.metadata for pair in pairs]),
         num_bootstrap=num_bootstrap,

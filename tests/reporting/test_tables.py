@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from typing import Any
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -34,7 +35,7 @@ def row(text: str, name: str) -> list[str]:
     return [cell.strip() for cell in found.strip("│ ").split("│")]
 
 
-def metrics(num_pairs: int = 90) -> PairwiseMetrics:
+def metrics(num_pairs: int = 90, length_gap: np.ndarray | None = None) -> PairwiseMetrics:
     rng = np.random.default_rng(0)
     sources = ["large" if k % 3 else "small" for k in range(num_pairs)]
     chosen = rng.normal(size=num_pairs) + 1.0
@@ -42,9 +43,9 @@ def metrics(num_pairs: int = 90) -> PairwiseMetrics:
     same = np.array([name == "small" for name in sources])
     chosen[same] = rejected[same] = 1.0
     prompts = [str(k) for k in range(num_pairs)]
-    return evaluate_pairs(
-        chosen, rejected, beta=1.0, prompt_ids=prompts, groups={"source": sources}, num_bootstrap=100, seed=0
-    )
+    options: dict[str, Any] = {"beta": 1.0, "prompt_ids": prompts, "num_bootstrap": 100, "seed": 0}
+    groups = {"source": sources, "subset": [f"{name} / {k % 20}" for k, name in enumerate(sources)]}
+    return evaluate_pairs(chosen, rejected, length_gap=length_gap, groups=groups, **options)
 
 
 def test_values_are_written_by_kind() -> None:
@@ -71,12 +72,52 @@ def test_a_collapse_stands_in_the_place_of_the_accuracy() -> None:
 
 
 def test_groups_come_by_size_beside_their_length_baseline() -> None:
-    result = metrics()
-    text = printed(group_table(result, "source", longer_wins={"large": 0.7125}))
+    result = metrics(length_gap=np.arange(90) % 5 - 2.5)
+    text = printed(group_table(result, "source"))
     assert text.index("large") < text.index("small")
-    assert row(text, "large")[1:5] == ["60", "60", str(result.groups["source"]["large"].accuracy), "0.713"]
-    assert row(text, "small")[4] == "n/a"
-    assert "longer wins" not in printed(group_table(result, "source"))
+    large = result.groups["source"]["large"]
+    assert row(text, "large")[1:5] == ["60", "60", str(large.accuracy), f"{large.longer_wins.value:.3f}"]
+    assert "longer" not in printed(group_table(metrics(), "source"))
+
+
+def test_many_small_groups_are_counted_and_not_listed() -> None:
+    text = printed(group_table(metrics(), "subset"))
+    assert "large /" not in text
+    assert "more with fewer than 20 pairs each: see metrics.json" in text
+
+
+def test_the_headline_says_what_counting_characters_reaches_and_the_mean_over_sources() -> None:
+    rng = np.random.default_rng(1)
+    result = metrics(length_gap=rng.normal(size=90) + 0.4)
+    text = printed(summary_table("Evaluation", metrics_rows(result)))
+    assert row(text, "longer response wins")[1] == str(result.longer_wins)
+    assert row(text, "mean over 2 sources")[1] == str(result.macro_accuracy)
+    assert "not shown to be above counting characters" in row(text, "accuracy less that")[1]
+
+
+def test_one_prompt_says_why_it_has_no_interval() -> None:
+    result = evaluate_pairs(np.ones(3), np.zeros(3), beta=1.0, prompt_ids=["a"] * 3, num_bootstrap=100, seed=0)
+    assert row(printed(summary_table("", metrics_rows(result))), "accuracy")[1] == "1.000 (1 prompt: no interval)"
+
+
+def test_few_prompts_that_carry_the_weight_are_said() -> None:
+    weight = np.array([100.0, *[1.0] * 19])
+    prompts = [str(k) for k in range(20)]
+    options: dict[str, Any] = {"beta": 1.0, "prompt_ids": prompts, "num_bootstrap": 0, "seed": 0}
+    result = evaluate_pairs(np.ones(20), np.zeros(20), weight=weight, **options)
+    assert row(printed(summary_table("", metrics_rows(result))), "weight")[1].startswith("1 of 20 prompts carry half")
+
+
+def test_a_name_is_folded_and_no_number_cut_in_a_narrow_terminal() -> None:
+    names = [f"is-it-better-to-have-a-rather-long-name/{k % 2}" for k in range(40)]
+    options: dict[str, Any] = {"beta": 1.0, "prompt_ids": [str(k) for k in range(40)], "num_bootstrap": 50, "seed": 0}
+    gap = np.random.default_rng(0).normal(size=40)
+    result = evaluate_pairs(gap + 0.3, gap * 0, length_gap=gap, groups={"source": names}, **options)
+    target = Console(file=io.StringIO(), width=80)
+    target.print(group_table(result, "source"))
+    for group in result.groups["source"].values():
+        assert str(group.accuracy) in written(target)
+    assert "…" not in written(target)
 
 
 def split(num_pairs: int = 200) -> SplitAudit:
