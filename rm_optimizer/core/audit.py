@@ -275,9 +275,9 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
             totals[1] += pair.weight
     if not sums:
         return Estimate(math.nan, None, 0)
-    totals = np.array(list(sums.values()))
-    estimate = cluster_bootstrap(totals, _share, num_bootstrap=0, seed=0)[0]
-    return with_honest_width(estimate, totals[:, 1], bounds=(0.0, 1.0))
+    of_prompts = np.array(list(sums.values()))
+    estimate = cluster_bootstrap(of_prompts, _share, num_bootstrap=0, seed=0)[0]
+    return with_honest_width(estimate, of_prompts[:, 1], bounds=(0.0, 1.0))
 
 
 def _share(totals: np.ndarray) -> np.ndarray:

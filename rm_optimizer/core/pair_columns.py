@@ -68,8 +68,8 @@ class PairColumns:
         order = np.lexsort((gap, weight, label, rejected, chosen, cluster))
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
-        columns_in_order = (column[order] for column in (chosen, rejected, label, weight, gap, cluster))
-        return cls(*columns_in_order, position)
+        chosen, rejected, label, weight, gap = (column[order] for column in (chosen, rejected, label, weight, gap))
+        return cls(chosen, rejected, label, weight, gap, cluster[order], position)
 
     def select(self, callers: np.ndarray) -> PairColumns:
         """The pairs with the given indices in the caller's order."""
