@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.head import head_side_modules, keep_exact, require_trainable_head
+from rm_optimizer.core.modalities import parts_beside_text
 from rm_optimizer.core.quantisation import is_quantised, parameter_size
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
@@ -138,7 +139,8 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
         wanted.target_modules = {name.rpartition(".")[2] for name in picked}
         others = [name for name in linear if name not in picked]
     else:
-        others = [name for name in linear if _under(name, head_side)]
+        others = [name for name in linear if _under(name, (*head_side, *parts_beside_text(model)))]
+        _require_targets(model, wanted.target_modules, others)
     wanted.exclude_modules = _excluding(wanted.exclude_modules, others, wanted.target_modules)
     _set_orientation(wanted, linear)
     _name_base(wanted, model)
@@ -169,11 +171,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         try:
             peft.inject_adapter_in_model(injected, model, ADAPTER_NAME)
         except ValueError as error:
-            names = sorted({name.rpartition(".")[2] for name, _ in _linear_layers(model)})
-            raise ConfigError(
-                f"adapter.targets must name linear layers of the backbone, got {_listed(config.target_modules)}; "
-                f"known: {', '.join(names)}"
-            ) from error
+            raise ConfigError(_unknown_targets(model, _listed(config.target_modules))) from error
     stored = copy.deepcopy(injected)
     stored.modules_to_save = config.modules_to_save
     model.peft_config = {ADAPTER_NAME: stored}
@@ -217,13 +215,34 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _require_targets(model: PreTrainedModel, targets: str | Collection[str], others: Collection[str]) -> None:
+    """Refuse a name that no layer has, or only layers that a reward never passes through or that train in full.
+
+    A regular expression names all layers at once, so peft tells whether any fits.
+    """
+    if isinstance(targets, str):
+        return
+    beside = parts_beside_text(model)
+    names = [name for name, _ in model.named_modules() if name not in others and not _under(name, beside)]
+    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if unknown:
+        raise ConfigError(_unknown_targets(model, ", ".join(sorted(unknown))))
+
+
+def _unknown_targets(model: PreTrainedModel, got: str) -> str:
+    excluded = (*head_side_modules(model), *parts_beside_text(model))
+    usable = {name.rpartition(".")[2] for name, _ in _linear_layers(model) if not _under(name, excluded)}
+    return f"adapter.targets must name linear layers of the backbone, got {got}; known: {', '.join(sorted(usable))}"
+
+
 def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module]) -> set[str]:
-    """Attention and MLP matrices of every family: the linear layers in the backbone's numbered blocks, but routers."""
-    backbone = f"{model.base_model_prefix}."
+    """Attention and MLP matrices of every family: the linear layers in the text's numbered blocks, but routers."""
+    backbone, beside = f"{model.base_model_prefix}.", parts_beside_text(model)
     picked = {
         name
         for name, module in linear.items()
         if name.startswith(backbone)
+        and not _under(name, beside)
         and any(part.isdigit() for part in name.split("."))
         and name.rpartition(".")[2] not in _ROUTERS
         and getattr(module, "out_features", 2) > 1
@@ -284,7 +303,7 @@ def _require_exact(config: LoraConfig) -> None:
 def _require_quantised(model: PreTrainedModel, kind: AdapterKind) -> None:
     if kind == AdapterKind.qlora and not is_quantised(model):
         raise ConfigError(
-            "adapter.kind=qlora needs a base loaded in four bits; set model.path, or load it with quantize=True"
+            "adapter=qlora needs a base with weights to store in four bits; set model.path=MODEL, or take adapter=lora"
         )
 
 

@@ -40,6 +40,7 @@ from rm_optimizer.core.attention import choose_attention
 from rm_optimizer.core.checkpoint import read_checkpoint, write_description
 from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
 from rm_optimizer.core.head import head_name, require_trained_head
+from rm_optimizer.core.modalities import freeze_beside_text
 from rm_optimizer.core.quantisation import is_quantised, quantisation_arguments
 from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
@@ -320,6 +321,7 @@ def _build(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
 def _finished(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
     if not options.dropout:
         disable_dropout_modules(model)
+    freeze_beside_text(model)
     return model.eval()
 
 

@@ -32,8 +32,8 @@ def build_optimizer(
         num_steps: optimizer steps of the whole run; ademamix needs it for the warm-up of its slow momentum.
 
     Raises:
-        ConfigError: if the optimizer is unknown, a parameter's role cannot be told, or an option would train something
-            else than it says.
+        ConfigError: if the optimizer is unknown, it must know a parameter's role and cannot tell, or an option would
+            train something else than it says.
         MissingExtra: if the optimizer's package is not installed.
     """
     info = optimizer_info(config.name)

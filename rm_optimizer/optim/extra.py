@@ -94,8 +94,10 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
     """`pytorch_optimizer.SCION` with a norm for each role: spectral for matrices, sign for tables, RMS for vectors.
 
     Raises:
-        ConfigError: for stacked experts and convolutions, for which it would take one matrix for another.
+        ConfigError: for stacked experts and convolutions, for which it would take one matrix for another, and for
+            matrices of unknown layers.
     """
+    params.require_known_matrices("scion")
     stacked = [item.name for item in params.parameters if item.role is Role.other and item.parameter.ndim != 2]
     if stacked:
         raise ConfigError(f"optimizer=scion has no norm for stacked experts or convolutions, got {', '.join(stacked)}")

@@ -24,8 +24,10 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
     ``0.2 sqrt(max(rows, columns)) lr O``, with ``O`` the orthogonalised momentum (Liu et al., 2025, arXiv 2502.16982).
 
     Raises:
-        ConfigError: if no matrix is left for Muon, or an option would train something else than it says.
+        ConfigError: if no matrix is left for Muon, a matrix may be hidden or not, or an option would train something
+            else than it says.
     """
+    params.require_known_matrices("muon")
     matrices = [item.parameter for item in params.parameters if item.role in MUON_ROLES]
     if not matrices:
         raise ConfigError(

@@ -39,6 +39,23 @@ class ParamPartition:
 
     parameters: tuple[RoledParameter, ...]
     num_layers: int
+    unknown: tuple[str, ...] = ()
+    """Matrices of layers of an unknown kind, each with its shape and layer; they count as `other`."""
+
+    def require_known_matrices(self, optimizer: str) -> None:
+        """Refuse an optimizer that treats hidden matrices apart where it cannot be told which ones they are.
+
+        Args:
+            optimizer: its name, for the message.
+
+        Raises:
+            ConfigError: naming the matrices.
+        """
+        if self.unknown:
+            raise ConfigError(
+                f"optimizer={optimizer} must know which matrices are hidden layers, and cannot tell for "
+                f"{', '.join(self.unknown[:3])}{' …' * (len(self.unknown) > 3)}; choose optimizer=adamw"
+            )
 
     def groups(
         self, config: OptimizerConfig, *, lr: float | None = None, roles: Collection[Role] = tuple(Role)
@@ -119,8 +136,8 @@ def partition(
         new_module_names: full names of further modules whose matrices count as new.
 
     Raises:
-        ConfigError: if nothing is trainable, a head name is no parameter, a role cannot be told, or a layer with one
-            output is not among the head names.
+        ConfigError: if nothing is trainable, a head name is no parameter, or a layer with one output after the
+            backbone is not among the head names.
     """
     _require_parameters(model, head_names)
     backbone, block_lists, num_layers = backbone_prefix(model), _block_lists(model), 0
@@ -130,7 +147,7 @@ def partition(
         for name, parameter in module.named_parameters(module_name, recurse=False):
             block = _block(name, block_lists)
             num_layers = max(num_layers, block or 0)
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or id(parameter) in found:
                 continue
             role: Role | None
             if name in head_names:
@@ -141,24 +158,17 @@ def partition(
                 role = role_of(name, parameter, module, backbone=backbone)
             if role is None:
                 unknown.append(f"{name} {tuple(parameter.shape)} of {type(module).__name__}")
-                continue
+                role = Role.other
             below_blocks = role is Role.embedding or num_layers == 0
-            layer = 0 if below_blocks else block
-            found.setdefault(id(parameter), RoledParameter(name, role, layer, parameter))
-    _refuse_unknown(unknown)
-    return ParamPartition(tuple(found.values()), num_layers)
-
-
-def _refuse_unknown(unknown: Collection[str]) -> None:
-    if unknown:
-        raise ConfigError(
-            f"every trainable parameter must have a role, and these have none: {', '.join(unknown)}; "
-            "freeze them or name their modules as new"
-        )
+            found[id(parameter)] = RoledParameter(name, role, 0 if below_blocks else block, parameter)
+    return ParamPartition(tuple(found.values()), num_layers, tuple(unknown))
 
 
 def _block_lists(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    """Names of the lists of modules that train at all, so that a frozen tower has no layers; all, where none does."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    trained = {name for name, module in lists.items() if any(p.requires_grad for p in module.parameters())}
+    return trained or set(lists)
 
 
 def _block(name: str, block_lists: Collection[str]) -> int | None:

@@ -5,7 +5,7 @@ An embedding and a reward head are matrices too, and FSDP1 flattens everything t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 
 from torch import nn
@@ -25,7 +25,7 @@ class Role(StrEnum):
     new = "new"
     """Matrix beside the reward head (pooler, classifier.dense, head.dense), usually freshly initialised."""
     other = "other"
-    """Weight that is no plain matrix: stacked experts, routers, convolutions."""
+    """Weight that is no plain matrix, or of an unknown kind of layer: stacked experts, routers, convolutions."""
     embedding = "embedding"
     """Table of vectors by token, position or distance."""
     norm = "norm"
@@ -37,10 +37,16 @@ class Role(StrEnum):
 
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+GATES = ("gate", "router")
+"""Names of the linear layers that choose experts."""
+STATES = ("A_log",)
+"""Names of parameters that hold a vector for each channel of a state-space layer, which its authors do not decay."""
 
 
 def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: str) -> Role | None:
-    """The role of a parameter that is not the reward head; null when it cannot be told.
+    """The role of a parameter that is not the reward head; null for a matrix in a layer of an unknown kind.
+
+    A vector in such a layer counts as a bias, stacked matrices as `other`.
 
     Args:
         name: the parameter's full name.
@@ -49,24 +55,46 @@ def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: 
         backbone: what names inside the backbone start with.
 
     Raises:
-        ConfigError: for a linear layer with one output, which is a reward head nobody named.
+        ConfigError: for a linear layer with one output after the backbone, which is a reward head nobody named.
     """
     path, kind = name.split("."), type(module).__name__
     if "lora_A" in path or "lora_B" in path:
         return Role.lora
-    if isinstance(module, nn.Embedding) or "lora_embedding_A" in path or "lora_embedding_B" in path:
+    if _is_table(path, parameter, module):
         return Role.embedding
     if isinstance(module, NORMS) or kind.endswith("Norm"):
         return Role.norm
-    if path[-1].endswith("bias") or "lora_magnitude_vector" in path:
+    if path[-1].endswith("bias") or path[-1] in STATES or "lora_magnitude_vector" in path:
         return Role.bias
     if isinstance(module, _ConvNd) or kind.endswith(("Experts", "Router")):
         return Role.other
-    if path[-1] == "weight" and (isinstance(module, nn.Linear) or kind == "Conv1D"):
-        _refuse_unnamed_head(name, parameter)
-        inside = name.startswith(backbone) and not any("pooler" in part for part in path)
-        return Role.hidden if inside else Role.new
-    return None
+    if path[-1] == "weight" and parameter.ndim == 2 and (kind.endswith("Linear") or isinstance(module, nn.Linear)):
+        return _role_of_linear(name, parameter, backbone)
+    if path[-1] == "weight" and kind == "Conv1D":
+        return _role_of_linear(name, parameter, backbone)
+    return _role_by_shape(parameter, kind)
+
+
+def _is_table(path: Sequence[str], parameter: nn.Parameter, module: nn.Module) -> bool:
+    if "lora_embedding_A" in path or "lora_embedding_B" in path or isinstance(module, nn.Embedding):
+        return True
+    return type(module).__name__.endswith("Embedding") and path[-1] == "weight" and parameter.ndim == 2
+
+
+def _role_of_linear(name: str, parameter: nn.Parameter, backbone: str) -> Role:
+    path, inside = name.split("."), name.startswith(backbone)
+    if parameter.shape[0] == 1 and not (inside and backbone):
+        raise ConfigError(f"{name} has one output, so it is a reward head and must be among the head names")
+    if parameter.shape[0] == 1 or path[-2] in GATES:
+        return Role.other
+    return Role.hidden if inside and not any("pooler" in part for part in path) else Role.new
+
+
+def _role_by_shape(parameter: nn.Parameter, kind: str) -> Role | None:
+    """The role of a parameter that only its shape tells something of."""
+    if sum(size > 1 for size in parameter.shape) < 2:
+        return Role.norm if "Norm" in kind else Role.bias
+    return None if parameter.ndim == 2 else Role.other
 
 
 def role_of_new(parameter: nn.Parameter) -> Role:
@@ -89,8 +117,3 @@ def backbone_prefix(model: nn.Module) -> str:
         if child and child in dict(module.named_children()):
             return f"{name}.{child}." if name else f"{child}."
     return ""
-
-
-def _refuse_unnamed_head(name: str, parameter: nn.Parameter) -> None:
-    if parameter.shape[0] == 1:
-        raise ConfigError(f"{name} has one output, so it is a reward head and must be among the head names")

@@ -197,6 +197,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
         attn_implementation=config.attn_implementation.value,
         dropout=config.dropout,
         seed=seed,
+        gradient_checkpointing=config.gradient_checkpointing,
     )
 
 

@@ -313,7 +313,15 @@ def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_p
     ("config", "message"),
     [
         (AdapterConfig(kind=AdapterKind.lora, rank=1, alpha=1.0, dropout=0.0, targets=["q_prj"]), "known: .*q_proj"),
-        (AdapterConfig(kind=AdapterKind.qlora, rank=1, alpha=1.0, dropout=0.0), "needs a base loaded in four bits"),
+        (
+            AdapterConfig(kind=AdapterKind.lora, rank=1, alpha=1.0, dropout=0.0, targets=["q_proj", "vproj", "k_prj"]),
+            r"got k_prj, vproj; known: (?!.*score).*v_proj",
+        ),
+        (
+            AdapterConfig(kind=AdapterKind.lora, rank=1, alpha=1.0, dropout=0.0, targets=["score"]),
+            r"got score; known: (?!.*score).*v_proj",
+        ),
+        (AdapterConfig(kind=AdapterKind.qlora, rank=1, alpha=1.0, dropout=0.0), "adapter=qlora needs a base"),
         (LoraConfig(init_lora_weights="pissa"), "init_lora_weights must be left"),
         (LoraConfig(trainable_token_indices=[1]), "trainable_token_indices must be left"),
     ],

@@ -158,11 +158,48 @@ def test_tied_parameters_count_once():
     assert "model.layers.1.mlp.up_proj.weight" not in names
 
 
-def test_unknown_modules_are_named(toy, head):
+@pytest.fixture
+def odd(toy):
+    """A toy model with parameters of layers that no library knows."""
     model = toy()
     model.model.gain = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(ConfigError, match=r"have none: model\.gain \(3, 3\) of Backbone; freeze them or name"):
-        partition(model, head_names=head)
+    model.model.sinks = nn.Parameter(torch.ones(3))
+    model.model.token = nn.Parameter(torch.ones(1, 1, 3))
+    model.model.stack = nn.Parameter(torch.ones(2, 3, 3))
+    model.model.A_log = nn.Parameter(torch.ones(4, 2))
+    model.model.gate = nn.Linear(32, 4, bias=False)
+    model.model.shared_expert_gate = nn.Linear(32, 1, bias=False)
+    return model
+
+
+def test_unknown_vectors_are_biases_and_unknown_matrices_other(odd, head):
+    roles = {item.name: item.role.value for item in partition(odd, head_names=head).parameters}
+    vectors, matrices = ("sinks", "token", "A_log"), ("gain", "stack", "gate.weight", "shared_expert_gate.weight")
+    assert {roles[f"model.{name}"] for name in vectors} == {"bias"}
+    assert {roles[f"model.{name}"] for name in matrices} == {"other"}
+
+
+def test_unknown_vectors_are_not_decayed(odd, head, preset):
+    rows = describe_groups(build_optimizer(odd, preset("adamw", weight_decay=0.1), head_names=head))
+    decay = {name: row.weight_decay for row in rows for name in row.names}
+    assert (decay["model.sinks"], decay["model.A_log"], decay["model.gain"]) == (0, 0, 0.1)
+
+
+@pytest.mark.parametrize("name", ["muon", "scion"])
+def test_optimizers_of_hidden_matrices_refuse_unknown_ones(odd, head, preset, name):
+    odd.model.stack.requires_grad_(False)
+    with pytest.raises(
+        ConfigError, match=rf"optimizer={name} must know .* for model\.gain \(3, 3\) of Backbone; choose"
+    ):
+        build_optimizer(odd, preset(name), head_names=head)
+    odd.model.gain.requires_grad_(False)
+    build_optimizer(odd, preset(name), head_names=head)
+
+
+def test_a_frozen_tower_has_no_layers(toy, head, preset):
+    model = toy()
+    model.vision = nn.ModuleList([nn.Linear(4, 4) for _ in range(9)]).requires_grad_(False)
+    assert partition(model, head_names=head).num_layers == 2
 
 
 def test_modules_named_new_take_any_parameter(toy, head):
