@@ -8,7 +8,12 @@ from typing import TypeVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rm_optimizer.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ConfigT = TypeVar("ConfigT")
@@ -21,21 +26,49 @@ def config_root() -> str:
 
 
 def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
-    """The configuration that `python -m rm_optimizer.train` would compose from the same overrides."""
+    """The configuration that `python -m rm_optimizer.train` would compose from the same overrides.
+
+    Raises:
+        ConfigError: if a group, option or value is unknown.
+
+    Example:
+        >>> compose(["optimizer=muon", "seed=3"]).seed
+        3
+    """
+    from rm_optimizer.schema.diagnose import explain
     from rm_optimizer.schema.store import register
 
     register()
-    with initialize_config_dir(config_root(), version_base="1.3"):
-        return hydra_compose(config_name=name, overrides=list(overrides))
+    try:
+        with initialize_config_dir(config_root(), version_base="1.3"):
+            return hydra_compose(config_name=name, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, overrides)) from error
 
 
 def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
     """The composed configuration as dataclasses, every option checked.
 
     Raises:
-        ConfigError: if an option is out of its range.
-        omegaconf.errors.OmegaConfBaseException: if a value has the wrong type or is missing.
+        ConfigError: if an option is out of its range, has the wrong type or is missing.
     """
-    built = OmegaConf.to_object(config)
+    from rm_optimizer.schema.diagnose import explain
+
+    try:
+        built = OmegaConf.to_object(config if HydraConfig.initialized() else _without_hydra(config))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, ())) from error
     assert isinstance(built, kind), f"composed {type(built).__name__}, not {kind.__name__}"
     return built
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    """The configuration with `output_dir` missing where Hydra, which is not running, would have chosen it."""
+    if not OmegaConf.is_interpolation(config, "output_dir"):
+        return config
+    checked = config.copy()
+    checked.output_dir = "."
+    OmegaConf.to_object(checked)  # a mistake elsewhere is named first
+    raise ConfigError(
+        "output_dir must be given where Hydra does not choose it; add 'output_dir=FOLDER' to the overrides"
+    )

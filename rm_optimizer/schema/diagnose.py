@@ -47,8 +47,7 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         return _syntax_sentence(error, overrides)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        return did_you_mean(group or "main file", option, error.options or ())
+        return _preset_sentence(error, overrides)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         return _value_sentence(cause, overrides)
@@ -80,11 +79,29 @@ def option_names(config: DictConfig) -> Iterator[str]:
             yield name
 
 
+PATH_OPTIONS = {"data": "data.train", "model": "model.path"}
+"""The options that take a path where a user may give one to the group of presets."""
+
+
+def _preset_sentence(error: MissingConfigException, overrides: Sequence[str]) -> str:
+    """Did-you-mean among the presets, or the option that takes a path where the value is one."""
+    missing = str(error.missing_cfg_file)
+    for group, option in PATH_OPTIONS.items():
+        got = next((line.partition("=")[2] for line in overrides if line.startswith(f"{group}=")), None)
+        if got is not None and missing.startswith(f"{group}/") and ("/" in got or "." in got):
+            return f"{group} takes the name of a preset, got '{got}'; for a path write {option}={got}"
+    group, _, name = missing.rpartition("/")
+    return did_you_mean(group or "main file", name, error.options or ())
+
+
 def _syntax_sentence(error: OverrideParseException, overrides: Sequence[str]) -> str:
     line = next((line for line in overrides if line == error.override), error.override)
     if "=" not in line:
         return f"expected option=value, got '{line}'; write for example optimizer=adamw or data.train=pairs.jsonl"
     name, _, value = line.partition("=")
+    odd = next((letter for letter in name if not letter.isascii()), None)
+    if odd is not None:
+        return f"cannot read '{line}': option names are ASCII, and '{odd}' (U+{ord(odd):04X}) is not; type {name} anew"
     quoted = f"\"{name}='{value}'\""
     return f"cannot read '{line}': close its brackets, or put the value in quotes inside quotes, {quoted}"
 

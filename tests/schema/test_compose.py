@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.schema import TrainConfig, config_root
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import TrainConfig, compose, config_root, typed
 from rm_optimizer.schema.command_line import cells, checked
 from rm_optimizer.schema.store import OPTIMIZERS
 
@@ -77,3 +78,26 @@ def test_sweeps_are_checked_value_by_value_not_as_a_product():
         ["seed=3", "optimizer=adamw", "model=tiny"],
         ["seed=1", "optimizer=lion", "model=tiny"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["model=tinny"], r"^unknown model 'tinny'; did you mean 'tiny'\?"),
+        (["optimizer.lrr=1"], r"^unknown option 'optimizer\.lrr'; did you mean"),
+        (["optimizer.lr=fast"], r"^optimizer\.lr must be a number"),
+        (["optimizer.lr=-1"], r"^optimizer\.lr must"),
+        (["optimizer.lr=-1", "output_dir=x"], r"^optimizer\.lr must"),
+        (["seed="], "^seed must be an integer"),
+        ([], "^output_dir must be given where Hydra does not choose it; add 'output_dir=FOLDER' to the overrides$"),
+        (
+            ["data=../pairs.jsonl"],
+            r"^data takes the name of a preset, got '\.\./pairs\.jsonl'; .* data\.train=\.\./pairs",
+        ),
+        (["model=models/llama"], r"^model takes the name of a preset, got .* write model\.path=models/llama$"),
+        (["s\u0435ed=1"], r"option names are ASCII, and '\u0435' \(U\+0435\) is not"),
+    ],
+)
+def test_from_python_a_mistake_is_the_same_sentence(overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        typed(compose(overrides), TrainConfig)
