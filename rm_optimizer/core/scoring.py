@@ -25,10 +25,29 @@ from rm_optimizer.core.response_files import (
     read_responses,
     write_with_rewards,
 )
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import CheckpointError, DataError
 
 Reward: TypeAlias = float | list[float]
 """A row's reward: a number, or a list where the row has a list of responses."""
+
+
+def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
+    """Refuse rewards that are NaN or infinite; called wherever rewards are about to be printed or written.
+
+    Args:
+        rewards: of one model, in any order.
+        name: names the reward at an index for the message, such as `response 3`.
+
+    Raises:
+        CheckpointError: saying how many they are, and the first one.
+    """
+    broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
+    if broken:
+        first = broken[0]
+        raise CheckpointError(
+            f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[first]} for {name(first)}: "
+            "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
+        )
 
 
 def score_file(
@@ -56,6 +75,7 @@ def score_file(
 
     Raises:
         DataError: if a file or row is unusable, or the partial file belongs to another input or scorer.
+        CheckpointError: if a reward is not finite.
     """
     _check_target(source, target)
     num_rows = sum(1 for _ in read_responses(source))  # every row is checked before the first is scored
@@ -67,7 +87,11 @@ def score_file(
     on_progress(done)
     with partial.open("ab") as log:
         for chunk in _chunks(islice(read_responses(source), done, None), chunk_rows):
-            log.write(b"".join(json.dumps(reward).encode() + b"\n" for reward in _rewards(scorer, chunk, source)))
+            log.write(
+                b"".join(
+                    json.dumps(reward, allow_nan=False).encode() + b"\n" for reward in _rewards(scorer, chunk, source)
+                )
+            )
             log.flush()
             os.fsync(log.fileno())
             done += len(chunk)
@@ -130,13 +154,12 @@ def _chunks(rows: Iterator[ResponseRow], size: int) -> Iterator[list[ResponseRow
 def _rewards(scorer: Scorer, chunk: Sequence[ResponseRow], source: Path) -> Iterator[Reward]:
     prompts = [row.prompt for row in chunk for _ in row.responses]
     responses = [response for row in chunk for response in row.responses]
-    values = iter(scorer.score(prompts, responses).tolist())
+    rewards = scorer.score(prompts, responses).tolist()
+    numbers = [row.number for row in chunk for _ in row.responses]
+    require_finite(rewards, lambda index: f"{source}, {row_unit(source)} {numbers[index]}")
+    values = iter(rewards)
     for row in chunk:
         own = list(islice(values, len(row.responses)))
-        if not all(math.isfinite(value) for value in own):
-            raise DataError(
-                f"{source}, {row_unit(source)} {row.number}: its reward is not finite, got {own[0]}; check the model"
-            )
         yield own if row.listed else own[0]
 
 

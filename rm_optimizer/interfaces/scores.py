@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.scoring import score_file
+from rm_optimizer.core.scoring import require_finite, score_file
 from rm_optimizer.errors import ConfigError
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
@@ -43,12 +43,15 @@ def print_scores(checkpoint: str, prompt: str, responses: Sequence[str], files: 
 
     Raises:
         ConfigError: if there is no response, or files were named as well.
+        CheckpointError: if the model cannot be loaded, or a reward is not finite.
     """
     if not responses or any(file is not None for file in files):
         raise ConfigError(USAGE)
     if not prompt.strip():
         raise ConfigError("--prompt must not be empty")
-    for reward in LocalScorer(checkpoint, budget).score([prompt] * len(responses), responses).tolist():
+    rewards = LocalScorer(checkpoint, budget).score([prompt] * len(responses), responses).tolist()
+    require_finite(rewards, lambda index: f"response {index + 1}")
+    for reward in rewards:
         print(f"{reward:.6f}")
 
 

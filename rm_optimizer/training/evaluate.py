@@ -18,6 +18,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.scoring import require_finite
 from rm_optimizer.core.sources import BEST_FOLDER, EXPORT_FILE
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
@@ -225,7 +226,8 @@ def evaluate_checkpoint(
         after_batch: called with the pairs done so far.
 
     Raises:
-        CheckpointError: if the model cannot be loaded or is not what it recorded of itself.
+        CheckpointError: if the model cannot be loaded, is not what it recorded of itself, or gives rewards that are not
+            finite.
         DataError: if no pair is left after truncation.
     """
     model = BradleyTerryRM.from_pretrained(source)
@@ -242,6 +244,8 @@ def evaluate_checkpoint(
         prefix_sharing=shares_prefixes(model, tokenized, PrefixSharing.auto),
         after_batch=after_batch,
     )
+    sides = np.stack([rewards.chosen, rewards.rejected], axis=1).ravel().tolist()
+    require_finite(sides, lambda index: f"pair {data[int(rewards.pair_index[index // 2])].pair_id}")
     metrics = metrics_of(rewards, data, beta=trained_beta(source), num_bootstrap=num_bootstrap, seed=seed)
     write_evaluation(output_dir, rewards, metrics)
     write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,10 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from rm_optimizer.core.response_files import file_kind, read_responses
 from rm_optimizer.core.scoring import score_file
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.interfaces.cli import app
+from tests.core.tiny_models import decoder_tokenizer, tiny_model, tiny_tokenizer
 
 
 class LengthScorer:
@@ -199,14 +203,39 @@ def test_a_bad_row_is_found_before_anything_is_scored(tmp_path):
     assert scorer.calls == []
 
 
-def test_a_reward_that_is_not_finite_is_refused(tmp_path):
+def test_rewards_that_are_not_finite_are_counted_and_the_first_is_named(tmp_path):
     class Broken:
         def score(self, prompts, responses):
-            return torch.full((len(responses),), torch.nan)
+            return torch.tensor(
+                [float(i) if i < 2 else math.inf if i == 3 else math.nan for i in range(len(responses))]
+            )
 
-    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
-    with pytest.raises(DataError, match="line 1: its reward is not finite, got nan"):
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS[:5])
+    with pytest.raises(
+        CheckpointError, match=r"3 of 5 rewards are not finite, the first is nan for .*in\.jsonl, line 3"
+    ):
         score_file(Broken(), source, tmp_path / "out.jsonl", scorer_name="broken")
+    assert not (tmp_path / "out.jsonl").exists()
+    assert "NaN" not in (tmp_path / "out.jsonl.partial").read_text()
+
+
+def test_score_and_evaluate_refuse_a_model_with_nan_in_its_weights(tmp_path, monkeypatch):
+    model = tiny_model("llama", tiny_tokenizer("llama"))
+    with torch.no_grad():
+        model.score.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    decoder_tokenizer(chat_template="{% for m in messages %}{{ m['content'] }}</s>{% endfor %}").save_pretrained(
+        tmp_path / "model"
+    )
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    write_jsonl(tmp_path / "pairs.jsonl", [pair])
+    monkeypatch.chdir(tmp_path)
+    for command in (("score", "--prompt", "a", "--response", "b"), ("evaluate", "--data", "pairs.jsonl")):
+        result = CliRunner().invoke(app, [command[0], "model", *command[1:]])
+        assert result.exit_code != 0
+        assert "rewards are not finite, the first is nan for" in f"{result.exception} {result.stderr}"
+        assert "nan" not in result.stdout
+    assert not list(tmp_path.rglob("*rewards.jsonl"))
 
 
 @pytest.mark.parametrize(
