@@ -28,6 +28,7 @@ from rm_optimizer.core.adapters import has_adapter, import_peft
 from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.export_record import DIGESTS, weight_digests
 from rm_optimizer.core.packing import length_batches, pad_sequences
 from rm_optimizer.core.quantisation import computing_dtype, reading_arguments
 from rm_optimizer.core.sources import EXPORT_FILE
@@ -115,7 +116,7 @@ def _save(
             form.write(reward_model.model, aside)
             reward_model.tokenizer.save_pretrained(aside)
             certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe), form)
-            record = _record(reward_model, certificate, statistics) | form.record()
+            record = _record(reward_model, certificate, statistics) | form.record() | {DIGESTS: weight_digests(aside)}
             text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
             (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.adapter_files import (
@@ -37,8 +38,10 @@ from rm_optimizer.core.adapter_files import (
 )
 from rm_optimizer.core.adapters import attach
 from rm_optimizer.core.attention import choose_attention
+from rm_optimizer.core.certificate import ParityCertificate
 from rm_optimizer.core.checkpoint import read_checkpoint, write_description
 from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
+from rm_optimizer.core.export_record import read_record, require_exported_weights
 from rm_optimizer.core.head import head_name, require_trained_head
 from rm_optimizer.core.modalities import freeze_beside_text
 from rm_optimizer.core.quantisation import is_quantised, quantisation_arguments
@@ -86,15 +89,27 @@ class LoadedModel:
         model: a classifier with one label, in evaluation mode.
         tokenizer: its tokenizer.
         is_head_fresh: whether the source had no head, so that the model's is at its random start.
-        identity: what was recorded of rendering, padding and head when we saved it; empty for other people's models.
+        record: its `export.json`; empty for other people's models, and for `.ckpt` files but for `identity`.
         drawn: names of the weights that the source lacks, so that they are at their random start.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     is_head_fresh: bool
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
     drawn: frozenset[str] = frozenset()
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What was recorded of rendering, padding and head when we saved it; empty for other people's models."""
+        identity: Mapping[str, Any] = self.record.get("identity", {})
+        return identity
+
+    @property
+    def certificate(self) -> ParityCertificate | None:
+        """The rewards it was certified with; None where none are recorded."""
+        stored = self.record.get("certificate")
+        return None if stored is None else ParityCertificate.from_json(stored)
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
@@ -200,7 +215,10 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     if missing:
         _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     is_fresh = f"{head_name(model)}.weight" in missing
-    return LoadedModel(_finished(model, options), tokenizer, is_fresh, _stored_identity(source), frozenset(missing))
+    folder = _record_folder(source, options)
+    record = read_record(folder)
+    require_exported_weights(folder, record)
+    return LoadedModel(_finished(model, options), tokenizer, is_fresh, record, frozenset(missing))
 
 
 @contextmanager
@@ -216,7 +234,7 @@ def _without_load_report() -> Iterator[None]:
 
 def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
     """A base and the adapter trained beside it, which stays an adapter and trainable."""
-    config, record = read_config(folder), _stored_record(folder)
+    config, record = read_config(folder), read_record(folder)
     recorded_base = record.get("base", {})
     base = load_model(config.base_model_name_or_path, _base_options(config, recorded_base, options))
     try:
@@ -225,7 +243,8 @@ def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
         drawn = frozenset(name for name in base.drawn if not is_saved(base.model, name))
     except _LOAD_ERRORS as error:
         raise CheckpointError(f"{folder} cannot be loaded as a LoRA adapter: {_reason(error)}") from error
-    return LoadedModel(base.model, tokenizer, False, record.get("identity", {}), drawn)
+    require_exported_weights(folder, record)
+    return LoadedModel(base.model, tokenizer, False, record, drawn)
 
 
 def _base_options(config: LoraConfig, recorded_base: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
@@ -242,7 +261,7 @@ def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
     config.name_or_path = tokenizer.name_or_path = str(path)
     model = _checkpoint_model(payload, _prepared(config, options), options)
     load_weights(model, weights, path)
-    return LoadedModel(model, tokenizer, is_head_fresh=False, identity=payload["export"])
+    return LoadedModel(model, tokenizer, False, {"identity": payload["export"]})
 
 
 def _checkpoint_model(payload: Mapping[str, Any], config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
@@ -347,23 +366,18 @@ def _quantisation(config: PretrainedConfig, options: LoadOptions) -> dict[str, A
     return quantisation_arguments(config, trust_remote_code=options.trust_remote_code)
 
 
-def _stored_identity(source: Source) -> Mapping[str, Any]:
-    if source.kind is not SourceKind.FOLDER:
-        return {}
-    identity: Mapping[str, Any] = _stored_record(Path(source.location)).get("identity", {})
-    return identity
-
-
-def _stored_record(folder: Path) -> Mapping[str, Any]:
-    """The `export.json` of a folder; empty where other people's models have none."""
-    path = folder / EXPORT_FILE
-    if not path.is_file():
-        return {}
-    try:
-        record: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"identity": record["identity"], "base": record.get("base", {})}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is torn or was not written by RM-Optimizer; export the model again") from error
+def _record_folder(source: Source, options: LoadOptions) -> Path:
+    """The folder that may hold an `export.json`: a hub id's is where its files were fetched to."""
+    if source.kind is SourceKind.FOLDER:
+        return Path(source.location)
+    found = cached_file(
+        source.location,
+        EXPORT_FILE,
+        revision=options.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found).parent if found else Path(os.devnull)
 
 
 @contextmanager

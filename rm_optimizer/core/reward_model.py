@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.base import BaseRewardModel, Message, Prompt, as_messages
 from rm_optimizer.core.batching import AnyPairBatch, PackedPairBatch
-from rm_optimizer.core.certificate import ParityCertificate
+from rm_optimizer.core.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.chat import ConversationRenderer, RenderFn
 from rm_optimizer.core.checkpoint import describe_model
 from rm_optimizer.core.export import save_export
@@ -27,6 +27,7 @@ from rm_optimizer.core.packing import length_batches, pad_sequences, row_batches
 from rm_optimizer.core.padding import PadChoice, choose_pad_token, set_pad_token_id
 from rm_optimizer.core.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
 from rm_optimizer.core.prefix import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, sharing_obstacle, tree_groups
+from rm_optimizer.core.quantisation import computing_dtype
 from rm_optimizer.core.window import check_window, default_max_length
 
 
@@ -118,7 +119,11 @@ class BradleyTerryRM(BaseRewardModel):
             default = default_max_length(loaded.model.config, loaded.tokenizer)
             max_length = loaded.identity.get("template", {}).get("max_length", default)
         reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
-        return reward_model._recalling(loaded.identity) if loaded.identity else reward_model
+        if loaded.identity:
+            reward_model._recall(loaded.identity)
+        if loaded.certificate is not None:
+            reward_model._require_parity(loaded.certificate, source)
+        return reward_model
 
     @classmethod
     def from_config(
@@ -349,14 +354,19 @@ class BradleyTerryRM(BaseRewardModel):
             )
         return [encoding.ids for encoding in self.renderer.encode_batch(prompts, responses)]
 
-    def _recalling(self, identity: Mapping[str, Any]) -> BradleyTerryRM:
+    def _recall(self, identity: Mapping[str, Any]) -> None:
         """Check the rendering against the recorded one, and take over what was recorded of head and pad token."""
         self.renderer.check_identity(identity["template"])
         self.head_init = identity["head_init"]
         recorded = PadChoice.from_json(identity["pad_token"])
         if recorded.token_id == self.pad_choice.token_id:
             self.pad_choice = recorded
-        return self
+
+    def _require_parity(self, certificate: ParityCertificate, source: str | Path) -> None:
+        ids = [np.array(score.input_ids, dtype=np.int32) for score in certificate.shortest()]
+        with self._inference():
+            rewards = self._padded_rewards(ids)
+        require_parity(certificate, rewards, computing_dtype(self.model), source)
 
 
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:

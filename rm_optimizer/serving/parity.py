@@ -10,11 +10,6 @@ from rm_optimizer.core.certificate import ParityCertificate
 from rm_optimizer.serving.engine import Engine
 from rm_optimizer.serving.inputs import InputReader
 
-TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
-"""Largest difference allowed, in units of max(1, |reward|)."""
-HALF_TOLERANCE = 2.0**-2
-"""The same where the engine computes in a half type: with 30M parameters 0.24 was seen (bfloat16), 0.05 on average."""
-
 
 @dataclass(frozen=True)
 class ParityReport:
@@ -61,7 +56,8 @@ async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str,
     """
     if "certificate" not in export:
         return None
-    scores = ParityCertificate.from_json(export["certificate"]).scores
+    certificate = ParityCertificate.from_json(export["certificate"])
+    scores = certificate.scores
     encoded = reader.renderer.encode_batch([score.prompt for score in scores], [score.response for score in scores])
     fitting = [score for score in scores if len(score.input_ids) <= reader.max_length]
     served = await engine.score([score.input_ids for score in fitting])
@@ -76,7 +72,7 @@ async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str,
     return ParityReport(
         max_difference=_largest(differences),
         relative_difference=_largest(relative),
-        tolerance=TOLERANCE.get(engine.description.dtype, HALF_TOLERANCE),
+        tolerance=certificate.loaded_tolerance(engine.description.dtype),
         num_conversations=len(fitting),
         same_tokens=same,
         flipped_pairs=sum((certified[i] > certified[j]) != (served.rewards[i] > served.rewards[j]) for i, j in pairs),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from rm_optimizer.core.adapter_files import adapter_folder, write_adapter
 from rm_optimizer.core.adapters import ADAPTER_NAME, has_adapter, lora_config
+from rm_optimizer.core.export_record import read_record, require_exported_weights
+from rm_optimizer.core.head import require_trained_head
 from rm_optimizer.core.quantisation import is_quantised
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.sources import EXPORT_FILE, SourceKind, resolve_source
+from rm_optimizer.core.sources import SourceKind, resolve_source
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.serving.engine import EngineDescription
 from rm_optimizer.serving.live_weights import fingerprint, fingerprint_of, tensor_specs
@@ -75,7 +76,7 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
     if not has_adapter(reward_model.model):
         reward_model.save_pretrained(work / "model")
         return _from_files(work / "model", dtype)
-    record = _record(Path(checkpoint).expanduser())
+    record = read_record(Path(checkpoint).expanduser())
     return _with_adapter(reward_model, work, dtype, record)
 
 
@@ -85,21 +86,22 @@ def _export_of_ours(checkpoint: str) -> Path | None:
         return None
     source = resolve_source(checkpoint)
     folder = Path(source.location)
-    is_export = source.kind is SourceKind.FOLDER and "certificate" in _record(folder)
+    is_export = source.kind is SourceKind.FOLDER and "certificate" in read_record(folder)
     return folder.resolve() if is_export and any(folder.glob("*.safetensors")) else None
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    file = folder / EXPORT_FILE
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return record
-
-
 def _from_files(folder: Path, dtype: str) -> VllmModel:
-    """The description from the folder's configuration and `export.json`; the weights are read, not loaded."""
-    record = _record(folder)
+    """The description from the folder's configuration and `export.json`; the weights are read, not loaded.
+
+    Raises:
+        CheckpointError: if the weights are not those that were exported, or some are missing.
+    """
+    record = read_record(folder)
+    require_exported_weights(folder, record)
     with torch.device("meta"):
         skeleton = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    lost = skeleton.state_dict().keys() - _stored_places(folder).keys()
+    require_trained_head(skeleton, lost, folder)
     identity = record["identity"]["template"]
     description = _describe(
         skeleton, folder, dtype, identity=identity, version=fingerprint_of(_stored_tensors(folder)), record=record
@@ -109,13 +111,18 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the folder, one at a time, in the order of the names."""
+    for name, file in sorted(_stored_places(folder).items()):
+        with safe_open(file, framework="pt") as stored:
+            yield name, stored.get_tensor(name)
+
+
+def _stored_places(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of the folder."""
     places: dict[str, Path] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as stored:
             places |= dict.fromkeys(stored.keys(), file)
-    for name, file in sorted(places.items()):
-        with safe_open(file, framework="pt") as stored:
-            yield name, stored.get_tensor(name)
+    return places
 
 
 def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: Mapping[str, Any]) -> VllmModel:
