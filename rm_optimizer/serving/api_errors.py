@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
 
+MAX_QUOTED = 1000
+"""Most characters of a message, and of a field's name."""
+
 
 class ApiError(RMOptimizerError):
     """A request that is not answered.
@@ -101,10 +104,12 @@ class NotReady(Overloaded):
 
 
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> ErrorBody:
-    """The body of an answer that is not a success; halves of surrogate pairs in quoted input become question marks."""
-    message, param = _encodable(message), None if param is None else _encodable(param)
-    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=status))
+    """The body of an answer that is not a success; what it quotes of the request is cut to `MAX_QUOTED` characters."""
+    param = None if param is None else _encodable(param)
+    return ErrorBody(error=ErrorDetail(message=_encodable(message), type=kind, param=param, code=status))
 
 
 def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+    """The text, cut, with question marks for halves of surrogate pairs."""
+    short = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]} …"
+    return short.encode("utf-8", "replace").decode()

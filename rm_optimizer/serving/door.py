@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,8 +14,12 @@ MAX_OPEN_REQUESTS = 1024
 """POST requests open at once; health and metrics are not counted."""
 MAX_OPEN_BYTES = 256 * 2**20
 """Bytes of the bodies of all open requests."""
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 """Bytes of one body."""
+MAX_CONTAINERS = 2**16
+"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?(?:"|\Z)', re.DOTALL)
+"""JSON string, or what stands in place of one at the end of a broken body, so that no byte is read twice."""
 
 
 class Door:
@@ -71,10 +77,21 @@ class Door:
                 return Overloaded(f"the bodies of open requests hold {self.open_bytes} bytes")
             if not message.get("more_body", False):
                 chunks[:] = [b"".join(chunks)]
-                return None
+                return _too_many_containers(chunks[0])
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"expected a body of at most {self.max_body_bytes} bytes; split the request")
+
+
+def _too_many_containers(body: bytes) -> TooLarge | None:
+    """Refuse a body that would take long to parse; brackets inside of strings do not count."""
+    if _num_containers(body) <= MAX_CONTAINERS or _num_containers(_STRING.sub(b"", body)) <= MAX_CONTAINERS:
+        return None
+    return TooLarge(f"expected at most {MAX_CONTAINERS} lists and objects in a body; split the request")
+
+
+def _num_containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -7,16 +7,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from rm_optimizer.serving.api_errors import ApiError, InvalidRequest, NotReady, error_body
+from rm_optimizer.serving.api_errors import ApiError, InvalidRequest, NotReady, TooLarge, error_body
 from rm_optimizer.serving.engine import EngineUnavailable
 from rm_optimizer.serving.protocol import ErrorBody
 
 _KINDS = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
 _HINTS = {
-    "activation": "use_activation: false asks for raw rewards",
-    "softmax": "use_activation: false asks for raw rewards",
-    "normalize": "use_activation: false asks for raw rewards",
-    "truncate_prompt_tokens": "nothing is truncated here; shorten the input",
+    "activation": "unknown field; use_activation: false asks for raw rewards",
+    "softmax": "unknown field; use_activation: false asks for raw rewards",
+    "normalize": "unknown field; use_activation: false asks for raw rewards",
+    "truncate_prompt_tokens": "unknown field; nothing is truncated here; shorten the input",
 }
 
 
@@ -49,24 +49,25 @@ def _unavailable(request: Request, error: Exception) -> JSONResponse:
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """The first thing wrong with the body; of a union's members, the one that came furthest."""
+    """Return the first thing that is wrong with the body."""
     assert isinstance(error, RequestValidationError)
-    first = max(error.errors(), key=lambda problem: len(problem["loc"]))
+    first = error.errors()[0]
+    context = first.get("ctx", {})
     if first["type"] == "json_invalid":
-        return error_answer(
-            InvalidRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', 'cannot be read')}")
-        )
+        return error_answer(InvalidRequest(f"the body is not JSON: {context.get('error', 'cannot be read')}"))
     places = [place for place in first["loc"][1:] if _is_place(place)]
+    if first["type"] == "unknown_field":
+        places.append(context["field"])
     param = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).lstrip(".") or None
-    hint = f"; {_HINTS[str(places[-1])]}" if places and str(places[-1]) in _HINTS else ""
-    message = f"{param or 'the body'}: {first['msg']}{hint}"
-    return error_answer(InvalidRequest(message, param))
+    if first["type"] == "too_long":
+        return error_answer(TooLarge(f"{param}: expected at most {context['max_length']} entries; split it", param))
+    hint = _HINTS.get(str(places[-1])) if places and first["type"] == "unknown_field" else None
+    return error_answer(InvalidRequest(f"{param or 'the body'}: {hint or first['msg']}", param))
 
 
 def _is_place(place: object) -> bool:
-    """Whether it is a field or an index, and not pydantic's name for a member of a union."""
-    is_member = place in ("str", "json") or any(mark in str(place) for mark in ("[", "("))
-    return isinstance(place, int) or not is_member
+    """Whether it is a field or an index, and not the tag of a union's member."""
+    return isinstance(place, int) or not str(place).startswith("(")
 
 
 def _http(request: Request, error: Exception) -> JSONResponse:

@@ -12,10 +12,8 @@ from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.serving.api_errors import InvalidRequest, TooLarge, TooLong
 from rm_optimizer.serving.engine import EngineDescription
-from rm_optimizer.serving.protocol import ClassifyInput, ScoreItem, WireMessage
+from rm_optimizer.serving.protocol import MAX_ITEMS, ClassifyInput, ScoreItem, WireMessage
 
-MAX_ITEMS = 4096
-"""Most sequences of one request."""
 MAX_CHARACTERS_A_TOKEN = 64
 """A text longer than this many characters for each token the model reads is refused before it is tokenised."""
 
@@ -83,7 +81,7 @@ class InputReader:
             raise InvalidRequest(
                 "messages must hold a prompt and end with the assistant's response, the text to score", "messages"
             )
-        return self._conversations([_messages(messages[:-1])], [messages[-1].content], ["messages"])
+        return self._conversations([_messages(messages[:-1])], [messages[-1].text], ["messages"])
 
     def items(self, items: Sequence[ScoreItem]) -> list[TokenSequence]:
         """Token ids of prompts and their responses, item after item.
@@ -172,7 +170,7 @@ def is_encodable(text: str) -> bool:
 
 
 def _messages(messages: Sequence[WireMessage]) -> tuple[Message, ...]:
-    return tuple(Message(message.role, message.content) for message in messages)
+    return tuple(Message(message.role, message.text) for message in messages)
 
 
 def _check_count(count: int) -> None:

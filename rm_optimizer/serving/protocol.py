@@ -8,11 +8,25 @@ where vLLM ignores them: a client that asks for raw rewards by a field of anothe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from rm_optimizer.errors import did_you_mean
 from rm_optimizer.schema.publish import RewardModelTrainingMode as RewardModelTrainingMode
 from rm_optimizer.schema.publish import Transport as Transport
 
@@ -25,9 +39,50 @@ PROTOCOL_VERSION = 1
 SIGMOID_CONVENTION = "raw rewards by default; use_activation=true applies sigmoid(reward) once"
 """What `/rm/info` says of activations."""
 
-TokenIds: TypeAlias = Annotated[list[StrictInt], Field(description="Token ids of one sequence.")]
-ClassifyInput: TypeAlias = StrictStr | TokenIds | list[StrictStr] | list[TokenIds]
+MAX_ITEMS = 4096
+"""Most sequences of one request."""
+MAX_IDS = 2**20
+"""Most token ids of one sequence in a request; the model's own limit is lower."""
+MAX_MESSAGES = 1024
+"""Most messages of one conversation, and parts of one message."""
+MAX_TENSORS = 2**14
+"""Most tensors of an update."""
+MIN_TIMEOUT_SECONDS = 0.05
+"""Least time that an update may be given."""
+
+Item = TypeVar("Item")
+Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
+"""List with one entry a sequence. Validation ends at its first wrong entry, so that a wrong body costs no time."""
+TokenIds: TypeAlias = Annotated[
+    list[StrictInt], Field(description="Token ids of one sequence.", fail_fast=True, max_length=MAX_IDS)
+]
+
+
+def _kind_of_input(value: object) -> str:
+    """Tag of the form that a value has, by the type of its first entry; pydantic would otherwise try them all."""
+    if not isinstance(value, list):
+        return "(text)"
+    first = value[0] if value else None
+    return "(texts)" if isinstance(first, str) else "(lists of ids)" if isinstance(first, list) else "(ids)"
+
+
+def _is_list(value: object) -> str:
+    return "(list)" if isinstance(value, list) else "(text)"
+
+
+ClassifyInput: TypeAlias = Annotated[
+    Annotated[StrictStr, Tag("(text)")]
+    | Annotated[TokenIds, Tag("(ids)")]
+    | Annotated[Items[StrictStr], Tag("(texts)")]
+    | Annotated[Items[TokenIds], Tag("(lists of ids)")],
+    Discriminator(_kind_of_input),
+]
 """Text or token ids of one sequence, or a list of either."""
+VersionName: TypeAlias = Annotated[
+    StrictStr, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:+-]+$")
+]
+"""Name of weights: ASCII without blanks, as it is sent in a header."""
+BatchId: TypeAlias = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
 
 
 def sigmoid(reward: float) -> float:
@@ -46,30 +101,66 @@ class WireModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, value: object) -> object:
+        """Refuse the first unknown field with the nearest known name; pydantic would list every one of them."""
+        unknown = next((key for key in value if key not in cls.model_fields), None) if isinstance(value, dict) else None
+        if unknown is not None:
+            name = str(unknown)[:64].encode("utf-8", "replace").decode()
+            sentence = did_you_mean("field", name, cls.model_fields)
+            raise PydanticCustomError("unknown_field", "{sentence}", {"sentence": sentence, "field": name})
+        return value
+
+
+class TextPart(WireModel):
+    """A part of a message's content in OpenAI's form; only text has a reward here."""
+
+    type: Literal["text"]
+    text: StrictStr
+
 
 class WireMessage(WireModel):
     """One turn of a conversation."""
 
-    role: StrictStr = Field(min_length=1)
-    content: StrictStr
+    role: StrictStr = Field(min_length=1, max_length=256)
+    content: Annotated[
+        Annotated[StrictStr, Tag("(text)")]
+        | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("(list)")],
+        Discriminator(_is_list),
+    ] = Field(description="Text, or text parts that are joined.")
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+WireMessages: TypeAlias = Annotated[list[WireMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+"""Messages of one conversation."""
 
 
 class ClassifyRequest(WireModel):
     """`POST /classify`: vLLM's request for one label.
 
     Exactly one of `input` and `messages` is given. Text is tokenised as it stands; `messages` is one conversation that
-    ends with the assistant's response, rendered as in training.
+    ends with the assistant's response, rendered as in training. Fields of vLLM that cannot change a reward (`user`,
+    `priority`, `request_id`, `cache_salt`) are accepted and ignored.
     """
 
     model: StrictStr | None = None
     input: ClassifyInput | None = None
-    messages: list[WireMessage] | None = None
+    messages: WireMessages | None = None
     use_activation: StrictBool | None = Field(
         default=None, description="True: sigmoid(reward). False or absent: the reward itself."
     )
     add_special_tokens: StrictBool = Field(
         default=True, description="Let the tokenizer add its special tokens to text, as vLLM does."
     )
+    user: object = Field(default=None, description="Ignored.")
+    priority: object = Field(default=None, description="Ignored.")
+    request_id: object = Field(default=None, description="Ignored.")
+    cache_salt: object = Field(default=None, description="Ignored.")
 
     @model_validator(mode="after")
     def _one_source(self) -> ClassifyRequest:
@@ -81,15 +172,17 @@ class ClassifyRequest(WireModel):
 class ScoreItem(WireModel):
     """One prompt and the responses to it."""
 
-    prompt: StrictStr | list[WireMessage] = Field(description="Text, or the messages before the response.")
-    responses: list[StrictStr] = Field(min_length=1)
+    prompt: Annotated[
+        Annotated[StrictStr, Tag("(text)")] | Annotated[WireMessages, Tag("(list)")], Discriminator(_is_list)
+    ] = Field(description="Text, or the messages before the response.")
+    responses: Items[StrictStr] = Field(min_length=1)
 
 
 class ScoreRequest(WireModel):
     """`POST /rm/score`: conversations that the server renders as training did."""
 
     model: StrictStr | None = None
-    items: list[ScoreItem] = Field(min_length=1)
+    items: Items[ScoreItem] = Field(min_length=1)
     use_activation: StrictBool | None = None
 
 
@@ -98,9 +191,11 @@ class OpenRLHFRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    query: list[StrictStr] = Field(min_length=1)
-    prompts: list[Any] | None = None
-    labels: list[Any] | None = None
+    query: Items[StrictStr] = Field(
+        description="Texts; an empty list, by which OpenRLHF probes a server, has no rewards."
+    )
+    prompts: object = Field(default=None, description="Ignored.")
+    labels: object = Field(default=None, description="Ignored.")
 
 
 class ClassifyDatum(WireModel):
@@ -227,17 +322,17 @@ class TensorSpec(WireModel):
         sha256: hexadecimal digest of its contiguous little-endian bytes; None where none was computed.
     """
 
-    name: StrictStr = Field(min_length=1)
-    shape: list[StrictInt]
-    dtype: StrictStr
+    name: StrictStr = Field(min_length=1, max_length=1024)
+    shape: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True, max_length=16)]
+    dtype: StrictStr = Field(max_length=32)
     sha256: StrictStr | None = Field(default=None, pattern="^[0-9a-f]{64}$")
 
 
 class WeightProbe(WireModel):
     """Sequences and the rewards that the sender's model gives them: an update that scores otherwise is taken back."""
 
-    input_ids: list[TokenIds] = Field(min_length=1)
-    rewards: list[float]
+    input_ids: Items[TokenIds] = Field(min_length=1)
+    rewards: Items[float]
     tolerance: float = Field(default=1e-4, gt=0, description="In units of max(1, |reward|).")
 
     @model_validator(mode="after")
@@ -264,17 +359,24 @@ class Begin(WireModel):
         probe: rewards to check before the new weights answer anybody.
     """
 
-    batch_id: StrictStr = Field(min_length=1, max_length=128)
+    batch_id: BatchId
     mode: RewardModelTrainingMode
-    version: StrictStr = Field(min_length=1, max_length=128, pattern=r"^[\w.:+-]+$")
-    base_version: StrictStr | None = None
+    version: VersionName
+    base_version: VersionName | None = None
     base_revision: StrictInt | None = None
-    tensors: list[TensorSpec] = Field(min_length=1)
+    tensors: Annotated[list[TensorSpec], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
     transport: Transport
-    path: StrictStr | None = None
-    rendezvous: StrictStr | None = None
-    timeout_seconds: float = Field(default=120.0, gt=0)
+    path: StrictStr | None = Field(default=None, max_length=4096)
+    rendezvous: StrictStr | None = Field(default=None, max_length=512)
+    timeout_seconds: float = Field(default=120.0, ge=MIN_TIMEOUT_SECONDS)
     probe: WeightProbe | None = None
+
+    @model_validator(mode="after")
+    def _one_tensor_a_name(self) -> Begin:
+        name, count = Counter(spec.name for spec in self.tensors).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"expected each tensor once, got {name[:64]!r} {count} times")
+        return self
 
 
 class Ready(WireModel):
@@ -288,14 +390,20 @@ class Ready(WireModel):
 class Commit(WireModel):
     """Everything has been sent: validate, swap, answer with an `Outcome`."""
 
-    batch_id: StrictStr = Field(min_length=1, max_length=128)
+    batch_id: BatchId
 
 
 class Abort(WireModel):
     """The sender gives the update up; the weights that serve stay."""
 
-    batch_id: StrictStr = Field(min_length=1, max_length=128)
-    reason: StrictStr = ""
+    batch_id: BatchId
+    reason: StrictStr = Field(default="", description="Kept and logged on one line, up to 500 characters.")
+
+    @model_validator(mode="after")
+    def _one_short_line(self) -> Abort:
+        """A stranger's text neither fills the memory nor writes lines of its own into the log."""
+        self.reason = "".join(c if c.isprintable() else " " for c in self.reason[:500])
+        return self
 
 
 class OutcomeStatus(StrEnum):

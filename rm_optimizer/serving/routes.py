@@ -137,8 +137,10 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
 async def get_reward(body: OpenRLHFRequest, request: Request, response: Response, service: Service) -> OpenRLHFResponse:
     """Rewards in OpenRLHF's form (`--remote_rm_url http://host:port/get_reward`)."""
     reader = service.reader
-    sequences = await service.read(lambda: reader.whole_texts(body.query))
-    rewards = list((await _scored(service, request, sequences, response)).rewards)
+    rewards: list[float] = []
+    if body.query:
+        sequences = await service.read(lambda: reader.whole_texts(body.query))
+        rewards = list((await _scored(service, request, sequences, response)).rewards)
     return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards})
 
 

@@ -12,10 +12,10 @@ import rm_optimizer
 from rm_optimizer.serving.api_errors import NonFiniteScore, NotReady, UnknownModel
 from rm_optimizer.serving.batcher import Batcher
 from rm_optimizer.serving.engine import Engine, ScoredBatch
-from rm_optimizer.serving.inputs import MAX_ITEMS, InputReader, TokenSequence
+from rm_optimizer.serving.inputs import InputReader, TokenSequence
 from rm_optimizer.serving.metrics import ServerMetrics
 from rm_optimizer.serving.parity import ParityReport, check_parity
-from rm_optimizer.serving.protocol import InfoResponse, RenderingInfo, VersionResponse
+from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, RenderingInfo, VersionResponse
 
 DEFAULT_QUEUED_TOKENS = 131_072
 """Most tokens that wait: at 2,000 tokens a second, a minute's work."""

@@ -117,6 +117,11 @@ async def served(engine: InProcessEngine, **options: object) -> FastAPI:
     return app
 
 
+def served_without_reader(engine: FakeEngine, **options: object) -> FastAPI:
+    """An application whose model never loads: what it refuses, it refuses by the body alone."""
+    return create_app(RewardService(engine, model_name="rm"), **options)  # type: ignore[arg-type]
+
+
 def client_of(app: FastAPI, **options: object) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://server", **options)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from rm_optimizer.serving.protocol import ClassifyRequest, WeightProbe, sigmoid
+from rm_optimizer.serving.protocol import Abort, Begin, ClassifyRequest, ScoreRequest, WeightProbe, WireMessage, sigmoid
 
 
 def test_sigmoid_of_two_is_applied_once():
@@ -26,8 +26,49 @@ def test_the_four_forms_of_input_stay_apart(value):
 
 @pytest.mark.parametrize("field", ["activation", "normalize", "softmax", "truncate_prompt_tokens"])
 def test_fields_of_another_age_are_refused(field):
-    with pytest.raises(ValidationError, match="Extra inputs"):
+    with pytest.raises(ValidationError, match="unknown field"):
         ClassifyRequest.model_validate({"input": "a", field: False})
+
+
+def test_an_unknown_field_names_the_nearest_known_one():
+    with pytest.raises(ValidationError, match="unknown field 'item'; did you mean 'items'"):
+        ScoreRequest.model_validate({"item": []})
+
+
+def test_fields_that_change_no_reward_are_taken_and_ignored():
+    fields = {"user": "me", "priority": 3, "request_id": "r", "cache_salt": "s"}
+    assert ClassifyRequest.model_validate({"input": "a", **fields}).input == "a"
+
+
+def begin(**fields: object) -> Begin:
+    tensor = {"name": "score.weight", "shape": [1, 2], "dtype": "float32"}
+    known = {"batch_id": "b", "mode": "full", "version": "v1", "tensors": [tensor], "transport": "inline"}
+    return Begin.model_validate(known | fields)
+
+
+@pytest.mark.parametrize("name", ["步骤-1", "é", "a b", "a\r\nx: y", "", "v" * 129, "²", "v\n"])
+def test_a_version_that_no_header_can_carry_is_refused(name):
+    for field in ("version", "base_version"):
+        with pytest.raises(ValidationError):
+            begin(**{field: name})
+
+
+def test_a_tensor_announced_twice_is_refused_by_name():
+    tensor = {"name": "score.weight", "shape": [1, 2], "dtype": "float32"}
+    with pytest.raises(ValidationError, match=r"expected each tensor once, got 'score\.weight' 2 times"):
+        begin(tensors=[tensor, tensor])
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 0, -1, float("nan"), float("inf")])
+def test_an_update_without_time_is_refused(seconds):
+    with pytest.raises(ValidationError):
+        begin(timeout_seconds=seconds)
+
+
+def test_the_reason_of_an_abort_is_one_short_line():
+    reason = Abort(batch_id="b", reason="a\nWARNING forged\x1b[2J" + "x" * 10**6).reason
+    assert reason.startswith("a WARNING forged [2J")
+    assert len(reason) == 500
 
 
 @pytest.mark.parametrize("value", [True, [True], [1.0], [None], 3, ["a", 1]])
@@ -39,3 +80,11 @@ def test_wrong_types_are_not_converted(value):
 def test_a_probe_has_a_reward_for_each_sequence():
     with pytest.raises(ValidationError, match="expected 2 rewards"):
         WeightProbe(input_ids=[[1], [2]], rewards=[0.5])
+
+
+def test_text_parts_of_a_message_are_joined_and_others_refused():
+    text = {"type": "text", "text": "a"}
+    assert WireMessage.model_validate({"role": "user", "content": [text, text]}).text == "aa"
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, "a", {"type": "text"}):
+        with pytest.raises(ValidationError):
+            WireMessage.model_validate({"role": "user", "content": [part]})
