@@ -6,7 +6,7 @@ from rm_optimizer.optim.build import build_optimizer
 from rm_optimizer.optim.compatibility import check_compatible
 from rm_optimizer.optim.param_groups import GroupRow, describe_groups
 from rm_optimizer.optim.registry import OPTIMIZERS, OptimizerInfo, optimizer_info
-from rm_optimizer.optim.schedule_free import set_train_mode
+from rm_optimizer.optim.schedule_free import evaluation_weights, set_train_mode
 from rm_optimizer.optim.schedules import build_schedule
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "build_schedule",
     "check_compatible",
     "describe_groups",
+    "evaluation_weights",
     "optimizer_info",
     "set_train_mode",
 ]

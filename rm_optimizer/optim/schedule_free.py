@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,7 @@ class ScheduleFreeAdamW(Optimizer):
     Parameters hold ``y`` while training and ``x`` after `eval`; evaluate, export and measure ``x``. Updates equal those
     of `schedulefree.AdamWScheduleFree` 1.4. Two deviations: gradients are left as they are, and going to ``x`` and back
     restores ``y`` bit for bit (from a copy kept meanwhile), so that evaluating more often never changes a run. The copy
-    is not in `state_dict`: save resumable checkpoints in training mode.
+    is part of `state_dict`: a checkpoint saved after `eval` holds ``x`` as its weights and resumes exactly.
 
     Args:
         params: parameters or groups of them.
@@ -45,7 +46,6 @@ class ScheduleFreeAdamW(Optimizer):
     ) -> None:
         options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         counters = {"step": 0, "weight_sum": 0.0, "lr_max": 0.0, "train_mode": False}
-        self._trained: dict[Tensor, Tensor] = {}
         super().__init__(params, options | counters | {"weight_lr_power": weight_lr_power})
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class ScheduleFreeAdamW(Optimizer):
         """Put the averages ``x`` into the parameters."""
         for group in self._groups_in(train_mode=True):
             for p in self._started(group):
-                self._trained[p] = p.detach().clone()
+                self.state[p]["y"] = p.detach().clone()
                 p.lerp_(self.state[p]["z"], 1 - 1 / group["beta1"])
             group["train_mode"] = False
 
@@ -62,17 +62,13 @@ class ScheduleFreeAdamW(Optimizer):
         """Put the points ``y``, where gradients are taken, into the parameters."""
         for group in self._groups_in(train_mode=False):
             for p in self._started(group):
-                if p in self._trained:
-                    p.copy_(self._trained[p])
-                else:
-                    p.lerp_(self.state[p]["z"], 1 - group["beta1"])
+                p.copy_(self.state[p].pop("y"))
             group["train_mode"] = True
-        self._trained.clear()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore averages, counters and the mode in which they were saved."""
-        super().load_state_dict(state_dict)
-        self._trained.clear()
+    @property
+    def training(self) -> bool:
+        """True where the parameters hold the training weights."""
+        return all(group["train_mode"] for group in self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -138,7 +134,18 @@ class SwitchesWeights(Protocol):
 def set_train_mode(optimizer: Optimizer, training: bool) -> None:
     """Put training or evaluation weights into the parameters; does nothing for optimizers that have only one kind.
 
-    Call it with true before the first step and before a resumable checkpoint, with false before evaluation and export.
+    Call it with true before the first step, with false before evaluation, checkpoints and export.
     """
     if isinstance(optimizer, SwitchesWeights):
         optimizer.train() if training else optimizer.eval()
+
+
+@contextmanager
+def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Context with the evaluation weights in the parameters; on leaving, those that it found come back."""
+    was_training = isinstance(optimizer, ScheduleFreeAdamW) and optimizer.training
+    set_train_mode(optimizer, False)
+    try:
+        yield
+    finally:
+        set_train_mode(optimizer, was_training)

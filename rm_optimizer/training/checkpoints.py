@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 
+from rm_optimizer.optim import evaluation_weights
+
 FOLDER = "checkpoints"
 BEST = "best.ckpt"
 
@@ -17,12 +19,17 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = False) -> Path:
-    """Save a Lightning checkpoint atomically; every logger's rows up to this step reach the disk first."""
+    """Save a Lightning checkpoint atomically; every logger's rows up to this step reach the disk first.
+
+    Its weights are those that an evaluation at this step measures. An optimizer that trains other ones keeps them in
+    its own state, from which a resumed run takes them.
+    """
     for logger in trainer.loggers:
         logger.save()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    trainer.save_checkpoint(temporary, weights_only=weights_only)
+    with evaluation_weights(trainer.optimizers[0]):
+        trainer.save_checkpoint(temporary, weights_only=weights_only)
     if trainer.is_global_zero:
         os.replace(temporary, path)
     trainer.strategy.barrier("checkpoint")

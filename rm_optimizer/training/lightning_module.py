@@ -22,7 +22,7 @@ from rm_optimizer.core.checkpoint import PAYLOAD_KEY
 from rm_optimizer.core.losses import configured_pair_losses
 from rm_optimizer.core.quantisation import is_quantised
 from rm_optimizer.core.reward_model import BradleyTerryRM, checkpoint_payload
-from rm_optimizer.optim import build_optimizer, build_schedule
+from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.training.divergence import diverged
@@ -96,6 +96,10 @@ class RewardModelLightning(pl.LightningModule):
         head = self.model.head_parameter_names()
         optimizer = build_optimizer(self.model, self.optimizer_config, head_names=head, num_steps=self.num_steps)
         return [optimizer], [build_schedule(optimizer, self.schedule_config, self.num_steps)]
+
+    def on_train_start(self) -> None:
+        """Put the weights to train into the model; a checkpoint holds those to evaluate."""
+        set_train_mode(self.trainer.optimizers[0], True)
 
     def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
         """Take one optimizer step on a macro-batch and leave its metrics in `step_metrics`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -64,15 +66,18 @@ def test_a_checkpoint_in_evaluation_mode_reloads_to_the_training_weights():
     train(w, optimizer, 10)
     y = w.detach().clone()
     set_train_mode(optimizer, False)
-    saved, state = w.detach().clone(), optimizer.state_dict()
+    saved, state = w.detach().clone(), deepcopy(optimizer.state_dict())
 
     other, again = make()
     with torch.no_grad():
         other.copy_(saved)
     again.load_state_dict(state)
     set_train_mode(again, True)
-    # There and back through float32; training mode is the exact way to save.
-    torch.testing.assert_close(other.detach(), y, rtol=0, atol=1e-5)
+    assert torch.equal(other, y)
+    train(other, again, 3)
+    set_train_mode(optimizer, True)
+    train(w, optimizer, 3)
+    assert torch.equal(other, w)
 
 
 def test_switching_twice_is_switching_once():

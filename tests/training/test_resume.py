@@ -44,8 +44,14 @@ def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("step", [1, 3, 5])
 @pytest.mark.parametrize(
     "options",
-    [[], ["optimizer=muon"], ["model.dropout=true"], ["adapter=lora_r8", "adapter.dropout=0.1"]],
-    ids=["adamw", "muon", "dropout", "lora"],
+    [
+        [],
+        ["optimizer=muon"],
+        ["optimizer=schedulefree", "schedule=constant", "training.eval_at_start=false"],
+        ["model.dropout=true"],
+        ["adapter=lora_r8", "adapter.dropout=0.1"],
+    ],
+    ids=["adamw", "muon", "schedulefree", "dropout", "lora"],
 )
 def test_a_resumed_run_ends_bitwise_equal(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, options: list[str]

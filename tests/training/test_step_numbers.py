@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rm_optimizer.core.data_loader import load_training_data
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
-from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.checkpoints import last_good_checkpoint
+from rm_optimizer.training import evaluate_checkpoint, train_reward_model
+from rm_optimizer.training.checkpoints import checkpoint_path, last_good_checkpoint
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.run import _prepare, _Run, build_trainer
@@ -61,7 +62,6 @@ def recorded_fit(run: _Run, options: OptimizerConfig) -> tuple[list[Tensor], lis
         return norm
 
     module._clip = keep  # type: ignore[method-assign]
-    module.on_train_start = lambda: set_train_mode(module.trainer.optimizers[0], True)  # type: ignore[method-assign]
     trainer = build_trainer(run.config.hardware, [], [], STEPS)
     trainer.fit(module, datamodule=run.datamodule)
     return [p.detach().clone() for p in module.model.parameters()], gradients
@@ -193,3 +193,23 @@ def test_training_accuracy_of_ties_alone_is_written_as_none(small_config: Build,
     train_reward_model(small_config(tmp_path / "run", f"data.train={train}", "data.val_fraction=0.3"))
     cells = [row["train_acc"] for row in read_rows(tmp_path / "run" / "metrics.csv") if row["train_loss"]]
     assert set(cells) == {"nan"}
+
+
+@pytest.mark.parametrize("options", [[], ["optimizer=schedulefree", "schedule=constant"]])
+def test_a_periodic_checkpoint_scores_as_its_evaluation_logged(
+    small_config: Build, tmp_path: Path, options: list[str]
+) -> None:
+    config = small_config(tmp_path, "training.max_steps=6", *options)
+    train_reward_model(config)
+    logged = {int(row["step"]): row["eval_nll"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_nll"]}
+    val = load_training_data(config.data).val
+    for step in (3, 6):
+        found = evaluate_checkpoint(
+            str(checkpoint_path(tmp_path, step)),
+            val,
+            output_dir=tmp_path / "again",
+            token_budget=config.batching.eval_token_budget,
+            num_bootstrap=0,
+            seed=0,
+        )
+        assert found.nll.value == pytest.approx(float(logged[step]), abs=1e-6)
