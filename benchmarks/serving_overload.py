@@ -33,7 +33,7 @@ from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.serving.app import create_app
-from rm_optimizer.serving.engine import EngineDescription, ScoredBatch
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.protocol import ClassifyResponse, ErrorBody
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.worker import Worker, WorkerOptions
@@ -64,7 +64,8 @@ class SlowEngine:
     def __init__(self, description: EngineDescription, tokens_per_second: float) -> None:
         self.description = description
         self.version, self.revision = description.version, 1
-        self.is_up = True
+        self.is_up, self.failure = True, None
+        self.committed: tuple[StagedWeights, ...] = ()
         self.num_restarts = 0
         self._seconds_a_token = 1 / tokens_per_second
         self._turn = asyncio.Lock()

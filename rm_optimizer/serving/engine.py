@@ -20,6 +20,10 @@ class EngineUnavailable(RMOptimizerError):
     """The engine cannot answer now: it is starting, restarting, or has stopped for good."""
 
 
+class EngineFailed(EngineUnavailable):
+    """The engine will not answer again, and its process ends."""
+
+
 class WeightsRefused(RMOptimizerError):
     """New weights were not taken; the old ones serve on. The text names the tensor or probe at fault."""
 
@@ -99,7 +103,7 @@ class StagedWeights:
         version: their name once they serve.
         revision: their serial number once they serve.
         mode: which tensors they are.
-        file: safetensors; the engine keeps a link to it (else a copy) from which it restarts.
+        file: safetensors, the server's own; the engine moves it to where it restarts from.
         tensors: the sender's manifest.
         probe: rewards that the new weights must give.
     """
@@ -138,6 +142,11 @@ class Engine(Protocol):
     @property
     def is_up(self) -> bool:
         """Whether the model is loaded and its process lives."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the engine can answer no more, whatever is done; None while it may."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,11 @@ from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.engine import WeightsRefused
 from rm_optimizer.serving.protocol import Begin, Transport
 from rm_optimizer.serving.weight_file import Layout
+
+COPIED_BYTES = 8 * 2**20
+"""Bytes that are copied at once."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+"""Errors of the file that is written, not of the one that is read."""
 
 
 class Incoming(Protocol):
@@ -50,40 +56,59 @@ def incoming(begin: Begin, *, root: Path | None, spool: Path) -> Incoming:
     Raises:
         WeightsRefused: if the announcement lacks what its transport needs, or the path is not allowed.
     """
-    if begin.transport is Transport.path:
-        return FromPath(begin, root)
     landing = spool / f"{uuid.uuid4().hex}.safetensors"
+    if begin.transport is Transport.path:
+        return FromPath(begin, root, landing)
     return FromBody(begin, landing) if begin.transport is Transport.inline else FromGroup(begin, landing)
 
 
 class FromPath:
-    """A file that the sender has put below the weights root.
+    """A file that the sender has put below the weights root, copied, as its sender may write it again in place.
 
     Args:
         begin: the announcement.
         root: of the weights.
+        landing: the file it is copied to.
 
     Raises:
         WeightsRefused: if there is no root, or the path is not below it.
     """
 
-    def __init__(self, begin: Begin, root: Path | None) -> None:
+    def __init__(self, begin: Begin, root: Path | None, landing: Path) -> None:
         if root is None:
             raise WeightsRefused("transport path needs a server with a weights root; use inline, gloo or nccl")
         if begin.path is None:
             raise WeightsRefused("transport path needs path, the safetensors file below the weights root")
-        self._root, self._path = root, begin.path
+        self._root, self._path, self._landing = root, begin.path, landing
+        self._is_dropped = False
         checked_path(self._root, self._path)
 
     async def stand(self) -> None:
         """The file is read at the commit; there is nothing to wait for."""
 
     async def file(self) -> Path:
-        """The file, looked at once more."""
-        return checked_path(self._root, self._path)
+        """A copy of the file, which is looked at once more.
+
+        Raises:
+            WeightsRefused: if it cannot be copied; nothing of the copy is left then.
+        """
+        return await asyncio.to_thread(self._copied, checked_path(self._root, self._path))
+
+    def _copied(self, source: Path) -> Path:
+        try:
+            with source.open("rb") as given, self._landing.open("wb") as copy:
+                while not self._is_dropped and (piece := given.read(COPIED_BYTES)):
+                    copy.write(piece)
+        except OSError as error:
+            self._landing.unlink(missing_ok=True)
+            verb = "written" if error.errno in NO_ROOM else "read"
+            raise WeightsRefused(f"the update's file cannot be {verb}: {error.strerror}") from error
+        return self._landing
 
     def drop(self) -> None:
-        """The file is its sender's."""
+        """Remove the copy; the file is its sender's."""
+        self._is_dropped = True
+        self._landing.unlink(missing_ok=True)
 
 
 def checked_path(root: Path, path: str) -> Path:

@@ -116,7 +116,7 @@ class WeightReceiver:
         self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-"))
         self._active: _Update | None = None
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
-        self._names: ServedNames | None = None
+        self._names = ServedNames(engine)
 
     async def close(self) -> None:
         """End what is under way and remove what came."""
@@ -247,8 +247,6 @@ class WeightReceiver:
         if begin.base_version not in (None, serving) or begin.base_revision not in (None, revision):
             followed = " ".join(str(base) for base in (begin.base_version, begin.base_revision) if base is not None)
             raise UpdateConflict(f"the update follows {followed}, but {serving} {revision} serves")
-        if self._names is None:
-            self._names = ServedNames(self.engine.description.version, self.engine.committed)
         if not self._names.may_be(begin):
             raise UpdateConflict(
                 f"version {begin.version} has served other weights here; publish these under another name", "version"
@@ -298,8 +296,7 @@ class WeightReceiver:
             return self._ended(update, OutcomeStatus.refused, _detail(error, reason))
         finally:
             self._release(update)
-        assert self._names is not None, "the update was checked"
-        self._names.add(begin)
+        self._names.note()
         _log.info("weights %s serve now (%s, %s)", begin.version, begin.mode.value, begin.transport.value)
         return self._ended(update, OutcomeStatus.committed, None)
 

@@ -5,54 +5,47 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 
-from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode, TensorSpec
+from rm_optimizer.serving.engine import Engine, StagedWeights
+from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode
 
 KEPT_NAMES = 10_000
 """Names that are remembered; answers are told apart by their revision, however old a name is."""
 
 
 class ServedNames:
-    """The contents of the served model, tensor by tensor, and the names that contents had.
+    """Contents of the served model, as digests, by the name under which each served.
 
     Args:
-        checkpoint: version of the checkpoint's own weights.
-        committed: updates on top of it, oldest first.
+        engine: serves the model.
     """
 
-    def __init__(self, checkpoint: str, committed: Sequence[StagedWeights]) -> None:
-        self._digests: dict[str, str | None] = {"": checkpoint}  # of what no update has replaced
-        self._contents: OrderedDict[str, str | None] = OrderedDict({checkpoint: _content(self._digests)})
-        for weights in committed:
-            self.add(weights)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._contents: OrderedDict[str, str | None] = OrderedDict()
 
     def may_be(self, update: Begin | StagedWeights) -> bool:
         """Whether the update's name is new, or stood for just what the update would make of the model."""
+        self.note()
         if update.version not in self._contents:
             return True
-        content = _content(self._after(update))
+        content = _content(self._engine, update)
         return content is not None and content == self._contents[update.version]
 
-    def add(self, update: Begin | StagedWeights) -> None:
-        """Record an update that serves now."""
-        self._digests = self._after(update)
-        self._contents[update.version] = _content(self._digests)
+    def note(self) -> None:
+        """Record the name of what serves now, and the checkpoint's own."""
+        self._contents.setdefault(self._engine.description.version, self._engine.description.version)
+        self._contents.setdefault(self._engine.version, _content(self._engine))
         while len(self._contents) > KEPT_NAMES:
             self._contents.popitem(last=False)
 
-    def _after(self, update: Begin | StagedWeights) -> dict[str, str | None]:
-        kept = {} if update.mode is RewardModelTrainingMode.full else self._digests
-        return {**kept, **_tensor_digests(update.tensors)}
 
-
-def _tensor_digests(specs: Sequence[TensorSpec]) -> dict[str, str | None]:
-    return {spec.name: spec.sha256 and f"{spec.dtype}{spec.shape}{spec.sha256}" for spec in specs}
-
-
-def _content(digests: Mapping[str, str | None]) -> str | None:
-    """One digest of all; None where a sender gave none of a tensor, so that nothing can be said to equal it."""
+def _content(engine: Engine, *updates: Begin | StagedWeights) -> str | None:
+    """One digest of the model with further updates; None where a sender gave none of a tensor."""
+    digests: dict[str, str | None] = {"": engine.description.version}  # of all that no update replaces
+    for update in (*engine.committed, *updates):
+        kept = {} if update.mode is RewardModelTrainingMode.full else digests
+        digests = kept | {spec.name: spec.sha256 and f"{spec.dtype} {spec.sha256}" for spec in update.tensors}
     if None in digests.values():
         return None
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

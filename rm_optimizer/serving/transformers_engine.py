@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.engine import (
     EngineDescription,
+    EngineFailed,
     EngineUnavailable,
     ScoredBatch,
     StagedWeights,
@@ -23,16 +22,42 @@ from rm_optimizer.serving.engine import (
     new_revision,
 )
 from rm_optimizer.serving.frames import Frame, frame_rewards, sequences_frame
+from rm_optimizer.serving.restart_limit import RestartLimit
 from rm_optimizer.serving.staged_json import staged_to_json
+from rm_optimizer.serving.weight_history import WeightHistory
 from rm_optimizer.serving.worker import WorkerOptions
-from rm_optimizer.serving.worker_link import WorkerDied, WorkerLink
+from rm_optimizer.serving.worker_link import DEFAULT_LIMITS, WorkerDied, WorkerLimits, WorkerLink
 
 ATTEMPTS = 3
 """Workers that may die on a batch before it is given up: it may be the cause."""
-MOST_RESTARTS = 5
-"""Restarts within `RESTART_WINDOW_SECONDS` before the engine gives up."""
-RESTART_WINDOW_SECONDS = 300.0
+SWAP_SECONDS = 60.0
+"""Longest that a swap of weights may take, besides its probe."""
 _log = logging.getLogger("rm_optimizer")
+
+
+class BatchTime:
+    """Time that a batch may take before its worker counts as hung: far above what batches took so far."""
+
+    LEAST_SECONDS = 15.0
+    SLACK = 20.0
+    FIRST_SECONDS_A_TOKEN = 0.05
+    LEAST_TOKENS = 256
+    """Tokens that a smaller batch counts as, since a pass has a cost of its own."""
+
+    def __init__(self) -> None:
+        self._seconds_a_token = self.FIRST_SECONDS_A_TOKEN
+
+    def limit(self, tokens: int) -> float:
+        """Seconds that a batch of these tokens may take."""
+        return self.LEAST_SECONDS + self.SLACK * self._seconds_a_token * max(tokens, self.LEAST_TOKENS)
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Record what a batch took; slow ones weigh more."""
+        self._seconds_a_token = max(seconds / max(tokens, self.LEAST_TOKENS), 0.9 * self._seconds_a_token)
+
+    def double(self) -> None:
+        """Allow twice the time, after a batch whose worker was given up."""
+        self._seconds_a_token *= 2
 
 
 class TransformersEngine:
@@ -40,23 +65,27 @@ class TransformersEngine:
 
     Args:
         options: how the worker loads and computes.
+        limits: after which a worker that stands still is replaced.
     """
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
         self.revision = new_revision()
         self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
+        self.limits = limits
         self.num_restarts = 0
         self._link: WorkerLink | None = None
         self._description: EngineDescription | None = None
         self._version = ""
-        self._committed: list[StagedWeights] = []
+        self._history = WeightHistory(self._folder / "history", is_listed=False)
         self._staged: StagedWeights | None = None
         self._up = asyncio.Event()
         self._failure: str | None = None
+        self._is_stopped = False
         self._updating = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
+        self._restarts = RestartLimit("the worker process")
+        self._time = BatchTime()
 
     @property
     def description(self) -> EngineDescription:
@@ -72,12 +101,17 @@ class TransformersEngine:
     @property
     def committed(self) -> Sequence[StagedWeights]:
         """Updates that serve on top of the checkpoint, oldest first."""
-        return self._committed
+        return self._history.committed
 
     @property
     def is_up(self) -> bool:
         """Whether the model is loaded and its process lives."""
-        return self._up.is_set() and self._failure is None
+        return self._up.is_set() and self._failure is None and not self._is_stopped
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the engine can answer no more; None while it may."""
+        return self._failure
 
     @property
     def process_id(self) -> int | None:
@@ -96,7 +130,8 @@ class TransformersEngine:
 
     async def stop(self) -> None:
         """End the worker after what it was given; a second call does nothing."""
-        self._fail("the engine has stopped")
+        self._is_stopped = True
+        self._up.set()  # those who wait for a worker are told
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -110,18 +145,20 @@ class TransformersEngine:
         Raises:
             EngineUnavailable: if the engine has stopped, or every worker died on this batch.
         """
-        frame = sequences_frame({"op": "score"}, sequences)
+        frame, tokens = sequences_frame({"op": "score"}, sequences), sum(map(len, sequences))
         for _ in range(ATTEMPTS):
             link = await self._running()
+            started = time.monotonic()
             try:
-                answer = await link.ask(frame)
+                answer = await link.ask(frame, self._time.limit(tokens))
             except WorkerDied:
                 continue
+            self._time.note(tokens, time.monotonic() - started)
             return ScoredBatch(frame_rewards(answer), answer.header["version"], answer.header["revision"])
         raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones, from a link to their file (a copy on another disk).
+        """Read and check new weights beside the old ones; their file is moved to where restarts read it.
 
         Raises:
             WeightsRefused: if a check fails; nothing is staged then.
@@ -129,11 +166,11 @@ class TransformersEngine:
         """
         async with self._updating:
             self._drop_staged()
-            kept = replace(weights, file=self._spooled(weights.file))
+            kept = await asyncio.to_thread(self._history.keep, weights)
             try:
                 await self._live_link().ask(Frame({"op": "stage", "weights": staged_to_json(kept)}))
-            except RMOptimizerError:
-                kept.file.unlink(missing_ok=True)
+            except (RMOptimizerError, asyncio.CancelledError):
+                self._history.forget(kept)
                 raise
             self._staged = kept
 
@@ -147,13 +184,15 @@ class TransformersEngine:
         async with self._updating:
             if self._staged is None or self._staged.revision != revision:
                 raise WeightsRefused("the new weights are not staged any more; begin the update again")
+            probe = self._staged.probe
+            seconds = SWAP_SECONDS + self._time.limit(sum(map(len, probe.input_ids)) if probe else 0)
             try:
-                await self._live_link().ask(Frame({"op": "commit", "revision": revision}))
+                await self._live_link().ask(Frame({"op": "commit", "revision": revision}), seconds)
             except RMOptimizerError:
                 self._drop_staged()
                 raise
             self._version, self.revision = self._staged.version, revision
-            self._remember(self._staged)
+            self._history.remember(self._staged)
             self._staged = None
 
     async def rollback(self) -> None:
@@ -161,10 +200,10 @@ class TransformersEngine:
         async with self._updating:
             self._drop_staged()
             if self.is_up:
-                await self._live_link().ask(Frame({"op": "rollback"}))
+                await self._live_link().ask(Frame({"op": "rollback"}), SWAP_SECONDS)
 
     async def _launch(self) -> None:
-        self._link = WorkerLink(self.options, self._committed)
+        self._link = WorkerLink(self.options, self._history.committed, self.limits)
         try:
             description = await self._link.up()
         except (RMOptimizerError, asyncio.CancelledError):
@@ -181,30 +220,35 @@ class TransformersEngine:
             await self._link.ended.wait()
             self._up.clear()
             self._drop_staged()
-            _log.error("the worker process died (exit code %s); starting another", self._link.process.exitcode)
-            if not await self._relaunched():
+            if self._link.is_hung:
+                self._time.double()
+            _log.error("the worker process ended (%s); starting another", self._link.end_reason)
+            try:
+                await self._relaunch()
+            except RMOptimizerError as error:
+                self._failure = str(error)
+                self._up.set()  # those who wait for a worker are told
                 return
+            _log.warning("another worker process answers, with weights %s, revision %d", self.version, self.revision)
 
-    async def _relaunched(self) -> bool:
+    async def _relaunch(self) -> None:
+        """Start a worker with the weights that served, or with the checkpoint's where they cannot be loaded again.
+
+        Raises:
+            RMOptimizerError: if there will be none.
+        """
         while True:
-            now = time.monotonic()
-            if len(self._restarts) == MOST_RESTARTS and now - self._restarts[0] < RESTART_WINDOW_SECONDS:
-                self._fail(f"{MOST_RESTARTS} worker processes died within {RESTART_WINDOW_SECONDS:.0f} s")
-                return False
-            self._restarts.append(now)
+            self._restarts.note()
             self.num_restarts += 1
             try:
-                await self._launch()
+                return await self._launch()
             except WorkerDied:
                 continue
-            except RMOptimizerError as error:
-                self._fail(f"the worker cannot load its weights again: {error}")
-                return False
-            return True
-
-    def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
-        self._up.set()  # those who wait for a worker hear of it
+            except WeightsRefused as error:
+                _log.error("weights %s cannot be loaded again: %s; the checkpoint's serve instead", self.version, error)
+                self._history.clear()
+                self._version, self.revision = self.description.version, new_revision(self.revision)
+                self.options = replace(self.options, revision=self.revision)
 
     async def _running(self) -> WorkerLink:
         """The worker, once it is up.
@@ -217,35 +261,18 @@ class TransformersEngine:
             link = self._live_link()
             if not link.ended.is_set():
                 return link
-            await asyncio.sleep(0)  # it died, and the watcher has not yet heard of it
+            await asyncio.sleep(0)  # it died, and the watcher has not run yet
 
     def _live_link(self) -> WorkerLink:
+        if self._is_stopped:
+            raise EngineUnavailable("the engine has stopped")
         if self._failure is not None:
-            raise EngineUnavailable(self._failure)
+            raise EngineFailed(f"the engine can answer no more: {self._failure}")
         if self._link is None or not self._up.is_set():
             raise EngineUnavailable("the worker process is starting; try again")
         return self._link
 
-    def _spooled(self, file: Path) -> Path:
-        target = self._folder / f"{time.monotonic_ns()}.safetensors"
-        try:
-            os.link(file, target)
-        except OSError:
-            try:
-                shutil.copyfile(file, target)
-            except OSError as error:
-                raise WeightsRefused(f"{file.name} cannot be read: {error.strerror}") from error
-        return target
-
     def _drop_staged(self) -> None:
         if self._staged is not None:
-            self._staged.file.unlink(missing_ok=True)
+            self._history.forget(self._staged)
             self._staged = None
-
-    def _remember(self, weights: StagedWeights) -> None:
-        """Keep an update for restarts, and forget those all of whose tensors it replaces."""
-        names = {spec.name for spec in weights.tensors}
-        for earlier in [kept for kept in self._committed if names.issuperset(spec.name for spec in kept.tensors)]:
-            self._committed.remove(earlier)
-            earlier.file.unlink(missing_ok=True)
-        self._committed.append(replace(weights, probe=None))

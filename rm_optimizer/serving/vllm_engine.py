@@ -12,10 +12,10 @@ from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, Sc
 from rm_optimizer.serving.protocol import WeightProbe
 from rm_optimizer.serving.reward_probe import check_rewards, probe_sequences
 from rm_optimizer.serving.vllm_gate import Gate
-from rm_optimizer.serving.vllm_history import WeightHistory
 from rm_optimizer.serving.vllm_pooling import Pooling
 from rm_optimizer.serving.vllm_settings import VllmSettings
 from rm_optimizer.serving.vllm_swap import AdapterSwap, ReloadSwap, Serving, Swap
+from rm_optimizer.serving.weight_history import WeightHistory
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -71,6 +71,10 @@ class VllmEngine:
         """Whether the engine's processes live."""
         return not self._is_stopped and self._pooling.is_up
 
+    @property
+    def failure(self) -> None:
+        """None: an engine that can answer no more ends its server, and the supervisor starts another."""
+
     async def start(self) -> None:
         """Make the checkpoint's own weights answer; vLLM has loaded them."""
         await self._swap.start()
@@ -110,10 +114,10 @@ class VllmEngine:
         self._require_up()
         async with self._updating:
             self._drop_file()
-            kept = self._history.keep(weights)
+            kept = await asyncio.to_thread(self._history.keep, weights)
             try:
                 await self._swap.stage(kept)
-            except WeightsRefused:
+            except (WeightsRefused, asyncio.CancelledError):
                 self._history.forget(kept)
                 raise
             self._staged = kept

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +15,7 @@ from types import FrameType
 
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
 from rm_optimizer.serving.parent_death import end_with_parent
+from rm_optimizer.serving.restart_limit import RestartLimit
 from rm_optimizer.serving.vllm_folder import VllmModel, prepare_model
 from rm_optimizer.serving.vllm_settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
 
@@ -28,9 +27,6 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What `--max-lora-rank` may be."""
 KILL_SECONDS = 40.0
 """After which a server that was told to stop is killed."""
-MOST_RESTARTS = 5
-"""Restarts within `RESTART_WINDOW_SECONDS` before the supervisor gives up."""
-RESTART_WINDOW_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +149,7 @@ class Supervisor:
         self._command, self._environment, self._started_file = command, environment, started_file
         self._server: subprocess.Popen[bytes] | None = None
         self._is_stopping = False
-        self._ends: deque[float] = deque(maxlen=MOST_RESTARTS)
+        self._restarts = RestartLimit("vLLM's server")
 
     def run(self) -> None:
         """Keep the server running until SIGTERM or Ctrl-C.
@@ -200,10 +196,7 @@ class Supervisor:
     def _note_end(self, code: int) -> None:
         if not self._started_file.exists():
             raise RMOptimizerError(f"vLLM's server ended with code {code} before it was up; its log above says why")
-        now = time.monotonic()
-        if len(self._ends) == MOST_RESTARTS and now - self._ends[0] < RESTART_WINDOW_SECONDS:
-            raise RMOptimizerError(f"vLLM's server died {MOST_RESTARTS + 1} times in {now - self._ends[0]:.0f} s")
-        self._ends.append(now)
+        self._restarts.note()
         print(f"rm-opt serve: vLLM's server ended with code {code}; starting another", file=sys.stderr, flush=True)
 
 

@@ -64,7 +64,7 @@ class VllmSettings:
 
     def write(self) -> Path:
         """Write the settings into the working folder, and make the folders in it."""
-        self.history_folder.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(parents=True, exist_ok=True)
         file = self.work / _FILE
         values = asdict(self) | {"description": description_to_json(self.description)}
         file.touch(mode=0o600)

@@ -15,9 +15,9 @@ from torch import Tensor
 from rm_optimizer.core.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
 from rm_optimizer.serving.engine import StagedWeights, WeightsRefused, new_revision
 from rm_optimizer.serving.vllm_gate import Gate
-from rm_optimizer.serving.vllm_history import WeightHistory
 from rm_optimizer.serving.vllm_pooling import Pooling
 from rm_optimizer.serving.vllm_worker import checked_tensors, latest_tensors
+from rm_optimizer.serving.weight_history import WeightHistory
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,6 +34,9 @@ from rm_optimizer.serving.passes import Passes, reuse_obstacle
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
 from rm_optimizer.serving.reward_probe import check_rewards, probe_sequences
 from rm_optimizer.serving.staged_json import description_to_json, staged_from_json
+
+ALIVE_SECONDS = 1.0
+"""Time between two signs of life."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ class Worker:
         self.passes = Passes(self.model, budget, shares=reuse_obstacle(self.model) is None)
         self.description = self._describe(initial, packed, options)
         self.staged: tuple[StagedWeights, Update] | None = None
+        self.expected: int | None = None
         for weights in committed:
+            self.expect(weights.revision)
             self.stage(weights)
             self.commit(weights.revision)
 
@@ -110,14 +116,19 @@ class Worker:
             export=_export_record(options.checkpoint),
         )
 
+    def expect(self, revision: int | None) -> None:
+        """Drop what is staged, and let only this revision be staged from now on; None lets none."""
+        self.staged, self.expected = None, revision
+
     def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights.
+        """Read and check new weights, and keep them if they are still expected when that is done.
 
         Raises:
             WeightsRefused: if a check fails.
         """
-        self.staged = None
-        self.staged = (weights, read_update(self.model.model, weights.file, weights.tensors, weights.mode))
+        update = read_update(self.model.model, weights.file, weights.tensors, weights.mode)
+        if self.expected == weights.revision:
+            self.staged = (weights, update)
 
     def commit(self, revision: int) -> None:
         """Swap in what is staged, unless its probe fails.
@@ -161,6 +172,7 @@ def run_worker(connection: Connection, options_json: str, committed_json: str) -
         signal.signal(stop, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     send = _Sender(connection)
+    threading.Thread(target=_show_life, args=(send,), name="rm-worker-alive", daemon=True).start()
     try:
         committed = [staged_from_json(value) for value in json.loads(committed_json)]
         worker = Worker(WorkerOptions(**json.loads(options_json)), committed)
@@ -172,6 +184,16 @@ def run_worker(connection: Connection, options_json: str, committed_json: str) -
         while (frame := Frame.decode(connection.recv_bytes())).header["op"] != "stop":
             _answer(worker, frame, send)
     except (EOFError, OSError):
+        return
+
+
+def _show_life(send: Callable[[Frame], None]) -> None:
+    """Send a sign of life each second, whatever the other threads do, until the pipe ends."""
+    try:
+        while True:
+            send(Frame({"op": "alive"}))
+            time.sleep(ALIVE_SECONDS)
+    except OSError:
         return
 
 
@@ -193,12 +215,13 @@ def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None
         send(rewards_frame(answer | {"version": worker.version, "revision": worker.revision}, rewards))
     elif operation == "stage":
         weights = staged_from_json(frame.header["weights"])
+        worker.expect(weights.revision)
         thread = threading.Thread(target=_refusable, args=(lambda: worker.stage(weights), answer, send), daemon=True)
         thread.start()
     elif operation == "commit":
         _refusable(lambda: worker.commit(frame.header["revision"]), answer, send)
     elif operation == "rollback":
-        worker.staged = None
+        worker.expect(None)
         send(Frame(answer))
 
 

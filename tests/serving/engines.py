@@ -60,6 +60,7 @@ class InProcessEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.score_nan = False
+        self.failure: str | None = None
         self.committed: list[StagedWeights] = []
 
     @property
@@ -85,13 +86,16 @@ class InProcessEngine:
         return ScoredBatch(numbers, self.version, self.revision)
 
     async def stage(self, weights: StagedWeights) -> None:
+        self.worker.expect(weights.revision)
         self.worker.stage(weights)
+        self.staged = weights
 
     async def commit(self, revision: int) -> None:
         self.worker.commit(revision)
+        self.committed.append(self.staged)
 
     async def rollback(self) -> None:
-        self.worker.staged = None
+        self.worker.expect(None)
 
 
 def exported(family: str, folder: Path, **fields: object) -> BradleyTerryRM:

@@ -53,6 +53,11 @@ def staged(tmp_path, state, mode=FULL, specs=None, probe=None, version="v1"):
     return StagedWeights(version, int(version[1:]), mode, file, specs_of(state) if specs is None else specs, probe)
 
 
+def stage(worker, weights):
+    worker.expect(weights.revision)
+    worker.stage(weights)
+
+
 def rewards(worker):
     return worker.passes.rewards(ROWS)
 
@@ -61,7 +66,7 @@ def test_full_weights_score_as_their_sender(worker, tmp_path):
     model, state = other_state()
     ids = [torch.from_numpy(row.astype(np.int64))[None] for row in ROWS]
     expected = [model(row, torch.ones_like(row)).item() for row in ids]
-    worker.stage(staged(tmp_path, state, probe=WeightProbe(input_ids=[r.tolist() for r in ROWS], rewards=expected)))
+    stage(worker, staged(tmp_path, state, probe=WeightProbe(input_ids=[r.tolist() for r in ROWS], rewards=expected)))
     worker.commit(1)
     assert worker.version == "v1"
     np.testing.assert_allclose(rewards(worker), expected, atol=1e-5)
@@ -70,14 +75,14 @@ def test_full_weights_score_as_their_sender(worker, tmp_path):
 def test_a_head_update_is_one_tensor_and_changes_nothing_else(worker, tmp_path):
     before = rewards(worker)
     head = {"score.weight": 2 * worker.model.model.score.weight.detach().clone()}
-    worker.stage(staged(tmp_path, head, HEAD))
+    stage(worker, staged(tmp_path, head, HEAD))
     worker.commit(1)
     np.testing.assert_allclose(rewards(worker), 2 * before, atol=1e-5)
 
 
 def test_staging_leaves_the_serving_weights_alone(worker, tmp_path):
     before = rewards(worker)
-    worker.stage(staged(tmp_path, other_state()[1]))
+    stage(worker, staged(tmp_path, other_state()[1]))
     np.testing.assert_array_equal(rewards(worker), before)
 
 
@@ -99,7 +104,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(worker, tmp_path, case):
     breaking, sentence = BROKEN[case]
     before, broken = rewards(worker), breaking(other_state()[1])
     with pytest.raises(WeightsRefused, match=sentence):
-        worker.stage(staged(tmp_path, broken))
+        stage(worker, staged(tmp_path, broken))
     with pytest.raises(WeightsRefused, match="not staged any more"):
         worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
@@ -110,20 +115,20 @@ def test_a_file_that_is_not_what_the_manifest_says_is_refused(worker, tmp_path):
     announced = specs_of(state)
     altered = staged(tmp_path, changed(state, "score.weight", state["score.weight"] + 1), specs=announced)
     with pytest.raises(WeightsRefused, match=r"score.weight: its SHA-256"):
-        worker.stage(altered)
+        stage(worker, altered)
 
 
 def test_a_truncated_file_is_refused(worker, tmp_path):
     weights = staged(tmp_path, other_state()[1])
     weights.file.write_bytes(weights.file.read_bytes()[:-100])
     with pytest.raises(WeightsRefused, match="cannot be read as safetensors"):
-        worker.stage(weights)
+        stage(worker, weights)
 
 
 def test_a_failed_probe_takes_the_weights_back(worker, tmp_path):
     before, version = rewards(worker), worker.version
     probe = WeightProbe(input_ids=[[1, 2, 3]], rewards=[123.0])
-    worker.stage(staged(tmp_path, other_state()[1], probe=probe))
+    stage(worker, staged(tmp_path, other_state()[1], probe=probe))
     with pytest.raises(WeightsRefused, match=r"probe\[0\]: the new weights give .* where their sender has 123"):
         worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
@@ -132,7 +137,7 @@ def test_a_failed_probe_takes_the_weights_back(worker, tmp_path):
 
 def test_finite_weights_with_rewards_that_are_not_finite_are_taken_back(worker, tmp_path):
     before = rewards(worker)
-    worker.stage(staged(tmp_path, changed(other_state()[1], "score.weight", torch.full((1, 32), 3e38))))
+    stage(worker, staged(tmp_path, changed(other_state()[1], "score.weight", torch.full((1, 32), 3e38))))
     with pytest.raises(WeightsRefused, match="not finite"):
         worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
@@ -142,7 +147,7 @@ def test_committed_updates_come_back_in_a_new_worker(worker, folder, tmp_path):
     full = staged(tmp_path, other_state()[1])
     head = staged(tmp_path, {"score.weight": torch.ones(1, 32)}, HEAD, version="v2")
     for weights in (full, head):
-        worker.stage(weights)
+        stage(worker, weights)
         worker.commit(weights.revision)
     again = Worker(options_of(folder, tmp_path / "tokenizer"), [full, head])
     assert again.version == "v2"

@@ -18,12 +18,14 @@ from rm_optimizer.serving.live_weights import tensor_specs
 from rm_optimizer.serving.protocol import RewardModelTrainingMode
 from rm_optimizer.serving.transformers_engine import TransformersEngine
 from rm_optimizer.serving.worker import WorkerOptions
+from rm_optimizer.serving.worker_link import WorkerLimits
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 from tests.serving.engines import exported
 
 FULL = RewardModelTrainingMode.full
 SEQUENCES = [list(range(5, 60)), [7, 8, 9], [*range(5, 58), 9]]
 PARITY = 1e-4
+LIMITS = WorkerLimits(silence=4.0, stop=2.0, tick=0.2)
 
 
 def rewards_of(model):
@@ -42,11 +44,12 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
     other = BradleyTerryRM(tiny_model("llama", tokenizer, seed=1), tokenizer, max_length=128)
     second = rewards_of(other)
     state = {name: tensor.contiguous() for name, tensor in other.model.state_dict().items()}
-    save_file(state, tmp_path / "good.safetensors")
+    for name in ("good", "again"):
+        save_file(state, tmp_path / f"{name}.safetensors")
     save_file(state | {"score.weight": torch.full((1, 32), torch.nan)}, tmp_path / "nan.safetensors")
 
     async def scenario():
-        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256))
+        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
         await engine.start()
         try:
             started = await engine.score(SEQUENCES)
@@ -62,7 +65,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             assert close(synced.rewards, second)
             assert synced.version == "v1"
 
-            (tmp_path / "good.safetensors").unlink()  # the sender tidies up
+            assert not (tmp_path / "good.safetensors").exists()  # it is the engine's now
             waiting = [asyncio.create_task(engine.score(SEQUENCES)) for _ in range(4)]
             await asyncio.sleep(0)
             os.kill(engine.process_id, signal.SIGKILL)
@@ -76,8 +79,33 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             assert engine.num_restarts == 1
             with pytest.raises(WeightsRefused, match="begin the update again"):
                 await engine.commit(3)
+
+            await engine.stage(weights("v4", "again"))
+            os.kill(engine.process_id, signal.SIGSTOP)
+            stopped = time.perf_counter()
+            scoring = asyncio.create_task(engine.score(SEQUENCES))
+            with pytest.raises(EngineUnavailable):
+                await engine.commit(4)
+            assert time.perf_counter() - stopped < 10
+            scored = await scoring
+            assert close(scored.rewards, second)
+            assert scored.weights == ("v1", 1)
+            assert engine.num_restarts == 2
+
+            [kept] = (engine._folder / "history").iterdir()
+            kept.write_bytes(b"torn")
+            os.kill(engine.process_id, signal.SIGKILL)
+            while engine.version == "v1":
+                await asyncio.sleep(0.01)
+            back = await engine.score(SEQUENCES)
+            assert close(back.rewards, first)
+            assert back.weights == (started.version, engine.revision)
+            assert engine.revision > started.revision
+            os.kill(engine.process_id, signal.SIGSTOP)
+            stopped = time.perf_counter()
         finally:
             await engine.stop()
+        assert time.perf_counter() - stopped < 10
         with pytest.raises(EngineUnavailable, match="has stopped"):
             await engine.score(SEQUENCES)
         return engine

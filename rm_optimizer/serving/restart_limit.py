@@ -1,0 +1,39 @@
+"""One rule for processes that are started again: not for ever, as their weights or input may be what ends them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from rm_optimizer.errors import RMOptimizerError
+
+MOST_RESTARTS = 5
+"""Restarts within `WINDOW_SECONDS` before a process is given up."""
+WINDOW_SECONDS = 900.0
+
+
+class RestartLimit:
+    """Counts the restarts of one process.
+
+    Args:
+        what: the process, for the message.
+        most: restarts within the window.
+        window_seconds: length of the window.
+    """
+
+    def __init__(self, what: str, *, most: int = MOST_RESTARTS, window_seconds: float = WINDOW_SECONDS) -> None:
+        self._what, self._window_seconds = what, window_seconds
+        self._times: deque[float] = deque(maxlen=most)
+
+    def note(self) -> None:
+        """Record a restart that is about to happen.
+
+        Raises:
+            RMOptimizerError: if it is one too many.
+        """
+        now = time.monotonic()
+        if len(self._times) == self._times.maxlen and now - self._times[0] < self._window_seconds:
+            raise RMOptimizerError(
+                f"{self._what} ended {len(self._times) + 1} times within {now - self._times[0]:.0f} s"
+            )
+        self._times.append(now)
