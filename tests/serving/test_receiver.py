@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from rm_optimizer.serving.engine import WeightsRefused
-from rm_optimizer.serving.incoming import checked_path
+from rm_optimizer.serving.incoming import FromPath, checked_path
 from rm_optimizer.serving.live_weights import tensor_specs
 from rm_optimizer.serving.protocol import Begin, OutcomeStatus, RewardModelTrainingMode, TensorSpec, Transport
 from rm_optimizer.serving.sent_tensors import manifest
@@ -257,6 +259,30 @@ def test_a_group_without_its_sender_is_refused(server):
     ):
         begin = announcement(tensors_of(server), transport=Transport.gloo, rendezvous=rendezvous, timeout_seconds=2)
         assert message in refused(send(server, "begin", begin))
+
+
+def test_a_file_that_its_sender_writes_again_in_place_is_not_what_serves(tmp_path):
+    sent, landing = tmp_path / "sent.safetensors", tmp_path / "landing.safetensors"
+    sent.write_bytes(b"first")
+    begin = Begin.model_validate(announcement({"a": torch.zeros(1)}, path=str(sent)))
+    received = FromPath(begin, tmp_path, landing)
+    copy = asyncio.run(received.file())
+    with sent.open("r+b") as file:
+        file.write(b"other")
+    assert copy.read_bytes() == b"first"
+    received.drop()
+    assert sorted(tmp_path.iterdir()) == [sent]
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
+    sent, landing = tmp_path / "sent.safetensors", Path("/dev/full")
+    sent.write_bytes(b"0" * 2**16)
+    begin = Begin.model_validate(announcement({"a": torch.zeros(1)}, path=str(sent)))
+    removed = []
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: removed.append(self))
+    with pytest.raises(WeightsRefused, match="cannot be written: No space left on device"):
+        asyncio.run(FromPath(begin, tmp_path, landing).file())
+    assert removed == [landing]
 
 
 def test_new_weights_that_score_otherwise_than_their_sender_are_taken_back(server):
