@@ -193,6 +193,19 @@ class ConversationRenderer:
         cut = {i: self._cut(sequences[i], start) for i, start in zip(too_long, starts, strict=True)}
         return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
 
+    def encode_rendered(self, texts: Sequence[str], max_length: int) -> list[Encoding]:
+        """Token ids of conversations that are text already; over-long ones lose tokens from the left, after BOS.
+
+        Args:
+            texts: as `text` renders them.
+            max_length: most tokens of a sequence.
+        """
+        encodings = []
+        for ids in map(self._framed, self._ids(list(texts))):
+            lead, cut = self._lead_width(ids), max(0, len(ids) - max_length)
+            encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
+        return encodings
+
     def identity(self) -> dict[str, Any]:
         """What is stored with a model so that it is never scored under another rendering; JSON values."""
         return {

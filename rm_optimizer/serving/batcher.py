@@ -119,6 +119,14 @@ class Batcher:
             self.metrics.queued_tokens.set(self.queued_tokens)
             self._sweep(request)
 
+    def require_room(self) -> None:
+        """Refuse a request of unknown length before it is read.
+
+        Raises:
+            Overloaded: if the queue has no room for one token.
+        """
+        self._admit(1)
+
     @property
     def is_alive(self) -> bool:
         """Whether batches are given to the engine."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -14,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 from rm_optimizer.serving.api_errors import NotReady
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.error_answers import error_responses
-from rm_optimizer.serving.inputs import TokenSequence
+from rm_optimizer.serving.inputs import TokenSequence, num_characters
 from rm_optimizer.serving.protocol import (
     REVISION_HEADER,
     VERSION_HEADER,
@@ -91,18 +92,24 @@ async def _scored(
     return scored
 
 
+async def _sequences(body: ClassifyRequest, service: RewardService) -> list[TokenSequence]:
+    """Token ids of what is to be classified; only text waits for a tokenizer."""
+    reader, value = service.reader, body.input
+    if (messages := body.messages) is not None:
+        return await service.read(num_characters(body), lambda: reader.conversation(messages))
+    if isinstance(value, str) or (value and isinstance(value[0], str)):
+        texts: Any = value
+        read = partial(reader.texts, texts, add_special_tokens=body.add_special_tokens)
+        return await service.read(num_characters(body), read)
+    ids: Any = value
+    return reader.token_ids(ids)
+
+
 @router.post("/classify", responses=_SCORING)
 async def classify(body: ClassifyRequest, request: Request, response: Response, service: Service) -> ClassifyResponse:
     """Rewards of texts, token ids or one conversation, in vLLM's form."""
     service.check_model(body.model)
-    reader = service.reader
-    if body.messages is not None:
-        messages = body.messages
-        sequences = await service.read(lambda: reader.conversation(messages))
-    else:
-        value, special = body.input, body.add_special_tokens
-        assert value is not None, "the request has one of the two"
-        sequences = await service.read(lambda: reader.classify(value, add_special_tokens=special))
+    sequences = await _sequences(body, service)
     scored = await _scored(service, request, sequences, response)
     numbers = _numbers(scored.rewards, body.use_activation)
     return ClassifyResponse(
@@ -121,7 +128,7 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
     """Rewards of responses to prompts, rendered as in training."""
     service.check_model(body.model)
     reader = service.reader
-    sequences = await service.read(lambda: reader.items(body.items))
+    sequences = await service.read(num_characters(body), lambda: reader.items(body.items))
     scored = await _scored(service, request, sequences, response)
     numbers = iter(_numbers(scored.rewards, body.use_activation))
     return ScoreResponse(
@@ -135,13 +142,18 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
 
 @router.post("/get_reward", responses=_SCORING)
 async def get_reward(body: OpenRLHFRequest, request: Request, response: Response, service: Service) -> OpenRLHFResponse:
-    """Rewards in OpenRLHF's form (`--remote_rm_url http://host:port/get_reward`)."""
+    """Rewards in OpenRLHF's form (`--remote_rm_url http://host:port/get_reward`).
+
+    Texts that are too long lose tokens from their left, as in training; `extra_logs.truncated` says which (1.0).
+    """
     reader = service.reader
-    rewards: list[float] = []
-    if body.query:
-        sequences = await service.read(lambda: reader.whole_texts(body.query))
-        rewards = list((await _scored(service, request, sequences, response)).rewards)
-    return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards})
+    if not body.query:
+        return OpenRLHFResponse(rewards=[], scores=[], extra_logs={"rm_reward": [], "truncated": []})
+    encodings = await service.read(num_characters(body), lambda: reader.rendered(body.query))
+    rewards = list((await _scored(service, request, [encoding.ids for encoding in encodings], response)).rewards)
+    truncated = [float(encoding.prompt_cut > 0) for encoding in encodings]
+    service.count_truncated(int(sum(truncated)))
+    return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards, "truncated": truncated})
 
 
 @router.get("/health", responses=_READING)

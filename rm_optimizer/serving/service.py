@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import rm_optimizer
-from rm_optimizer.serving.api_errors import NonFiniteScore, NotReady, UnknownModel
+from rm_optimizer.serving.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
 from rm_optimizer.serving.batcher import Batcher
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.inputs import InputReader, TokenSequence
@@ -19,6 +20,9 @@ from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, RenderingInfo
 
 DEFAULT_QUEUED_TOKENS = 131_072
 """Most tokens that wait: at 2,000 tokens a second, a minute's work."""
+MAX_WAITING_CHARACTERS = 16 * 2**20
+"""Characters of text that wait for a tokenizer: some seconds' work."""
+_log = logging.getLogger("rm_optimizer")
 T = TypeVar("T")
 
 
@@ -39,7 +43,9 @@ class RewardService:
         self.parity: ParityReport | None = None
         self._reader: InputReader | None = None
         self._broken_revision: int | None = None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="rm-tokenizer")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
+        self._waiting_characters = 0
+        self._has_truncated = False
 
     async def start(self) -> None:
         """Load the model and compare it with its certificate.
@@ -49,7 +55,7 @@ class RewardService:
         """
         await self.engine.start()
         description = self.engine.description
-        reader = await asyncio.to_thread(InputReader.of, description)
+        reader = await asyncio.to_thread(InputReader.of, description, self.batcher.max_queued_tokens)
         self.parity = await check_parity(self.engine, reader, description.export)
         self.batcher.start()
         self._reader = reader
@@ -95,9 +101,35 @@ class RewardService:
         if name is not None and name != self.model_name:
             raise UnknownModel(f"expected the model {self.model_name!r}, got {name!r}", "model")
 
-    async def read(self, tokenize: Callable[[], T]) -> T:
-        """Tokenise beside the event loop, one request after the other."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
+    async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
+        """Tokenise beside the event loop, two requests at a time.
+
+        Args:
+            num_characters: of the request.
+            tokenize: reads it.
+
+        Raises:
+            Overloaded: if the engine's queue is full, or too much text waits.
+        """
+        self.batcher.require_room()
+        if self._waiting_characters and self._waiting_characters + num_characters > MAX_WAITING_CHARACTERS:
+            raise Overloaded(f"{self._waiting_characters} characters wait to be tokenised, which is the most")
+        self._waiting_characters += num_characters
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
+        finally:
+            self._waiting_characters -= num_characters
+
+    def count_truncated(self, count: int) -> None:
+        """Count sequences that were cut, and warn of the first."""
+        if count and not self._has_truncated:
+            self._has_truncated = True
+            _log.warning(
+                "/get_reward was sent texts of more than the model's %d tokens; they are cut from the left as in "
+                "training, extra_logs.truncated says which, rm_truncated counts them",
+                self.engine.description.max_length,
+            )
+        self.metrics.truncated.inc(count)
 
     async def score(self, sequences: list[TokenSequence]) -> ScoredBatch:
         """Finite rewards of the sequences, all of one version.

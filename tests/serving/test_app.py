@@ -107,9 +107,18 @@ def test_openrlhf_gets_its_three_lists(engine, stores):
     query = [f"<pad><pad><s>{text}</s>", f"<s>{text}", f"<s>{text}</s></s><pad>"]
     answer = post(engine, "/get_reward", {"query": query, "prompts": ["Hi"] * 3, "labels": [None] * 3}).json()
     assert answer["scores"] == answer["rewards"] == answer["extra_logs"]["rm_reward"]
-    ids = torch.tensor([[0, *model.tokenizer(text, add_special_tokens=False)["input_ids"], 1]])
-    expected = model(ids, torch.ones_like(ids)).item()
+    expected = model.score(["Hi"], ["Hello."]).item()
     assert answer["rewards"] == pytest.approx([expected] * 3, abs=PARITY)
+    assert answer["extra_logs"]["truncated"] == [0.0] * 3
+
+
+def test_openrlhfs_over_long_text_is_cut_and_says_so(engine, stores):
+    model = stores["llama"][1]
+    prompt = "one two three " * 100
+    query = [model.renderer.text(prompt, "Yes."), model.renderer.text("Hi", "Yes.")]
+    answer = post(engine, "/get_reward", {"query": query}).json()
+    assert answer["rewards"] == pytest.approx(model.score([prompt, "Hi"], ["Yes."] * 2).tolist(), abs=PARITY)
+    assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
 
 
 def test_openrlhfs_empty_query_has_no_rewards(engine):
