@@ -103,7 +103,8 @@ class LoadedModel:
     def identity(self) -> Mapping[str, Any]:
         """What was recorded of rendering, padding and head when we saved it; empty for other people's models."""
         identity: Mapping[str, Any] = self.record.get("identity", {})
-        return identity
+        beta = (self.record.get("reward_statistics") or {}).get("beta")  # where exports had it before identities did
+        return identity if beta is None else {"beta": beta, **identity}
 
     @property
     def certificate(self) -> ParityCertificate | None:
@@ -223,13 +224,16 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keep transformers' table of missing weights off the terminal; what is missing is said in one line of ours."""
-    before = transformers_logging.get_verbosity()
+    """Keep transformers' bar and table of missing weights off the terminal; one line of ours says what is missing."""
+    before, had_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:

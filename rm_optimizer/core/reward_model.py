@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rm_optimizer.core.base import BaseRewardModel, Message, Prompt, as_messages
 from rm_optimizer.core.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.certificate import ParityCertificate, require_parity
-from rm_optimizer.core.chat import ConversationRenderer, RenderFn
+from rm_optimizer.core.chat import ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.checkpoint import describe_model
 from rm_optimizer.core.export import save_export
 from rm_optimizer.core.head import RewardHead, head_name, initialise_head, install_reward_head
@@ -43,6 +43,11 @@ class BradleyTerryRM(BaseRewardModel):
         max_length: most tokens of a sequence, at most the model's positions.
         render_fn: a rendering of conversations that replaces the tokenizer's chat template.
         fresh_head_seed: draw the head anew from this seed; None keeps its weights.
+
+    Attributes:
+        beta: inverse temperature that the rewards were trained with, `P(a > b) = sigmoid(beta (r(a) - r(b)))`; stored
+            with the model.
+        has_default_length: whether `max_length` is neither the caller's nor recorded with the model.
 
     Raises:
         CheckpointError: if the model has no single scalar head, or the tokenizer does not belong to it.
@@ -71,6 +76,8 @@ class BradleyTerryRM(BaseRewardModel):
         model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
         self._reads_last_token = pools_last_token(model)
         head = install_reward_head(model)
+        self.beta = 1.0
+        self.has_default_length = False
         self.head_init = "from the checkpoint" if fresh_head_seed is None else initialise_head(head, fresh_head_seed)
 
     @classmethod
@@ -115,10 +122,13 @@ class BradleyTerryRM(BaseRewardModel):
             attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
         )
         loaded = load_model(source, options)
+        recorded = loaded.identity.get("template", {}).get("max_length")
+        is_default = max_length is None and recorded is None
         if max_length is None:
             default = default_max_length(loaded.model.config, loaded.tokenizer)
-            max_length = loaded.identity.get("template", {}).get("max_length", default)
+            max_length = recorded or default
         reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
+        reward_model.has_default_length = is_default
         if loaded.identity:
             reward_model._recall(loaded.identity)
         if loaded.certificate is not None:
@@ -251,7 +261,31 @@ class BradleyTerryRM(BaseRewardModel):
         Raises:
             ValueError: if there are not as many prompts as responses.
         """
-        encoded = self._encoded(prompts, responses)
+        return self.score_encoded(prompts, self.encode(prompts, responses), token_budget=token_budget)
+
+    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
+        """Token ids of the conversations, with the counts of what was cut.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+        """
+        if len(prompts) != len(responses):
+            raise ValueError(
+                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
+            )
+        return self.renderer.encode_batch(prompts, responses)
+
+    def score_encoded(
+        self, prompts: Sequence[Prompt], encodings: Sequence[Encoding], *, token_budget: int = 16384
+    ) -> Float[Tensor, " sequences"]:
+        """`score` of conversations that `encode` has made token ids of.
+
+        Args:
+            prompts: the conversations' prompts, as given to `encode`.
+            encodings: what it returned.
+            token_budget: tokens, padding included, of one forward pass.
+        """
+        encoded = [encoding.ids for encoding in encodings]
         prompt_of = dict(zip(encoded, map(as_messages, prompts), strict=True))
         rows = sorted(prompt_of)  # each sequence once and in an order of its own, so that rounding is the same as well
         groups: dict[tuple[Message, ...], list[int]] = {}
@@ -326,7 +360,7 @@ class BradleyTerryRM(BaseRewardModel):
     def identity(self) -> dict[str, Any]:
         """What a stored model records of its rendering, padding and head; JSON values."""
         template, pad_token = self.renderer.identity(), self.pad_choice.to_json()
-        return {"template": template, "pad_token": pad_token, "head_init": self.head_init}
+        return {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
 
     def save_pretrained(
         self,
@@ -348,16 +382,13 @@ class BradleyTerryRM(BaseRewardModel):
         return save_export(self, Path(folder), probe=probe, statistics=statistics)
 
     def _encoded(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[int, ...]]:
-        if len(prompts) != len(responses):
-            raise ValueError(
-                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
-            )
-        return [encoding.ids for encoding in self.renderer.encode_batch(prompts, responses)]
+        return [encoding.ids for encoding in self.encode(prompts, responses)]
 
     def _recall(self, identity: Mapping[str, Any]) -> None:
         """Check the rendering against the recorded one, and take over what was recorded of head and pad token."""
         self.renderer.check_identity(identity["template"])
         self.head_init = identity["head_init"]
+        self.beta = float(identity.get("beta", 1.0))
         recorded = PadChoice.from_json(identity["pad_token"])
         if recorded.token_id == self.pad_choice.token_id:
             self.pad_choice = recorded

@@ -21,6 +21,7 @@ data_app = typer.Typer(cls=Commands, help="Look at preference data.", add_comple
 app.add_typer(data_app, name="data")
 
 TokenBudget = Annotated[int, typer.Option("--token-budget", min=1, help="Tokens of one pass, padding included.")]
+MaxLength = Annotated[int | None, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")]
 DataFormat = Annotated[str, typer.Option("--format", help="Row format: auto, explicit, hh, messages or kwise.")]
 Columns = Annotated[list[str], typer.Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")]
 OnBadRow = Annotated[str, typer.Option("--on-bad-row", help="What a bad row does: error or drop.")]
@@ -94,14 +95,16 @@ def score(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Score this prompt…")] = None,
     response: Annotated[list[str], typer.Option("--response", help="…and response; may be repeated.")] = [],  # noqa: B006
     token_budget: TokenBudget = 16384,
+    max_length: MaxLength = None,
 ) -> None:
     """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
     from rm_optimizer.interfaces.scores import print_scores, score_to_file
 
     if prompt is not None:
-        print_scores(checkpoint, prompt, response, (in_file, out_file), token_budget)
+        files = (in_file, out_file)
+        print_scores(checkpoint, prompt, response, files, token_budget=token_budget, max_length=max_length)
     else:
-        score_to_file(checkpoint, in_file, out_file, response, token_budget)
+        score_to_file(checkpoint, in_file, out_file, response, token_budget=token_budget, max_length=max_length)
 
 
 @app.command()
@@ -172,7 +175,7 @@ def doctor(
     checkpoint: Checkpoint,
     data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis here.")] = None,
-    max_length: Annotated[int | None, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
+    max_length: MaxLength = None,
     max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, help="Pairs, over all splits, to score.")] = 256,
     token_budget: TokenBudget = 8192,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -13,6 +12,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.local_model import load_local
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 from rm_optimizer.training.diagnosis import Diagnosis
@@ -51,9 +51,7 @@ def diagnose_and_print(
         ConfigError: if an option is out of range or the JSON file cannot be written.
     """
     data = _datasets(sources, reading)
-    model = BradleyTerryRM.from_pretrained(checkpoint, max_length=max_length, seed=seed)
-    if torch.cuda.is_available():
-        model.to("cuda")
+    model = load_local(checkpoint, max_length=max_length, seed=seed)
     diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
     print_diagnosis(diagnosis)
     if json_file is not None:

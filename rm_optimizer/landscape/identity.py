@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-
-import torch
-from torch import nn
 
 from rm_optimizer.core.base import digest
 from rm_optimizer.core.batching import AnyPairBatch
+from rm_optimizer.core.identity import weights_digest
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.pair_gradients import single_pairs
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Of every parameter's name and bytes."""
-    weights = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        weights.update(name.encode())
-        weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return weights.hexdigest()
 
 
 def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:

@@ -19,7 +19,6 @@ from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.scoring import require_finite
-from rm_optimizer.core.sources import BEST_FOLDER, EXPORT_FILE
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.config import PrefixSharing
@@ -195,15 +194,6 @@ def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceData
     write_text(path, "\n".join(lines) + "\n")
 
 
-def trained_beta(source: str) -> float:
-    """Inverse temperature that an exported model was trained with; 1 where none is recorded."""
-    for record in (Path(source, EXPORT_FILE), Path(source, BEST_FOLDER, EXPORT_FILE)):
-        if record.is_file():
-            statistics = json.loads(record.read_text(encoding="utf-8")).get("reward_statistics") or {}
-            return float(statistics.get("beta", 1.0))
-    return 1.0
-
-
 def evaluate_checkpoint(
     source: str,
     data: PreferenceDataset,
@@ -246,7 +236,7 @@ def evaluate_checkpoint(
     )
     sides = np.stack([rewards.chosen, rewards.rejected], axis=1).ravel().tolist()
     require_finite(sides, lambda index: f"pair {data[int(rewards.pair_index[index // 2])].pair_id}")
-    metrics = metrics_of(rewards, data, beta=trained_beta(source), num_bootstrap=num_bootstrap, seed=seed)
+    metrics = metrics_of(rewards, data, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed)
     write_evaluation(output_dir, rewards, metrics)
     write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data)
     return metrics

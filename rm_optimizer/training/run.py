@@ -133,6 +133,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
     require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
+    model.beta = config.loss.beta
     if count := add_adapter(model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
     require_trainable_head(model.train().model)

@@ -81,7 +81,7 @@ EXPECTED = LengthScorer().score([row["prompt"] for row in ROWS], [row["response"
 def test_every_format_gets_a_reward_column_and_keeps_its_own(tmp_path, suffix, target_suffix):
     source = write(tmp_path / f"in{suffix}", ROWS)
     target = tmp_path / f"out{suffix if target_suffix == 'same' else target_suffix}"
-    assert score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=4) == len(ROWS)
+    assert score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=4).num_rows == len(ROWS)
     assert rewards_in(target) == EXPECTED
     back = [row.prompt for row in read_responses(source)]
     assert back == [row["prompt"] for row in ROWS]
@@ -158,8 +158,60 @@ def test_rewards_of_another_model_are_not_continued(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ROWS)
     with pytest.raises(RuntimeError):
         score_file(LengthScorer(die_at_call=2), source, tmp_path / "out.jsonl", scorer_name="a", chunk_rows=4)
-    with pytest.raises(DataError, match=r"out\.jsonl\.partial: belongs to another input, model or chunk size"):
+    with pytest.raises(DataError, match=r"out\.jsonl\.partial: belongs to another input, model, length"):
         score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="b", chunk_rows=4)
+
+
+def stopped(source: Path, target: Path, name: str = "length") -> None:
+    with pytest.raises(RuntimeError):
+        score_file(LengthScorer(die_at_call=3), source, target, scorer_name=name, chunk_rows=4)
+
+
+def test_rewards_of_other_content_under_the_same_name_are_not_continued(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
+    stopped(source, tmp_path / "out.jsonl")
+    before = source.stat()
+    write_jsonl(source, [{**row, "response": row["response"][::-1] + "x"[: i == 3]} for i, row in enumerate(ROWS)])
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match="belongs to another input"):
+        score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length", chunk_rows=4)
+
+
+def test_the_same_content_is_continued_wherever_it_was_moved(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
+    stopped(source, tmp_path / "out.jsonl")
+    moved = source.rename(tmp_path / "moved.jsonl")
+    scorer = LengthScorer()
+    score_file(scorer, moved, tmp_path / "out.jsonl", scorer_name="length", chunk_rows=4)
+    assert sum(scorer.calls) == len(ROWS) - 8
+
+
+def test_two_processes_never_write_one_file(tmp_path):
+    source, sentences = write_jsonl(tmp_path / "in.jsonl", ROWS), []
+
+    def second(rows: int) -> None:
+        if rows == 8:
+            with pytest.raises(DataError) as caught:
+                score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length", chunk_rows=4)
+            sentences.append(str(caught.value))
+
+    score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length", chunk_rows=4, on_progress=second)
+    assert sentences == [f"{tmp_path}/out.jsonl.partial: another process is writing it; wait until it has ended"]
+    assert rewards_in(tmp_path / "out.jsonl") == EXPECTED
+
+
+def test_an_input_that_changes_while_it_is_scored_is_refused(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
+
+    def change(rows: int) -> None:
+        if rows == 8:
+            source.write_text(source.read_text() + " \n")
+
+    with pytest.raises(DataError, match="was changed while it was scored"):
+        score_file(
+            LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length", chunk_rows=4, on_progress=change
+        )
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_no_call_of_the_scorer_gets_more_than_a_chunk(tmp_path):

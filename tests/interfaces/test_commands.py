@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rm_optimizer.core.audit import DataAudit
+from rm_optimizer.core.identity import scorer_digest
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tiny import train_tokenizer
@@ -70,7 +73,54 @@ def test_score_gives_the_same_reward_on_the_terminal_and_in_a_file(checkpoint, p
     row = {"prompt": "What is 1 + 1?", "responses": ["It is 2.", "Maybe 1?"]}
     Path("in.jsonl").write_text(json.dumps(row) + "\n")
     assert rm_opt("score", checkpoint, "in.jsonl", "out.jsonl") == "1 rows scored: out.jsonl\n"
+    report = json.loads(Path("out.jsonl.report.json").read_text())
+    assert (report["max_length"], report["num_responses"], report["num_response_cut"]) == (64, 2, 0)
     assert json.loads(Path("out.jsonl").read_text()) == row | {"reward": pytest.approx(expected, abs=1e-5)}
+
+
+def test_score_says_what_it_cut_on_the_terminal_and_beside_the_file(checkpoint, pairs):
+    Path("in.jsonl").write_text(json.dumps({"prompt": "Why? " * 90, "response": "so " * 90}) + "\n")
+    printed = rm_opt("score", checkpoint, "in.jsonl", "out.jsonl")
+    assert (
+        "cut at 64 tokens: the prompts of 1 of 1 responses lost their beginning, 1 responses lost their end" in printed
+    )
+    report = json.loads(Path("out.jsonl.report.json").read_text())
+    assert (report["num_prompt_cut"], report["num_response_cut"]) == (1, 1)
+    arguments = ["score", checkpoint, "--prompt", "p", "--response", "so " * 90]
+    result = CliRunner().invoke(app, arguments)
+    assert "1 responses lost their end" in result.stderr
+    assert "lost" not in result.stdout
+    assert "lost" not in CliRunner().invoke(app, [*arguments, "--max-length", "400"]).stderr
+
+
+def test_a_length_that_the_model_cannot_read_is_refused_by_its_flag(checkpoint, pairs):
+    for command in (["score", "--prompt", "p", "--response", "r"], ["doctor"]):
+        result = CliRunner().invoke(app, [command[0], checkpoint, *command[1:], "--max-length", "99999"])
+        assert result.exit_code == 2
+        assert "--max-length must be at most 2048" in result.stderr
+
+
+def test_rewards_of_weights_trained_again_are_not_continued(checkpoint, pairs, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    Path("in.jsonl").write_text("".join(json.dumps({"prompt": "p", "response": str(i)}) + "\n" for i in range(3)))
+    model = BradleyTerryRM.from_pretrained(checkpoint)
+    header = json.dumps({"identity": "of the weights before"})
+    Path("out.jsonl.partial").write_text(header + "\n")
+    result = CliRunner().invoke(app, ["score", str(tmp_path / "model"), "in.jsonl", "out.jsonl"])
+    assert result.exit_code == 2
+    assert "belongs to another input, model, length limit" in result.stderr
+    digests = [scorer_digest(model), scorer_digest(BradleyTerryRM.from_pretrained(tmp_path / "model"))]
+    digests.append(scorer_digest(BradleyTerryRM.from_pretrained(checkpoint, max_length=32)))
+    with torch.no_grad():
+        model.reward_head.weight[0, 0] += 1e-3
+    digests.append(scorer_digest(model))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_loading_a_model_writes_no_bar(checkpoint, capfd):
+    BradleyTerryRM.from_pretrained(checkpoint)
+    assert "Loading weights" not in capfd.readouterr().err
 
 
 def test_data_check_prints_the_audit_and_writes_it(pairs):

@@ -147,10 +147,18 @@ def test_dropped_rows_are_counted_and_listed(small_config: Build, tmp_path: Path
     assert "pairs.jsonl, line 5: chosen must not be empty" in (tmp_path / "run" / "skipped_rows.txt").read_text()
 
 
-def test_evaluation_uses_the_beta_a_model_was_trained_with(small_config: Build, tmp_path: Path) -> None:
+def test_evaluation_uses_the_beta_a_model_was_trained_with(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = train_reward_model(small_config(tmp_path / "run", "loss.beta=2.5"))
     data = load_training_data(small_config(tmp_path).data).val
     options = {"token_budget": 4096, "num_bootstrap": 100, "seed": 0}
     again = evaluate_checkpoint(str(tmp_path / "run"), data, output_dir=tmp_path / "eval", **options)
     assert again.beta == result.metrics.beta == 2.5
+    (tmp_path / "moved.ckpt").write_bytes((tmp_path / "run" / "checkpoints" / "best.ckpt").read_bytes())
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "best")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "run")
+    for source in ("best/", ".", "~/run", "~/link", "../link/", "checkpoints/best.ckpt", "../moved.ckpt"):
+        assert BradleyTerryRM.from_pretrained(source).beta == 2.5, source
     assert again.nll.value == pytest.approx(result.metrics.nll.value, abs=1e-5)

@@ -1,0 +1,56 @@
+"""Progress of a long command on standard error: a bar on a terminal, a line a minute elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+SECONDS_BETWEEN_LINES = 60.0
+"""Seconds between two lines where there is no terminal."""
+
+OnProgress = Callable[[int, int | None], None]
+"""Called with what is done, and with the whole where it is known."""
+
+
+@contextmanager
+def progress(what: str, unit: str) -> Iterator[OnProgress]:
+    """Show how far a computation is, while the block runs.
+
+    Args:
+        what: the computation, as "scoring".
+        unit: what is counted, as "rows".
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what, unit)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None, count="")
+
+        def show(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total, count=_count(done, total, unit))
+
+        yield show
+
+
+def _lines(what: str, unit: str) -> OnProgress:
+    started = last = time.monotonic()
+
+    def show(done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            print(f"{what}: {_count(done, total, unit)}, {now - started:.0f} s", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _count(done: int, total: int | None, unit: str) -> str:
+    return f"{done:,} {unit}" if total is None else f"{done:,} of {total:,} {unit}"
