@@ -38,6 +38,7 @@ from rm_optimizer.core.adapter_files import (
 )
 from rm_optimizer.core.adapters import attach
 from rm_optimizer.core.attention import choose_attention
+from rm_optimizer.core.batch_dependence import refuse_known
 from rm_optimizer.core.certificate import ParityCertificate
 from rm_optimizer.core.checkpoint import read_checkpoint, write_description
 from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
@@ -133,7 +134,7 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
     Raises:
         CheckpointError: if there is nothing, it is torn, it cannot give one reward, or it lacks a trained reward head
             and `options.new_head` is false.
-        ConfigError: if an option is unknown.
+        ConfigError: if an option is unknown, or the architecture's rewards depend on their batch.
     """
     loaded = _load(source, options)
     if not options.new_head:
@@ -324,6 +325,9 @@ def _prepared(config: PretrainedConfig, options: LoadOptions) -> PretrainedConfi
             f"expected a checkpoint with one label, got a classifier with {config.num_labels} labels; "
             "use its base model or a reward model"
         )
+    refuse_known(config)
+    if getattr(config, "attention_type", None) == "block_sparse":
+        config.attention_type = "original_full"  # BigBird would turn to it for good at the first short batch
     config.num_labels = 1
     if not options.dropout:
         disable_dropout(config)

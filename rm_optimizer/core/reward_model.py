@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.base import BaseRewardModel, Message, Prompt, as_messages
+from rm_optimizer.core.batch_dependence import refuse_measured
 from rm_optimizer.core.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.chat import ConversationRenderer, Encoding, RenderFn
@@ -29,6 +30,7 @@ from rm_optimizer.core.pooling import last_token_logits, own_logits, packed_logi
 from rm_optimizer.core.prefix import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, sharing_obstacle, tree_groups
 from rm_optimizer.core.quantisation import computing_dtype
 from rm_optimizer.core.window import check_window, default_max_length
+from rm_optimizer.errors import CheckpointError
 
 
 class BradleyTerryRM(BaseRewardModel):
@@ -69,7 +71,7 @@ class BradleyTerryRM(BaseRewardModel):
         self.tokenizer = tokenizer
         self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
         last_ids = self.renderer.encode("a", "b").ids[-1:]
-        self.pad_choice = choose_pad_token(tokenizer, model.get_input_embeddings().weight.shape[0], last_ids)
+        self.pad_choice = choose_pad_token(tokenizer, _num_embeddings(model), last_ids)
         set_pad_token_id(model, self.pad_choice.token_id)
         model.config.num_labels = 1
         model.config.problem_type = "regression"
@@ -174,7 +176,16 @@ class BradleyTerryRM(BaseRewardModel):
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         head_seed = seed if loaded.is_head_fresh else None
         model, tokenizer = loaded.model, loaded.tokenizer
-        return cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
+        built = cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
+        refuse_measured(
+            type(model).__name__,
+            built,
+            built.reward_head,
+            num_tokens=tokenizer.vocab_size,
+            pad_token_id=built.pad_choice.token_id,
+            dtype=computing_dtype(model),
+        )
+        return built
 
     @property
     def max_length(self) -> int:
@@ -403,6 +414,13 @@ class BradleyTerryRM(BaseRewardModel):
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
     """What a `.ckpt` stores under `checkpoint.PAYLOAD_KEY`, so that `from_pretrained` can read the file."""
     return describe_model(model.model, model.tokenizer, model.identity())
+
+
+def _num_embeddings(model: PreTrainedModel) -> int:
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError) as error:
+        raise CheckpointError(f"{type(model).__name__} has no embedding of token ids; use another model") from error
 
 
 def _stack(

@@ -8,7 +8,21 @@ from rm_optimizer.errors import ConfigError
 
 DEFAULT_MAX_LENGTH = 1024
 """Tokens kept where nobody says otherwise and the model reads as many."""
-_OFFSET_FAMILIES = ("roberta", "camembert", "mpnet")
+_OFFSET_FAMILIES = (
+    "roberta",
+    "camembert",
+    "mpnet",
+    "longformer",
+    "data2vec-text",
+    "luke",
+    "ibert",
+    "esm",
+    "xmod",
+    "lilt",
+    "layoutlmv3",
+    "markuplm",
+)
+"""Parts of `model_type`s that count positions from after their pad id, as RoBERTa does."""
 
 
 def position_window(config: PretrainedConfig) -> int | None:
@@ -23,14 +37,30 @@ def position_window(config: PretrainedConfig) -> int | None:
     return int(positions) - (int(config.pad_token_id or 0) + 1 if is_offset else 0)
 
 
+def exact_length(config: PretrainedConfig) -> int | None:
+    """Longest sequences whose rewards do not depend on those beside them, or None where all are such.
+
+    Rotary embeddings of the kind `longrope` (Phi-3) take other factors for a whole batch once one of its sequences is
+    longer than the original length.
+    """
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    lengths = [
+        int(kind["original_max_position_embeddings"])
+        for kind in kinds
+        if kind.get("rope_type") == "longrope" and kind.get("original_max_position_embeddings")
+    ]
+    return min(lengths, default=None)
+
+
 def default_max_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """`DEFAULT_MAX_LENGTH`, or what model and tokenizer allow where that is less."""
-    limits = (DEFAULT_MAX_LENGTH, tokenizer.model_max_length, position_window(config) or DEFAULT_MAX_LENGTH)
-    return int(min(limits))
+    bounds = (position_window(config), exact_length(config))
+    return int(min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, *(bound for bound in bounds if bound is not None)))
 
 
 def check_window(config: PretrainedConfig, max_length: int) -> None:
-    """Refuse sequences longer than the model's positions.
+    """Refuse sequences longer than the model's positions, or than it scores alike in every batch.
 
     Raises:
         ConfigError: if `max_length` exceeds them.
@@ -38,3 +68,9 @@ def check_window(config: PretrainedConfig, max_length: int) -> None:
     window = position_window(config)
     if window is not None and max_length > window:
         raise ConfigError(f"model.max_length must be at most {window}, the positions of this model, got {max_length}")
+    exact = exact_length(config)
+    if exact is not None and max_length > exact:
+        raise ConfigError(
+            f"model.max_length must be at most {exact} with the longrope scaling of this model, got {max_length}: "
+            "beyond, one long sequence changes the rewards of all that are scored beside it"
+        )
