@@ -184,13 +184,14 @@ def _unmerged(checkpoint: str) -> Path | None:
         ConfigError: if they are four-bit ones.
     """
     from rm_optimizer.schema.adapters import AdapterKind
-    from rm_optimizer.schema.recall import OPTIONS_FILE, run_folder_of
+    from rm_optimizer.schema.recall import run_folder_of
+    from rm_optimizer.schema.run_folder import read_options
     from rm_optimizer.training.checkpoints import BEST, FOLDER
 
     run_dir = run_folder_of(checkpoint)
     if run_dir is None or run_dir != Path(checkpoint).expanduser():
         return None
-    trained = json.loads((run_dir / OPTIONS_FILE).read_text(encoding="utf-8"))
+    trained = read_options(run_dir)
     adapter = trained.get("adapter", {}).get("kind", AdapterKind.none)
     if adapter == AdapterKind.none:
         return None
@@ -220,10 +221,10 @@ def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
 
 
 def _history_caption(run_dir: Path) -> str:
-    from rm_optimizer.schema.recall import OPTIONS_FILE
-    from rm_optimizer.training.result import RESULT_FILE, RunResult
+    from rm_optimizer.schema.run_folder import RESULT_FILE, read_options
+    from rm_optimizer.training.result import RunResult
 
-    trained = json.loads((run_dir / OPTIONS_FILE).read_text(encoding="utf-8"))
+    trained = read_options(run_dir)
     num_pairs, result = trained["training"]["hessian"]["num_pairs"], run_dir / RESULT_FILE
     if result.is_file():
         num_pairs = min(num_pairs, RunResult.from_json(result.read_text(encoding="utf-8")).data.train_pairs)

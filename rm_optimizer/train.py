@@ -30,7 +30,8 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     with one_exit():
         sys.argv[1:] = _in_order(sys.argv[1:])
-        check_command(sys.argv[1:])
+        if (config := check_command(sys.argv[1:])) is not None and _has_ended(config):
+            return
         sys.argv += _among_processes(sys.argv[1:])
         _launch()
 
@@ -71,23 +72,29 @@ def _in_order(arguments: Sequence[str]) -> list[str]:
     return flags_first(arguments, TrainConfig)
 
 
-def check_command(arguments: Sequence[str]) -> None:
+def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     """Compose what the arguments ask for, without running it.
 
     Args:
         arguments: options and flags as Hydra takes them, without the program's name.
 
+    Returns:
+        The options of the one run that is to start; None for a sweep, or where Hydra only prints.
+
     Raises:
-        ConfigError: if a flag, group, option or value is unknown or out of range, or the run folder cannot be written.
+        ConfigError: if a flag, group, option or value is unknown or out of range, or the run folder cannot be written,
+            holds another run or is in use.
     """
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.schema.command_line import cells, checked
     from rm_optimizer.schema.flags import only_tells, parse_flags, require_given_once
+    from rm_optimizer.schema.run_folder import require_usable
     from rm_optimizer.training.processes import require_launched
+    from rm_optimizer.training.run_lock import require_free
 
     flags = parse_flags(arguments, TrainConfig)
     if only_tells(flags):
-        return
+        return None
     require_given_once(flags.overrides)
     if flags.multirun and flags.cfg is not None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
@@ -100,6 +107,29 @@ def check_command(arguments: Sequence[str]) -> None:
             )
         if flags.cfg is None:
             require_launched(config.hardware)
+    if flags.multirun or flags.cfg is not None:
+        return None
+    require_usable(config)
+    if rank() == 0:
+        require_free(Path(config.output_dir))
+    return config
+
+
+def _has_ended(config: TrainConfig) -> bool:
+    """Whether `resume=auto` finds a run that has ended; its summary is then printed again and nothing is changed."""
+    from rm_optimizer.schema.config import Resume
+
+    if config.resume != Resume.auto or not (Path(config.output_dir) / "run.json").is_file():
+        return False
+    from rm_optimizer.reporting.pictures import print_run
+    from rm_optimizer.training.run_start import finished_result, finished_sentence
+
+    if (result := finished_result(config)) is None:
+        return False
+    if rank() == 0:
+        print(finished_sentence(result, config))
+        print_run(result)
+    return True
 
 
 def _among_processes(arguments: Sequence[str]) -> list[str]:
@@ -139,11 +169,13 @@ def run(config: DictConfig) -> float:
     try:
         from rm_optimizer.training.disk import writing
         from rm_optimizer.training.run import train_reward_model
+        from rm_optimizer.training.run_start import finished_result
 
         options = typed(config, TrainConfig)
+        ended = finished_result(options) is not None
         with writing(Path(options.output_dir)):
             result = train_reward_model(options, observers=observers(options))
-            if rank() == 0:
+            if rank() == 0 and not ended:
                 show(result)
         return result.objective
     except RMOptimizerError as error:

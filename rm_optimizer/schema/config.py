@@ -34,10 +34,11 @@ class PrefixSharing(StrEnum):
 
 
 class Resume(StrEnum):
-    """Whether a run continues an earlier one in the same folder."""
+    """What happens to an earlier run in the folder: `none` refuses it, `auto` continues it, `restart` removes it."""
 
     none = "none"
     auto = "auto"
+    restart = "restart"
 
 
 class WandbMode(StrEnum):
@@ -297,7 +298,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of head, data order and dropout."""
     resume: Resume = Resume.none
-    """`auto` continues the run in the run folder after its newest whole checkpoint; without one it starts."""
+    """What to do with a run in the run folder: `none` refuses, `auto` continues it, `restart` removes it and starts."""
     output_dir: str = MISSING
     """The run folder."""
     profile_memory: bool = False

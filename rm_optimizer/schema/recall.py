@@ -16,17 +16,13 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.diagnose import explain
-
-OPTIONS_FILE = "options.json"
-"""The composed configuration that training leaves in the run folder."""
-_OF_A_RUN = frozenset({"data", "loss", "seed", "optimizer"})
+from rm_optimizer.schema.run_folder import read_options
 
 
 def run_folder_of(checkpoint: str) -> Path | None:
     """The run folder that a checkpoint belongs to: itself, or the folder of its `best/` or `checkpoints/`."""
     path = Path(checkpoint).expanduser()
-    candidates = (folder for folder in (path, *path.parents[:2]) if (folder / OPTIONS_FILE).is_file())
-    return next((folder for folder in candidates if _options(folder).keys() >= _OF_A_RUN), None)
+    return next((folder for folder in (path, *path.parents[:2]) if read_options(folder)), None)
 
 
 def recalled(overrides: Sequence[str]) -> list[str]:
@@ -45,7 +41,7 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     folder = run_folder_of(str(checkpoint)) if checkpoint is not None else None
     if folder is None:
         return []
-    options = _options(folder)
+    options = read_options(folder)
     values: dict[str, Any] = {"seed": options["seed"]}
     values |= _flat("loss", options["loss"], LossConfig)
     if "data.train" not in typed:
@@ -76,14 +72,6 @@ def _typed(overrides: Sequence[str]) -> dict[str, Any]:
     except HydraException as error:
         raise ConfigError(explain(error, overrides)) from error
     return {item.key_or_group: item.value() for item in parsed}
-
-
-def _options(folder: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content
 
 
 def _flat(prefix: str, values: Mapping[str, Any], kind: type) -> dict[str, Any]:

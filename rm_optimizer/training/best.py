@@ -47,6 +47,11 @@ class BestSoFar:
         self.value, self.step = value, step
         return True
 
+    def forget(self) -> bool:
+        """Drop the best value, whose weights are lost; whether there was one. Patience goes on."""
+        had_one, self.value = self.value is not None, None
+        return had_one
+
     def _gain(self, value: float, before: float) -> float:
         return before - value if self.mode == Mode.min else value - before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.log_media import log_histogram
 from rm_optimizer.training.resume import random_states, set_random_states
+
+log = logging.getLogger("rm_optimizer")
 
 TEMPORARY = Path(tempfile.gettempdir())
 """Where Lightning writes a checkpoint before it moves it to the run folder."""
@@ -74,9 +77,12 @@ class Evaluation(pl.Callback):
         self.seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Evaluate the untrained model, once."""
+        """Evaluate the untrained model, once; end a resumed run that had stopped early already."""
         if trainer.global_step == 0 and self.config.eval_at_start:
             self._evaluate(trainer, pl_module)
+        if not (path := self.run_dir / FOLDER / BEST).is_file() and self.best.forget():
+            log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
+        self._stop_if_stale(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -128,6 +134,9 @@ class Evaluation(pl.Callback):
             path = self.run_dir / FOLDER / BEST
             with writing(path, first_in=TEMPORARY):
                 save_checkpoint(trainer, path, weights_only=True)
+        self._stop_if_stale(trainer)
+
+    def _stop_if_stale(self, trainer: pl.Trainer) -> None:
         stopping = self.config.early_stopping
         if stopping.enabled and self.best.stale >= stopping.patience:
             self.stopped_early = True

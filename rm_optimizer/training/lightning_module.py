@@ -26,6 +26,7 @@ from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.training.divergence import diverged
+from rm_optimizer.training.run_record import RUN_KEY, RunRecord
 from rm_optimizer.training.sharded_strategy import ShardedStrategy
 from rm_optimizer.training.sharding import (
     in_step,
@@ -80,6 +81,7 @@ class RewardModelLightning(pl.LightningModule):
         self.gradient_clip_norm = gradient_clip_norm
         self.pair_ids = pair_ids
         self.run_dir = run_dir
+        self.record: RunRecord | None = None
         self.last_checkpoint: Path | None = None
         self.step_metrics: dict[str, float | int] = {}
         self.pairs_seen = 0
@@ -177,8 +179,10 @@ class RewardModelLightning(pl.LightningModule):
         raise diverged(what, self.pair_ids(batch.pair_index), self.run_dir, weights_of=bad_from)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what `BradleyTerryRM.from_pretrained` needs to load the `.ckpt` on its own."""
+        """Add what `BradleyTerryRM.from_pretrained` needs to load the `.ckpt` on its own, and the run it belongs to."""
         checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
+        if self.record is not None:
+            checkpoint[PAYLOAD_KEY][RUN_KEY] = self.record.payload(self.global_step)
 
     def _join_reduction(self) -> None:
         """Zero gradients, for a rank without pairs: the others wait for it to take part."""

@@ -11,8 +11,7 @@ from typing import Any
 
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics
-
-RESULT_FILE = "run.json"
+from rm_optimizer.schema.run_folder import RESULT_FILE
 
 
 class RunStatus(StrEnum):
@@ -72,6 +71,8 @@ class RunResult:
         machine: processor, cores, system.
         commit: the checkout's commit.
         config: the composed configuration.
+        run_id: the run's id, which its checkpoints carry; None in results of earlier versions.
+        extensions: later changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
     """
 
     status: RunStatus
@@ -92,6 +93,8 @@ class RunResult:
     machine: dict[str, str]
     commit: str | None
     config: dict[str, Any]
+    run_id: str | None = None
+    extensions: tuple[dict[str, int], ...] = ()
 
     @property
     def objective(self) -> float:
@@ -112,6 +115,7 @@ class RunResult:
         fields["status"] = RunStatus(fields["status"])
         fields["metrics"] = PairwiseMetrics.from_json(json.dumps(fields["metrics"]))
         fields["data"] = DataSummary(**fields["data"])
+        fields["extensions"] = tuple(fields.get("extensions", ()))
         return cls(**fields)
 
     def save(self) -> Path:

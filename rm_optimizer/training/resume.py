@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,9 @@ import numpy as np
 import torch
 from torch import distributed
 
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.training.checkpoints import checkpoint_step, periodic_checkpoints
 
 log = logging.getLogger("rm_optimizer")
-
-FREE = (
-    *("resume", "output_dir", "training.progress", "logger", "hardware.num_threads", "data.num_workers"),
-    *("profile_memory", "training.calibration", "training.hessian", "publish"),
-    *("hardware.num_workers", "hardware.pin_memory", "hardware.compile"),
-)
-"""Options, and groups of them, that a resumed run may change: none moves a number; compiled kernels round otherwise."""
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -46,36 +37,6 @@ def _damage(path: Path) -> str | None:
     except (OSError, zipfile.BadZipFile, EOFError) as error:
         return str(error)
     return f"checksum of {broken} does not match" if broken else None
-
-
-def require_same_options(options_file: Path, options: Mapping[str, Any]) -> None:
-    """Refuse to continue a run under other options than it was started with.
-
-    Raises:
-        ConfigError: naming the options that differ.
-    """
-    if not options_file.exists():
-        return
-    before = dict(_flat(json.loads(options_file.read_text(encoding="utf-8"))))
-    after = dict(_flat(json.loads(json.dumps(options, default=str))))
-    changed = [
-        f"{name} was {before.get(name)}, is {after.get(name)}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and not any(name == free or name.startswith(f"{free}.") for free in FREE)
-    ]
-    if changed:
-        raise ConfigError(
-            f"resume=auto continues a run under the options it started with, but {'; '.join(changed[:4])}; "
-            "set them back, or choose another hydra.run.dir"
-        )
-
-
-def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def random_states() -> list[dict[str, Any]]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
@@ -29,12 +29,12 @@ from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import BEST_FOLDER
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.errors import Interrupted
+from rm_optimizer.errors import CheckpointError, Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
-from rm_optimizer.schema.config import Resume
 from rm_optimizer.schema.data import Streaming
+from rm_optimizer.schema.run_folder import require_usable
 from rm_optimizer.training.best import require_monitored, warn_of_unmeasured
 from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
@@ -49,28 +49,29 @@ from rm_optimizer.training.evaluate import (
     write_evaluation,
     write_pair_rewards,
 )
+from rm_optimizer.training.extension import extension_at
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.observers import Observers, csv_loggers, watching
 from rm_optimizer.training.provenance import commit, machine, versions
 from rm_optimizer.training.result import DataSummary, RunResult, RunStatus
-from rm_optimizer.training.resume import newest_checkpoint, require_same_options
+from rm_optimizer.training.run_lock import run_lock
+from rm_optimizer.training.run_record import RUN_KEY, RunRecord, Start, recorded, write_record
+from rm_optimizer.training.run_start import begin, finished_result, finished_sentence, require_same_data
 from rm_optimizer.training.sharding import is_sharded, load_whole_weights
-from rm_optimizer.training.streaming import data_module, load_data
+from rm_optimizer.training.streaming import data_module, fingerprints, load_data
 
 log = logging.getLogger("rm_optimizer")
 
 SKIPPED_FILE = "skipped_rows.txt"
 """Rows that gave no pair, one a line, in the run folder."""
-OPTIONS_FILE = "options.json"
-"""The composed configuration in the run folder."""
 
 
 def train_reward_model(config: TrainConfig, *, observers: Observers | None = None) -> RunResult:
     """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
 
-    The folder holds `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what `transformers` loads),
-    `pair_rewards.jsonl` and `run.json`.
+    The folder holds `identity.json`, `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what
+    `transformers` loads), `pair_rewards.jsonl` and `run.json`. It belongs to one run: see `resume`.
 
     Args:
         config: the composed options, as `rm_optimizer.schema.typed` returns them.
@@ -80,9 +81,9 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
         The result, with the validation metrics of the best weights.
 
     Raises:
-        ConfigError: if options conflict.
+        ConfigError: if options conflict, or the folder holds another run or is in use.
         DataError: if the pairs cannot be used.
-        CheckpointError: if the base model cannot be loaded.
+        CheckpointError: if the base model cannot be loaded, or a checkpoint to resume from is of another run.
         TrainingDiverged: if the loss stops being finite.
         Interrupted: if the user stops the run; a checkpoint is left.
         DiskError: if a file cannot be written.
@@ -92,24 +93,22 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
     check_compatible(config.optimizer, config.hardware, config.schedule)
     run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint = _begin(config, run_dir)
-    pl.seed_everything(config.seed, workers=True, verbose=False)
-    if config.hardware.num_threads:
-        torch.set_num_threads(config.hardware.num_threads)
-    run = _prepare(config, run_dir)
-    with StopSignal() as stop:
-        status = _fit(run, stop, checkpoint, observers)
-    return _finish(run, status)
-
-
-def _begin(config: TrainConfig, run_dir: Path) -> Path | None:
-    """Record the options; the checkpoint to resume from, if that is asked for and there is one."""
-    options = dataclasses.asdict(config)
-    checkpoint = None
-    if config.resume == Resume.auto and (checkpoint := newest_checkpoint(run_dir)):
-        require_same_options(run_dir / OPTIONS_FILE, options)
-    write_text(run_dir / OPTIONS_FILE, json.dumps(options, indent=2, default=str) + "\n")
-    return checkpoint
+    is_first_rank = getattr(rank_zero_only, "rank", 0) == 0
+    with run_lock(run_dir) if is_first_rank else nullcontext():
+        require_usable(config)
+        if (result := finished_result(config)) is not None:
+            log.info("%s", finished_sentence(result, config))
+            return result
+        start = begin(config, run_dir, is_first_rank=is_first_rank)
+        pl.seed_everything(config.seed, workers=True, verbose=False)
+        if config.hardware.num_threads:
+            torch.set_num_threads(config.hardware.num_threads)
+        run = _prepare(config, run_dir, start)
+        if is_first_rank:
+            write_record(run.record, config.data, run_dir)
+        with StopSignal() as stop:
+            status = _fit(run, stop, start.checkpoint, observers)
+        return _finish(run, status)
 
 
 @dataclass
@@ -122,14 +121,17 @@ class _Run:
     module: RewardModelLightning
     datamodule: PreferenceDataModule
     evaluation: Evaluation
+    record: RunRecord
     fit_seconds: float = 0.0
     steps: int = 0
     is_first_rank: bool = True
 
 
-def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
+def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
     started = time.perf_counter()
     data = load_data(config.data, config.training.max_steps)
+    train, val = fingerprints(data)
+    require_same_data(start, train, val)
     require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
@@ -147,6 +149,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         model=model,
         pin_memory=config.hardware.pin_memory,
     )
+    record = recorded(config, start, train=train, val=val, num_steps=datamodule.num_steps)
     module = RewardModelLightning(
         model,
         loss=config.loss,
@@ -157,6 +160,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
         pair_ids=datamodule.pair_ids,
         run_dir=run_dir,
     )
+    module.record = record
     evaluation = Evaluation(
         datamodule,
         run_dir,
@@ -166,7 +170,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> _Run:
     )
     if config.hardware.compile:
         compile_backbone(model)
-    return _Run(config, run_dir, started, module, datamodule, evaluation)
+    return _Run(config, run_dir, started, module, datamodule, evaluation, record)
 
 
 def _list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:
@@ -209,6 +213,8 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
         *watching(config, observers, run.datamodule, run.evaluation, run.run_dir),
         Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
     ]
+    if checkpoint is not None:
+        callbacks += extension_at(checkpoint_step(checkpoint), run.record.extensions, config.schedule)
     if config.training.progress:
         callbacks.append(StepProgress(leave=True))
     tables = csv_loggers(config, run.run_dir, checkpoint_step(checkpoint) if checkpoint else None)
@@ -227,6 +233,8 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
             f"stopped after step {run.steps} of {run.module.num_steps}; "
             f"its checkpoint is {run.module.last_checkpoint}, the best so far {run.run_dir / FOLDER / BEST}"
         )
+    is_whole = run.evaluation.stopped_early or run.steps == run.module.num_steps
+    assert is_whole, f"training ended after step {run.steps} of {run.module.num_steps}"
     return RunStatus.early_stopped if run.evaluation.stopped_early else RunStatus.finished
 
 
@@ -287,7 +295,7 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     config, model, val = run.config, run.module.model, run.datamodule.data.val
     best = run.run_dir / FOLDER / BEST
     warn_of_unmeasured(config.training.monitor, run.evaluation.best)
-    _load_best(model, best)
+    run.evaluation.best.step = _load_best(model, best, run)
     rewards = run.datamodule.score_validation(model)
     require_finite(rewards, val, run.run_dir, run.evaluation.best.step)
     metrics = metrics_of(
@@ -312,12 +320,20 @@ def _whole_model(model: BradleyTerryRM, best: Path, config: ModelConfig) -> Brad
     return BradleyTerryRM.from_pretrained(best, trust_remote_code=config.trust_remote_code)
 
 
-def _load_best(model: BradleyTerryRM, path: Path) -> None:
-    weights = read_checkpoint(path)[1]
+def _load_best(model: BradleyTerryRM, path: Path, run: _Run) -> int:
+    """Load the best weights; return the step that they are of."""
+    payload, weights = read_checkpoint(path)
     if is_sharded(model):
         load_whole_weights(model.model, weights)
     else:
         load_weights(model.model, weights, path)
+    record, expected = payload.get(RUN_KEY) or {}, run.evaluation.best.step
+    if record.get("run_id", run.record.run_id) != run.record.run_id and run.is_first_rank:
+        raise CheckpointError(f"{path} belongs to run {record['run_id']}, but this is run {run.record.run_id}")
+    step = int(record.get("step", expected))
+    if step != expected:
+        log.warning("%s holds the weights of step %d, not %d, of before the run was resumed", path, step, expected)
+    return step
 
 
 def _statistics(rewards: PairRewards, beta: float) -> dict[str, float]:
@@ -345,7 +361,9 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
         versions=versions(),
         machine=machine(),
         commit=commit(),
-        config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        config=run.record.options,
+        run_id=run.record.run_id,
+        extensions=run.record.extensions,
     )
 
 

@@ -68,6 +68,12 @@ def _require_streamable(config: DataConfig, max_steps: int | None) -> None:
             raise ConfigError(f"with data.streaming=ray, {option} must {reason}")
 
 
+def fingerprints(data: TrainVal) -> tuple[str, str]:
+    """Digests of the training and of the validation pairs; of the files, where training pairs are streamed."""
+    stream = data.stream if isinstance(data, StreamedTrainVal) else None
+    return (stream or data.train).fingerprint, data.val.fingerprint
+
+
 class StreamLoader:
     """Training steps from a position of the stream on, with the state Lightning saves and restores."""
 

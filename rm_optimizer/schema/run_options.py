@@ -1,0 +1,110 @@
+"""The options that a resumed run may change, and the comparison with those that it started with. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.config import TrainConfig
+from rm_optimizer.schema.monitors import better_mode
+
+FREE = (
+    *("resume", "output_dir", "profile_memory", "publish", "logger"),
+    *("training.progress", "training.calibration", "training.hessian", "training.num_bootstrap"),
+    *("training.checkpoint_every", "training.keep_checkpoints"),
+    *("hardware.num_threads", "hardware.num_workers", "hardware.pin_memory", "hardware.compile"),
+    *("hardware.pass_tokens", "hardware.eval_pass_tokens"),
+    *("batching.micro_token_budget", "batching.eval_token_budget", "batching.prefix_sharing"),
+    *("model.attn_implementation", "model.gradient_checkpointing", "model.trust_remote_code"),
+    *("data.num_workers", "data.fetch_timeout", "data.cache_dir", "data.streaming_store_mb"),
+    *("model.adamw_lr", "model.batch_size", "model.gpu_tokens"),
+)
+"""Options, and groups of them, that change no result beyond rounding.
+
+The last line's reach a run only through the learning rate, the batch size and the token budgets, which are compared or
+free themselves.
+"""
+BY_CONTENT = ("data.train", "data.val", "data.on_bad_row", "data.allow_prompt_overlap")
+"""Options that may change as long as the pairs stay the same, which their fingerprints tell."""
+LENGTH = ("training.max_steps", "training.epochs")
+"""Options that may only grow: the run is then extended."""
+
+
+def options_of(config: TrainConfig) -> dict[str, Any]:
+    """The options as JSON values, the direction of the monitored metric filled in."""
+    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    training = config.training
+    options["training"]["mode"] = better_mode(training.monitor, training.mode).value
+    return options
+
+
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Names of the options that differ, with dots, the free ones left out."""
+    old, new = dict(flat(before)), dict(flat(after))
+    return [
+        name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and not is_among(name, FREE)
+    ]
+
+
+def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether both options give a run of as many steps over the same pairs."""
+    old, new = before["training"], after["training"]
+    if old["max_steps"] is not None and new["max_steps"] is not None:
+        return bool(old["max_steps"] == new["max_steps"])
+    return bool(old["max_steps"] == new["max_steps"] and old["epochs"] == new["epochs"])
+
+
+def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuse to continue a run under options that would change its result.
+
+    Args:
+        before: the options that the run was started with.
+        after: those it is to go on with.
+
+    Raises:
+        ConfigError: naming the options that differ, or the length that shrinks.
+    """
+    old, new = dict(flat(before)), dict(flat(after))
+    changed = [name for name in changed_options(before, after) if not is_among(name, (*BY_CONTENT, *LENGTH))]
+    if changed:
+        told = "; ".join(f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}" for name in changed[:4])
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise ConfigError(
+            f"resume=auto continues a run under the options it started with, but {told}{more}; "
+            "set them back, or choose another hydra.run.dir"
+        )
+    _require_no_shrink(old, new)
+
+
+def _require_no_shrink(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse a smaller length where the options alone tell; the number of steps is compared once pairs are read."""
+    steps, epochs = LENGTH
+    by_steps = old[steps] is not None and new[steps] is not None
+    by_epochs = old[steps] is None and new[steps] is None
+    for name, counts in ((steps, by_steps), (epochs, by_epochs)):
+        if counts and new[name] < old[name]:
+            raise ConfigError(
+                f"resume=auto makes a run longer, not shorter, but {name} was {old[name]}, is {new[name]}; "
+                "set it back, or choose another hydra.run.dir"
+            )
+
+
+def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested options."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def is_among(name: str, options: Collection[str]) -> bool:
+    """Whether an option is one of these, or in a group of these."""
+    return any(name == option or name.startswith(f"{option}.") for option in options)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value)
