@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
 
+MAX_HEADER_BYTES = 16 * 2**10
+"""Of a request line and its headers; h11's own limit while they are not whole."""
 MAX_QUOTED = 1000
 """Most characters of a message, and of a field's name."""
 
@@ -69,6 +71,15 @@ class TooLarge(ApiError):
     """One request alone holds more than the server ever accepts; it must be split."""
 
     status, kind = 413, "TooLarge"
+
+
+class HeadersTooLarge(ApiError):
+    """The request line and its headers hold more than `MAX_HEADER_BYTES`."""
+
+    status, kind = 431, "HeadersTooLarge"
+
+    def __init__(self) -> None:
+        super().__init__(f"expected a request line and headers of at most {MAX_HEADER_BYTES} bytes; send fewer")
 
 
 class NonFiniteScore(ApiError):

@@ -12,11 +12,12 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import rm_optimizer
-from rm_optimizer.serving.auth import BearerAuth
+from rm_optimizer.serving.api_page import add_api_page
+from rm_optimizer.serving.auth import BearerAuth, LocalHost
 from rm_optimizer.serving.body_timeout import BODY_SECONDS, BodyTimeout
-from rm_optimizer.serving.door import Door
+from rm_optimizer.serving.door import Door, HeaderSize
 from rm_optimizer.serving.error_answers import install_error_answers
-from rm_optimizer.serving.metrics import ServerMetrics
+from rm_optimizer.serving.metrics import OTHER_ROUTE, ServerMetrics
 from rm_optimizer.serving.routes import ClientLeft, router
 from rm_optimizer.serving.service import RewardService
 
@@ -28,6 +29,8 @@ def create_app(
     service: RewardService,
     *,
     api_key: str | None = None,
+    update_key: str | None = None,
+    local_only: bool = False,
     routers: Sequence[APIRouter] = (),
     body_seconds: float = BODY_SECONDS,
 ) -> FastAPI:
@@ -35,22 +38,33 @@ def create_app(
 
     Args:
         service: what is served, as `app.state.service`.
-        api_key: what every request must bring; None asks for nothing.
+        api_key: what requests must bring; None asks for nothing.
+        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
+        local_only: refuse requests that were sent to another name than this machine's.
         routers: further routes, those of weight updates say.
         body_seconds: most seconds without a byte of a body.
     """
-    app = FastAPI(title="RM-Optimizer reward server", version=rm_optimizer.__version__, lifespan=_lifespan(service))
+    app = FastAPI(
+        title="RM-Optimizer reward server",
+        version=rm_optimizer.__version__,
+        lifespan=_lifespan(service),
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.service = service
+    add_api_page(app)
     for routes in (router, *routers):
         app.include_router(routes)
     install_error_answers(app)
     app.add_exception_handler(ClientLeft, _client_left)
-    app.add_middleware(Observed, metrics=service.metrics)
     app.add_middleware(Door)
     app.add_middleware(BodyTimeout, seconds=body_seconds)
-    if api_key is not None:
-        app.add_middleware(BearerAuth, api_key=api_key)  # added last, hence outermost
-    app.openapi = _documented(app)  # type: ignore[method-assign]
+    app.add_middleware(BearerAuth, api_key=api_key, update_key=update_key)
+    if local_only:
+        app.add_middleware(LocalHost)
+    app.add_middleware(HeaderSize)
+    app.add_middleware(Observed, metrics=service.metrics)  # added last, hence outermost
+    app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
     return app
 
 
@@ -63,8 +77,8 @@ def _lifespan(service: RewardService) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
-def _documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """The OpenAPI document without FastAPI's 422: what is invalid gets 400 and our body."""
+def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:
+    """The OpenAPI document without FastAPI's 422, as what is invalid gets 400 and our body; with the key's scheme."""
     original = app.openapi
 
     def document() -> dict[str, Any]:
@@ -72,6 +86,10 @@ def _documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
         for path in described["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        if api_key is not None:
+            schemes = described.setdefault("components", {}).setdefault("securitySchemes", {})
+            schemes["key"] = {"type": "http", "scheme": "bearer"}
+            described["security"] = [{"key": []}]
         return described
 
     return document
@@ -111,6 +129,6 @@ class Observed:
         try:
             await self.app(scope, receive, noting)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(scope.get("route"), "path", OTHER_ROUTE)
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(time.perf_counter() - started)

@@ -10,8 +10,16 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.serving.api_errors import ApiError, InvalidRequest
+from rm_optimizer.serving.api_errors import (
+    MAX_HEADER_BYTES,
+    ApiError,
+    HeadersTooLarge,
+    InvalidRequest,
+    Overloaded,
+)
+from rm_optimizer.serving.connections import MAX_CONNECTIONS
 from rm_optimizer.serving.error_answers import error_answer
+from rm_optimizer.serving.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
@@ -20,8 +28,6 @@ else:
 
 HEADER_SECONDS = 20.0
 """From the connection, or on one that has answered before from the next request's first byte, to the last header."""
-MAX_HEADER_BYTES = 16 * 2**10
-"""Of a request line and its headers, as long as they are not whole; h11's own limit."""
 
 
 class SlowHeaders(ApiError):
@@ -30,16 +36,22 @@ class SlowHeaders(ApiError):
     status, kind = 408, "SlowHeaders"
 
 
-class HeadersTooLarge(ApiError):
-    """The headers are not whole after the most bytes that are taken."""
-
-    status, kind = 431, "HeadersTooLarge"
-
-
 class BoundedHeaders(HttpProtocol):
     """uvicorn's protocol, of whichever parser is installed, for `uvicorn.Config(http=…)`."""
 
     seconds = HEADER_SECONDS
+    max_connections = MAX_CONNECTIONS
+    metrics: ServerMetrics | None = None
+
+    @classmethod
+    def limited(cls, max_connections: int, metrics: ServerMetrics) -> type[BoundedHeaders]:
+        """The protocol of one server.
+
+        Args:
+            max_connections: most open connections.
+            metrics: where refusals are counted.
+        """
+        return type("LimitedHeaders", (cls,), {"max_connections": max_connections, "metrics": metrics})
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -48,9 +60,12 @@ class BoundedHeaders(HttpProtocol):
         self._num_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request's headers."""
+        """Wait for the first request's headers, unless too many connections are open."""
         super().connection_made(transport)
-        self._begin_wait()
+        if len(self.connections) > self.max_connections:
+            self._refuse(Overloaded(f"{self.max_connections} connections are open, which is the most"))
+        else:
+            self._begin_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -70,11 +85,11 @@ class BoundedHeaders(HttpProtocol):
         if self.cycle is not last:
             self._end_wait()
         elif self._num_bytes > MAX_HEADER_BYTES and not self.flow.read_paused:  # paused: h11 has a next request waiting
-            self._refuse(_too_large())
+            self._refuse(HeadersTooLarge())
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or what h11 finds too long, in our form."""
-        self._refuse(_too_large() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
+        self._refuse(HeadersTooLarge() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
 
     def _begin_wait(self) -> None:
         if self._deadline is None:
@@ -111,8 +126,6 @@ class BoundedHeaders(HttpProtocol):
                 b"connection: close",
             ]
             self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
+            if self.metrics is not None:
+                self.metrics.count_refusal(error.status)
         self.transport.close()
-
-
-def _too_large() -> HeadersTooLarge:
-    return HeadersTooLarge(f"expected a request line and headers of at most {MAX_HEADER_BYTES} bytes; send fewer")

@@ -7,7 +7,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rm_optimizer.serving.api_errors import ApiError, Overloaded, TooLarge
+from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES, ApiError, HeadersTooLarge, Overloaded, TooLarge
 from rm_optimizer.serving.error_answers import error_answer
 
 MAX_OPEN_REQUESTS = 1024
@@ -20,6 +20,30 @@ MAX_CONTAINERS = 2**16
 """JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?(?:"|\Z)', re.DOTALL)
 """JSON string, or what stands in place of one at the end of a broken body, so that no byte is read twice."""
+
+
+class HeaderSize:
+    """Refuses headers that are too large; the protocol sees only those that come in several pieces.
+
+    Args:
+        app: what is behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer 431."""
+        if scope["type"] == "http" and _header_bytes(scope) > MAX_HEADER_BYTES:
+            await error_answer(HeadersTooLarge())(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def _header_bytes(scope: Scope) -> int:
+    target = scope.get("raw_path") or scope["path"].encode()
+    line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
 
 
 class Door:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+OTHER_ROUTE = "other"
+"""Label of requests that were refused before a route was found."""
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -32,6 +34,10 @@ class ServerMetrics:
         self.tokens.inc(tokens)
         self.unique_tokens.inc(unique_tokens)
         self.batch_tokens.observe(unique_tokens)
+
+    def count_refusal(self, status: int) -> None:
+        """Count a request that was refused before it was one."""
+        self.requests.labels(OTHER_ROUTE, str(status)).inc()
 
     def text(self) -> bytes:
         """Prometheus' text form."""

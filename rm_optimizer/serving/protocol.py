@@ -279,6 +279,23 @@ class VersionResponse(WireModel):
     package: str
 
 
+class ModelCard(WireModel):
+    """A served model in OpenAI's list of them, as vLLM writes it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rm-optimizer"
+    max_model_len: int
+
+
+class ModelList(WireModel):
+    """`GET /v1/models`: the one model that is served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
 class RenderingInfo(WireModel):
     """How conversations become token ids; two parties with one `template_hash` read the same tokens."""
 

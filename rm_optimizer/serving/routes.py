@@ -23,6 +23,7 @@ from rm_optimizer.serving.protocol import (
     ClassifyRequest,
     ClassifyResponse,
     InfoResponse,
+    ModelList,
     OpenRLHFRequest,
     OpenRLHFResponse,
     ScoreRequest,
@@ -156,6 +157,7 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
     return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards, "truncated": truncated})
 
 
+@router.get("/ping", responses=_READING)
 @router.get("/health", responses=_READING)
 async def health(service: Service) -> dict[str, str]:
     """200 while the server lives, also while it loads; whether it may answer is `/ready`'s to say."""
@@ -178,6 +180,12 @@ async def version(response: Response, service: Service) -> VersionResponse:
     response.headers[VERSION_HEADER] = answer.version
     response.headers[REVISION_HEADER] = str(answer.revision)
     return answer
+
+
+@router.get("/v1/models", responses=_READING)
+async def models(service: Service) -> ModelList:
+    """The served model in OpenAI's form."""
+    return service.models()
 
 
 @router.get("/rm/info", responses=_READING)

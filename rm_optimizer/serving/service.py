@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -16,7 +17,14 @@ from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.inputs import InputReader, TokenSequence
 from rm_optimizer.serving.metrics import ServerMetrics
 from rm_optimizer.serving.parity import ParityReport, check_parity
-from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, RenderingInfo, VersionResponse
+from rm_optimizer.serving.protocol import (
+    MAX_ITEMS,
+    InfoResponse,
+    ModelCard,
+    ModelList,
+    RenderingInfo,
+    VersionResponse,
+)
 
 DEFAULT_QUEUED_TOKENS = 131_072
 """Most tokens that wait: at 2,000 tokens a second, a minute's work."""
@@ -45,6 +53,7 @@ class RewardService:
         self._broken_revision: int | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
         self._waiting_characters = 0
+        self._created = int(time.time())
         self._has_truncated = False
 
     async def start(self) -> None:
@@ -159,6 +168,17 @@ class RewardService:
             engine=self.engine.description.engine,
             package=rm_optimizer.__version__,
         )
+
+    def models(self) -> ModelList:
+        """The served model in OpenAI's form.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        card = ModelCard(id=self.model_name, created=self._created, max_model_len=self._reader.max_length)
+        return ModelList(data=[card])
 
     def info(self) -> InfoResponse:
         """What a client checks before it trusts the numbers.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rm_optimizer.serving.auth import OPEN_PATHS
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.live_weights import tensor_specs
 from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, RewardModelTrainingMode, sigmoid
@@ -213,7 +214,8 @@ def test_every_route_asks_for_the_key(engine):
         keys = ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}, {"authorization": "secret"})
         async with client_of(app) as client:
             documented = [(method, path) for path, item in app.openapi()["paths"].items() for method in item]
-            for method, path in [*documented, ("get", "/docs"), ("get", "/redoc"), ("get", "/openapi.json")]:
+            documented = [(method, path) for method, path in documented if path not in OPEN_PATHS]
+            for method, path in [*documented, ("get", "/docs"), ("get", "/openapi.json")]:
                 for key in keys:
                     answer = await client.request(method, path, headers=key)
                     statuses.setdefault(answer.status_code, []).append(path)
@@ -224,13 +226,23 @@ def test_every_route_asks_for_the_key(engine):
 
     statuses, nowhere, let_in = asyncio.run(main())
     assert set(statuses) == {401}
-    assert {"/classify", "/health", "/ready", "/metrics", "/openapi.json", "/docs", "/rm/info"} <= set(statuses[401])
+    assert {"/classify", "/ready", "/metrics", "/openapi.json", "/docs", "/rm/info"} <= set(statuses[401])
     assert (nowhere, let_in) == (401, 200)
 
 
 def test_version_ready_and_info_say_what_answers(engine):
     async def conversation(client):
-        paths = ("/health", "/ready", "/version", "/rm/version", "/rm/info", "/openapi.json", "/docs")
+        paths = (
+            "/health",
+            "/ping",
+            "/ready",
+            "/version",
+            "/rm/version",
+            "/rm/info",
+            "/openapi.json",
+            "/docs",
+            "/v1/models",
+        )
         return {path: await client.get(path) for path in paths}
 
     answers = talk(engine, conversation)
@@ -239,6 +251,8 @@ def test_version_ready_and_info_say_what_answers(engine):
     assert version == answers["/rm/version"].json()
     assert version["version"] == info["version"] == answers["/version"].headers[VERSION_HEADER] == engine.version
     assert info["rendering"]["template_hash"] == engine.worker.model.renderer.template_hash
+    (model,) = answers["/v1/models"].json()["data"]
+    assert (model["id"], model["max_model_len"]) == (info["model"], info["max_length"])
     assert info["parity"]["is_passed"]
     assert info["parity"]["max_difference"] <= PARITY
     assert "422" not in answers["/openapi.json"].text

@@ -12,7 +12,8 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from rm_optimizer.serving.bounded_headers import MAX_HEADER_BYTES, BoundedHeaders
+from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
+from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.protocol import ErrorBody
 from tests.serving.running import app_running
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.serve import ServeOptions
-from rm_optimizer.serving.bounded_headers import MAX_HEADER_BYTES
+from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
 from tests.serving.engines import exported
 from tests.serving.test_openapi import free_port
 
@@ -35,7 +35,7 @@ def test_the_server_starts_answers_and_ends_with_every_accepted_request_answered
         try:
             lines = [server.stdout.readline(), server.stdout.readline()]
             assert f"ready: {url} serves 'mine'" in lines[1]
-            assert httpx.get(f"{url}/health").status_code == 401
+            assert httpx.get(f"{url}/ready").status_code == 401
             assert httpx.get(f"{url}/ready", headers=KEY).status_code == 200
             with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
                 connection.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES)

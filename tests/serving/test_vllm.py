@@ -30,7 +30,9 @@ from rm_optimizer.core.export import save_adapter
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.serving.bounded_headers import HEADER_SECONDS, MAX_HEADER_BYTES
+from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
+from rm_optimizer.serving.auth import OPEN_PATHS
+from rm_optimizer.serving.bounded_headers import HEADER_SECONDS
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
@@ -166,7 +168,7 @@ def test_every_answer_names_its_version(server):
     assert answer.headers[VERSION_HEADER] == answer.json()["rm_version"] == version
 
 
-VLLMS_OWN = ("/v1/models", "/pooling", "/score", "/rerank", "/tokenize", "/ping", "/load", "/server_info", "/pause")
+VLLMS_OWN = ("/pooling", "/score", "/rerank", "/tokenize", "/load", "/server_info", "/pause")
 VLLMS_OWN += ("/collective_rpc", "/update_weights", "/invocations", "/v1/load_lora_adapter", "/reset_prefix_cache")
 
 
@@ -174,7 +176,7 @@ def test_no_route_answers_without_the_key_and_vllms_own_answer_nobody(server):
     described = httpx.get(f"{server.url}/openapi.json", headers=AUTHORIZED).json()["paths"]
     assert {"/classify", "/rm/score", "/get_reward", "/rm/weights/begin", "/metrics"} <= set(described)
     with httpx.Client(base_url=server.url) as client:
-        for path in (*described, "/docs", "/openapi.json", *VLLMS_OWN):
+        for path in {*described, "/docs", "/openapi.json", *VLLMS_OWN} - OPEN_PATHS:
             for method in ("GET", "POST", "OPTIONS"):
                 for headers in ({}, {"Authorization": "Bearer wrong"}):
                     assert client.request(method, path, headers=headers).status_code == 401, (method, path)

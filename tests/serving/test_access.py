@@ -1,0 +1,147 @@
+"""Who may ask for what: keys, hosts, sizes of headers and numbers of connections, and that every refusal is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import httpx
+import pytest
+
+from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
+from rm_optimizer.serving.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.connections import ConnectionLimits, report_lack_of_files_once
+from rm_optimizer.serving.metrics import ServerMetrics
+from rm_optimizer.serving.protocol import ErrorBody
+from rm_optimizer.serving.receiver import WeightReceiver
+from rm_optimizer.serving.weight_routes import weight_router
+from tests.serving.engines import FakeEngine, client_of, served_without_reader
+from tests.serving.running import app_running
+
+
+def application(**options: object):
+    routers = [weight_router(WeightReceiver(FakeEngine()))]
+    return served_without_reader(FakeEngine(), routers=routers, **options)
+
+
+def statuses(app, *requests: tuple[str, str, dict[str, str]]) -> list[int]:
+    async def main() -> list[int]:
+        async with client_of(app) as client:
+            return [(await client.request(method, path, headers=head)).status_code for method, path, head in requests]
+
+    return asyncio.run(main())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_the_key_of_updates_scores_nothing_and_the_key_of_scores_updates_nothing():
+    app = application(api_key="score", update_key="update")
+    update, info = ("GET", "/rm/weights/status"), ("GET", "/rm/info")
+    asked = [(*update, bearer("score")), (*update, bearer("update")), (*info, bearer("update")), (*info, {}),
+             ("POST", "/rm/weights/begin", bearer("score")), ("POST", "/rm/weights/begin/", {})]  # fmt: skip
+    assert statuses(app, *asked) == [401, 200, 401, 401, 401, 401]
+
+
+def test_a_key_of_updates_alone_leaves_scoring_open():
+    app = application(update_key="update")
+    assert statuses(app, ("GET", "/rm/weights/status", {}), ("GET", "/rm/info", {})) == [401, 503]  # it is loading
+
+
+def test_probes_of_an_orchestrator_need_no_key():
+    app = application(api_key="score", update_key="update")
+    asked = [("GET", "/health", {}), ("GET", "/ping", {}), ("POST", "/health", {}), ("GET", "/health/", {})]
+    assert statuses(app, *asked)[:2] == [200, 200]
+    assert set(statuses(app, *asked)[2:]) == {401}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("LOCALHOST", 200), ("evil.example", 400),
+     ("localhost.evil.example", 400), ("127.0.0.1.evil.example:80", 400), ("", 400), ("[::1].evil", 400)],
+)  # fmt: skip
+def test_a_server_of_this_machine_answers_to_its_own_names_alone(host, status):
+    assert statuses(application(local_only=True), ("GET", "/health", {"host": host})) == [status]
+
+
+def test_every_refusal_has_our_form_and_is_counted():
+    app = application(api_key="score")
+
+    async def main() -> tuple[list[httpx.Response], str]:
+        async with client_of(app) as client:
+            large = {"x": "y" * MAX_HEADER_BYTES}
+            answers = [
+                await client.post("/classify", json={}),
+                await client.get("/nowhere", headers=bearer("score")),
+                await client.post("/classify", content=b"x", headers=bearer("score") | {"content-length": str(2**40)}),
+                await client.get("/health", headers=large),
+                await client.post("/classify", json={"input": "a"}, headers=bearer("score")),
+            ]
+            return answers, (await client.get("/metrics", headers=bearer("score"))).text
+
+    answers, text = asyncio.run(main())
+    assert [answer.status_code for answer in answers] == [401, 404, 413, 431, 503]
+    for answer in answers:
+        assert ErrorBody.model_validate(answer.json()).error.code == answer.status_code
+    for status in (401, 404, 413, 431):
+        assert f'rm_requests_total{{route="other",status="{status}"}} 1.0' in text
+    assert 'rm_requests_total{route="/classify",status="503"} 1.0' in text
+
+
+def test_the_page_of_the_api_says_what_to_read_without_the_internet():
+    async def main() -> tuple[str, dict[str, object]]:
+        async with client_of(application(api_key="score")) as client:
+            page = await client.get("/docs", headers=bearer("score"))
+            return page.text, (await client.get("/openapi.json", headers=bearer("score"))).json()
+
+    page, described = asyncio.run(main())
+    assert '<a href="/openapi.json">' in page
+    assert described["security"] == [{"key": []}]
+
+
+def connected(url: str) -> socket.socket:
+    return socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 80), timeout=20)
+
+
+def test_a_connection_too_many_is_told_503_and_those_before_are_served():
+    metrics = ServerMetrics()
+    with app_running(served_without_reader(FakeEngine()), BoundedHeaders.limited(4, metrics)) as url:
+        idle = [connected(url) for _ in range(4)]
+        with connected(url) as refused:
+            answer = b"".join(iter(lambda: refused.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"4 connections are open" in answer
+        idle[0].sendall(b"GET /health HTTP/1.1\r\nHost: server\r\n\r\n")
+        assert idle[0].recv(65536).startswith(b"HTTP/1.1 200 ")
+        for connection in idle:
+            connection.close()
+    assert 'rm_requests_total{route="other",status="503"} 1.0' in metrics.text().decode()
+
+
+def test_a_whole_head_that_is_too_large_is_refused_over_http():
+    with app_running(served_without_reader(FakeEngine())) as url, connected(url) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: server\r\nx: " + b"y" * 60_000 + b"\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("files", [64, 128, 256, 1024, 2**20])
+def test_connections_leave_files_for_the_rest(files):
+    limits = ConnectionLimits.of_files(files)
+    assert 16 <= limits.open <= 2048
+    assert limits.open + limits.backlog <= files - 32
+
+
+def test_a_lack_of_files_is_logged_once_and_other_failures_always(caplog):
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        report_lack_of_files_once(loop)
+        for _ in range(1000):
+            loop.call_exception_handler({"message": "socket.accept() out of system resource"})
+        for _ in range(3):
+            loop.call_exception_handler({"message": "another"})
+
+    with caplog.at_level(logging.ERROR, "asyncio"):
+        asyncio.run(main())
+    assert len(caplog.records) == 1 + 3
