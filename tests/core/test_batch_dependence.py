@@ -22,9 +22,8 @@ DEPENDENT = {
     "fnet": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
     "nystromformer": SMALL,
     "yoso": SMALL,
-    "mobilebert": {**SMALL, "embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32},
 }
-"""Those of `KNOWN` that the measurement finds too."""
+"""Those of `KNOWN` that the measurement finds in random weights too."""
 LONGROPE = {
     "model_type": "phi3",
     **SMALL,
