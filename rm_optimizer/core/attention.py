@@ -59,11 +59,16 @@ def choose_attention(
     raise AssertionError("every model has eager attention")
 
 
+def soft_cap(config: PretrainedConfig) -> float | None:
+    """Bound on a model's attention logits (Gemma 2), left out by PyTorch's scaled dot product; None without one."""
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return float(cap) if cap else None
+
+
 def _switch(config: PretrainedConfig, trust_remote_code: bool, *, level: int) -> str | None:
     """The switch between SDPA and what else the model has on CUDA; None where it has no SDPA, or SDPA differs."""
-    text = config.get_text_config()
-    if getattr(text, "attn_logit_softcapping", None) or _obstacle(config, "sdpa", torch.float32, trust_remote_code):
-        return None  # SDPA leaves the soft cap out, the others do not
+    if _obstacle(config, "sdpa", torch.float32, trust_remote_code):
+        return None
     blocks = _flex_obstacle(config, trust_remote_code)
     varlen = _obstacle(config, "flash_attention_2", torch.bfloat16, trust_remote_code)
     if blocks is not None:
@@ -93,6 +98,8 @@ def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_r
             return f"needs weights in float16 or bfloat16, these are {str(dtype).removeprefix('torch.')}"
     if kernel == "eager":
         return None
+    if kernel in ("sdpa", "flex_attention") and soft_cap(config) is not None:
+        return f"leaves out the model's soft cap (attn_logit_softcapping={soft_cap(config):g})"
     probe = copy.deepcopy(config)
     probe.dtype = dtype  # transformers warns of FlashAttention in float32, which is not what it is asked for here
     try:

@@ -25,6 +25,7 @@ from transformers.utils import logging as hf_logging
 import rm_optimizer
 from rm_optimizer.core.adapter_files import BaseModel, base_of, merged_model, write_adapter
 from rm_optimizer.core.adapters import has_adapter, import_peft
+from rm_optimizer.core.attention import soft_cap
 from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
 from rm_optimizer.core.chat import ConversationRenderer
@@ -126,6 +127,10 @@ def _save(
 
 def _write_whole(model: PreTrainedModel, folder: Path) -> None:
     (merged_model(model) if has_adapter(model) else model).save_pretrained(folder)
+    if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
+        file = folder / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _read_plain(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -134,6 +139,7 @@ def _read_plain(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _read_adapted(model: PreTrainedModel, folder: Path, base: BaseModel) -> PreTrainedModel:
+    attention = {} if soft_cap(model.config) is None else {"attn_implementation": "eager"}
     plain = AutoModelForSequenceClassification.from_pretrained(
         base.source,
         revision=base.revision,
@@ -141,6 +147,7 @@ def _read_adapted(model: PreTrainedModel, folder: Path, base: BaseModel) -> PreT
         dtype=model.dtype,
         trust_remote_code=hasattr(model.config, "auto_map"),
         **reading_arguments(model),
+        **attention,
     )
     plain.config.get_text_config().pad_token_id = model.config.get_text_config().pad_token_id
     adapted: PreTrainedModel = import_peft().PeftModel.from_pretrained(plain, str(folder)).get_base_model()

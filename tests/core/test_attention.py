@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
-from transformers import BertConfig, Gemma2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2Config, LlamaConfig, PreTrainedModel
 from transformers.integrations import flex_attention as flex_integration
 
 from rm_optimizer.core import attention, attention_switch, prefix
@@ -23,7 +24,8 @@ from rm_optimizer.core.attention_switch import SWITCHES, AttentionSwitch
 from rm_optimizer.core.packing import pad_sequences
 from rm_optimizer.core.pooling import last_token_logits, packed_logits
 from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, tree_block_mask, tree_mask
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from tests.core.tiny_models import decoder_tokenizer, tiny_model, tiny_tokenizer
 
 PAD = 2
 WINDOWS = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
@@ -275,3 +277,41 @@ def test_on_a_gpu_the_switch_gives_the_rewards_and_gradients_of_sdpa(case: str, 
     tolerance = 5e-2 if autocast else 1e-4
     for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+def soft_capped(tokenizer: Any, cap: float | None = 5.0) -> BradleyTerryRM:
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    architecture = {"model_type": "gemma2", "num_hidden_layers": 2, "attn_logit_softcapping": cap, **fields}
+    large = {"initializer_range": 0.5, "query_pre_attn_scalar": 1}
+    return BradleyTerryRM.from_config(architecture | large, tokenizer, max_length=64, seed=0)
+
+
+def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers(tmp_path: Path) -> None:
+    model = soft_capped(decoder_tokenizer())
+    assert model.model.config._attn_implementation == "eager"
+    prompts, responses = ["How do I boil an egg?"] * 2, ["In boiling water for seven minutes.", "No."]
+    rewards = model.score(prompts, responses)
+    uncapped = soft_capped(decoder_tokenizer(), cap=None)
+    assert uncapped.model.config._attn_implementation == "sdpa"
+    assert (uncapped.score(prompts, responses) - rewards).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert plain.config._attn_implementation == "eager"
+    with torch.no_grad():
+        theirs = plain(**model.tokenize(prompts, responses)).logits[:, 0]
+    torch.testing.assert_close(theirs, rewards)
+    torch.testing.assert_close(BradleyTerryRM.from_pretrained(tmp_path).score(prompts, responses), rewards)
+
+
+def test_sdpa_by_name_is_not_given_to_a_model_with_a_soft_cap(caplog: pytest.LogCaptureFixture) -> None:
+    attention._say_once.cache_clear()
+    config = Gemma2Config(attn_logit_softcapping=50.0, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING, logger="rm_optimizer"):
+        assert choose_attention(config, "sdpa", torch.float32) == "eager"
+    assert "sdpa: leaves out the model's soft cap (attn_logit_softcapping=50)" in caplog.text
