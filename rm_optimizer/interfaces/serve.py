@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from rm_optimizer.serving.service import RewardService
 
+GRACEFUL_SECONDS = 30
+"""Longest that requests may take to be answered once the server is told to stop."""
+WATCH_SECONDS = 0.5
 ENGINES = ("auto", "transformers", "vllm")
 DTYPES = ("float32", "bfloat16")
 
@@ -98,6 +101,7 @@ async def _serve(options: ServeOptions) -> None:
 
     from rm_optimizer.serving.app import create_app
     from rm_optimizer.serving.bounded_headers import BoundedHeaders
+    from rm_optimizer.serving.protocol import Transport
     from rm_optimizer.serving.receiver import WeightReceiver
     from rm_optimizer.serving.service import RewardService
     from rm_optimizer.serving.transformers_engine import TransformersEngine
@@ -109,10 +113,16 @@ async def _serve(options: ServeOptions) -> None:
     )
     name = options.served_model_name or Path(options.checkpoint).name
     service = RewardService(TransformersEngine(worker), model_name=name, max_queued_tokens=options.max_queued_tokens)
-    receiver = WeightReceiver(service.engine, root=options.weights_root)
+    receiver = WeightReceiver(service, root=options.weights_root, transports=frozenset(Transport))
     app = create_app(service, api_key=options.api_key, routers=[weight_router(receiver)])
     config = uvicorn.Config(
-        app, host=options.host, port=options.port, http=BoundedHeaders, log_level="warning", access_log=False
+        app,
+        host=options.host,
+        port=options.port,
+        http=BoundedHeaders,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     try:
         await _run(uvicorn.Server(config), service, options)
@@ -127,18 +137,18 @@ async def _run(server: uvicorn.Server, service: RewardService, options: ServeOpt
     """
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     listening = asyncio.create_task(_listen(server))
-    loading = asyncio.create_task(_load(service, options))
+    answering = asyncio.create_task(_answer(service, options))
     try:
-        await asyncio.wait({listening, loading}, return_when=asyncio.FIRST_COMPLETED)
-        failure = loading.exception() if loading.done() else None
+        await asyncio.wait({listening, answering}, return_when=asyncio.FIRST_COMPLETED)
+        failure = answering.exception() if answering.done() else None
         if failure is not None:
             server.should_exit = True
         await listening
         if failure is not None:
             raise failure
     finally:
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
         await service.stop()
     print("rm-opt serve: stopped", flush=True)
 
@@ -151,6 +161,18 @@ async def _listen(server: uvicorn.Server) -> None:
         raise RMOptimizerError(f"cannot listen on {host}:{port}; choose another --port") from stop
 
 
+async def _answer(service: RewardService, options: ServeOptions) -> None:
+    """Load the model, and return never: a server that can answer no more ends with the reason.
+
+    Raises:
+        RMOptimizerError: if the model cannot be loaded, is not the one of its certificate, or is lost for good.
+    """
+    await _load(service, options)
+    while service.engine.failure is None:
+        await asyncio.sleep(WATCH_SECONDS)
+    raise RMOptimizerError(f"the server can answer no more: {service.engine.failure}")
+
+
 async def _load(service: RewardService, options: ServeOptions) -> None:
     url = f"http://{options.host}:{options.port}"
     print(f"rm-opt serve: loading {options.checkpoint}; {url}/health answers meanwhile", flush=True)
@@ -159,9 +181,10 @@ async def _load(service: RewardService, options: ServeOptions) -> None:
     shown = "no certificate to compare with"
     if parity is not None:
         shown = f"parity {parity.max_difference:.2g}, {parity.flipped_pairs} of {parity.num_pairs} orders flipped"
-    state = "ready" if service.obstacle is None else f"NOT READY ({service.obstacle})"
+    if service.obstacle is not None:
+        raise RMOptimizerError(f"{options.checkpoint} cannot be served: {service.obstacle}")
     print(
-        f"rm-opt serve: {state}: {url} serves '{service.model_name}' ({description.architecture}, {description.dtype}, "
+        f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, {description.dtype}, "
         f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",
         flush=True,
     )

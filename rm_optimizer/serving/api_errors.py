@@ -82,8 +82,14 @@ class HeadersTooLarge(ApiError):
         super().__init__(f"expected a request line and headers of at most {MAX_HEADER_BYTES} bytes; send fewer")
 
 
+class ServerFailed(ApiError):
+    """The engine will not answer again, and the server ends."""
+
+    status, kind = 500, "ServerFailed"
+
+
 class NonFiniteScore(ApiError):
-    """The model gave NaN or infinity: the weights are broken, not the request."""
+    """The model gave NaN or infinity for a sequence; that request has no answer."""
 
     status, kind = 500, "NonFiniteScore"
 

@@ -7,8 +7,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from rm_optimizer.serving.api_errors import ApiError, InvalidRequest, NotReady, TooLarge, error_body
-from rm_optimizer.serving.engine import EngineUnavailable
+from rm_optimizer.serving.api_errors import ApiError, InvalidRequest, NotReady, ServerFailed, TooLarge, error_body
+from rm_optimizer.serving.engine import EngineFailed, EngineUnavailable
 from rm_optimizer.serving.protocol import ErrorBody
 
 _KINDS = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
@@ -45,7 +45,7 @@ def _api_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _unavailable(request: Request, error: Exception) -> JSONResponse:
-    return error_answer(NotReady(str(error)))
+    return error_answer(ServerFailed(str(error)) if isinstance(error, EngineFailed) else NotReady(str(error)))
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:

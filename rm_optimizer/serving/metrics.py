@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 OTHER_ROUTE = "other"
 """Label of requests that were refused before a route was found."""
+UPDATE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -24,7 +25,15 @@ class ServerMetrics:
         self.tokens = Counter("rm_tokens", "Tokens of the sequences scored.", registry=here)
         self.unique_tokens = Counter("rm_unique_tokens", "Of these, common starts counted once.", registry=here)
         self.batch_tokens = Histogram("rm_batch_tokens", "Unique tokens of a batch.", buckets=TOKENS, registry=here)
-        self.restarts = Gauge("rm_worker_restarts", "Times that the worker process was restarted.", registry=here)
+        self.restarts = Counter("rm_worker_restarts", "Times that the worker process was restarted.", registry=here)
+        self.updates = Counter("rm_updates", "Weight updates by how they ended.", ["outcome"], registry=here)
+        self.update_seconds = Histogram(
+            "rm_update_seconds",
+            "Seconds from the beginning of an update to its end.",
+            buckets=UPDATE_SECONDS,
+            registry=here,
+        )
+        self.revision = Gauge("rm_weights_revision", "Serial number of the weights that answer.", registry=here)
         self.ready = Gauge("rm_ready", "1 where /ready answers 200.", registry=here)
         self.weights = Info("rm_weights", "Version of the weights that answer.", registry=here)
 

@@ -62,7 +62,10 @@ class Passes:
         place: dict[bytes, int] = {}
         of = [place.setdefault(sequence.tobytes(), len(place)) for sequence in sequences]
         distinct = [np.frombuffer(data, dtype=np.int32) for data in place]
-        return self._distinct(distinct)[of]
+        rewards = self._distinct(distinct)
+        for index in np.flatnonzero(~np.isfinite(rewards)):  # a neighbour in its pass may be at fault
+            rewards[index] = self._padded([distinct[index]])[0]
+        return rewards[of]
 
     def _distinct(self, sequences: list[NDArray[np.int32]]) -> NDArray[np.float64]:
         rewards = np.zeros(len(sequences))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -39,8 +40,14 @@ from rm_optimizer.serving.update_messages import CommitUnanswered, UpdateMessage
 
 ATTEMPTS = 3
 """Times that a whole update is tried, where the server forgot it or the transfer broke."""
+FORGOTTEN = frozenset({"UnknownUpdate", "UpdateConflict"})
+"""Kinds of refusals after which the update may be begun again: the server forgot it, or other weights came before."""
+STARTING_SECONDS = 3.0
+"""Time that a server has to accept connections before a run begins without a step; it may be starting beside it."""
 GIVING_UP_SECONDS = 5.0
 """Time that the server has to say how an update ended that failed here."""
+
+_log = logging.getLogger("rm_optimizer")
 
 
 class PublishFailed(RMOptimizerError):
@@ -79,6 +86,7 @@ class RMPublisherAdapter:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = httpx.Client(headers=headers, trust_env=not is_loopback(self.url))
         self._messages = UpdateMessages(self.url, self._http)
+        self._published: tuple[str, int] | None = None
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
         """Make the weights serve, and return how that went once they do.
@@ -99,11 +107,11 @@ class RMPublisherAdapter:
         batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._attempt(cargo, probe, version, batch_id, deadline)
+                return self._remembered(self._attempt(cargo, probe, version, batch_id, deadline))
             except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
                 ended = self._given_up(batch_id, version, error)
                 if isinstance(ended, Outcome):
-                    return ended
+                    return self._remembered(ended)
                 if attempt == ATTEMPTS or not _may_help_again(error):
                     raise ended from error
                 time.sleep(_pause(deadline, ended))
@@ -115,8 +123,26 @@ class RMPublisherAdapter:
         Raises:
             RMOptimizerError: if the server does not say.
         """
-        answer = self._messages.request("GET", "status", Deadline(self.url, self.timeout_seconds))
-        return WeightStatus.model_validate(answer.json())
+        return self._status(Deadline(self.url, self.timeout_seconds))
+
+    def wait_reachable(self, seconds: float) -> None:
+        """Return once something accepts connections at the url.
+
+        Args:
+            seconds: to wait for it, as it may be starting.
+
+        Raises:
+            RewardServerUnavailable: if nothing does.
+        """
+        deadline = Deadline(self.url, seconds)
+        while True:
+            try:
+                self._http.get(f"{self.url}/health", timeout=deadline.timeout())
+                return
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                time.sleep(deadline.pause(str(error) or type(error).__name__))
+            except httpx.HTTPError:
+                return
 
     def close(self) -> None:
         """Close the session."""
@@ -133,9 +159,10 @@ class RMPublisherAdapter:
     def _attempt(
         self, cargo: Cargo, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
     ) -> Outcome:
-        status = WeightStatus.model_validate(self._messages.request("GET", "status", deadline).json())
+        status = self._status(deadline)
+        self._notice_others(status, version)
         with outgoing(self.transport, cargo, status, host=self.host, timeout_seconds=deadline.left) as way_out:
-            begin = self._announcement(cargo, probe, version, batch_id, way_out, deadline)
+            begin = self._announcement(cargo, probe, version, batch_id, status.revision, way_out, deadline)
             self._messages.post("begin", begin, deadline)
 
             def upload(body: Iterator[bytes], size: int) -> None:
@@ -148,12 +175,30 @@ class RMPublisherAdapter:
             raise self._do_not_serve(version, _reason(outcome))
         return outcome
 
+    def _status(self, deadline: Deadline) -> WeightStatus:
+        return WeightStatus.model_validate(self._messages.request("GET", "status", deadline).json())
+
+    def _remembered(self, outcome: Outcome) -> Outcome:
+        self._published = outcome.version, outcome.revision
+        return outcome
+
+    def _notice_others(self, status: WeightStatus, version: str) -> None:
+        """Warn where the server serves something else than this publisher left there."""
+        if self._published is not None and self._published != (status.version, status.revision):
+            _log.warning(
+                "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
+                "it; rewards were not those of this run meanwhile. %s are published now",
+                *(self.url, status.version, self._published[0], version),
+            )
+            self._published = None
+
     def _announcement(
         self,
         cargo: Cargo,
         probe: WeightProbe | None,
         version: str,
         batch_id: str,
+        base_revision: int,
         way_out: Outgoing,
         deadline: Deadline,
     ) -> Begin:
@@ -162,6 +207,7 @@ class RMPublisherAdapter:
                 batch_id=batch_id,
                 mode=self.mode,
                 version=version,
+                base_revision=base_revision,
                 tensors=list(cargo.specs),
                 transport=self.transport,
                 path=way_out.path,
@@ -206,7 +252,7 @@ def _pause(deadline: Deadline, failure: PublishFailed) -> float:
 def _may_help_again(error: RMOptimizerError) -> bool:
     """Whether the whole update may pass a second time: it broke off, was forgotten, or its worker died."""
     died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
-    return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") == "UnknownUpdate"
+    return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") in FORGOTTEN
 
 
 def _reason(outcome: Outcome) -> str:
@@ -261,20 +307,39 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     api_key = None
     if config.api_key_env is not None and not (api_key := os.environ.get(config.api_key_env)):
         raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
-    publisher = create_rm_publisher(
-        str(config.url),
-        mode=config.mode.value,
-        transport=config.transport.value,
-        api_key=api_key,
-        timeout_seconds=config.timeout_seconds,
-        host=config.host,
-    )
     try:
-        taken = publisher.status().transports
-    except RMOptimizerError as error:
+        publisher = create_rm_publisher(
+            str(config.url),
+            mode=config.mode.value,
+            transport=config.transport.value,
+            api_key=api_key,
+            timeout_seconds=config.timeout_seconds,
+            host=config.host,
+        )
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"publish.url must be a URL as http://127.0.0.1:8000, got {config.url!r}: {error}") from error
+    try:
+        taken = _first_status(publisher).transports
+    except RMOptimizerError:
         publisher.close()
-        raise PublishFailed(f"publish.url: {error}") from error
+        raise
     if publisher.transport not in taken:
         publisher.close()
         raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server takes")
     return publisher
+
+
+def _first_status(publisher: RMPublisherAdapter) -> WeightStatus:
+    """What the server serves, which is waited for only where there is a server."""
+    try:
+        publisher.wait_reachable(min(STARTING_SECONDS, publisher.timeout_seconds))
+    except RewardServerUnavailable as error:
+        raise PublishFailed(
+            f"publish.url: no server accepts connections at {publisher.url}; start one with rm-opt serve, or train "
+            f"with publish.url=null: {error}"
+        ) from error
+    _log.info("waiting for the reward server at %s", publisher.url)
+    try:
+        return publisher.status()
+    except RMOptimizerError as error:
+        raise PublishFailed(f"publish.url: {error}") from error

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
 from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.api_errors import ApiError
-from rm_optimizer.serving.engine import Engine, EngineUnavailable, StagedWeights, WeightsRefused, new_revision
+from rm_optimizer.serving.api_errors import ApiError, NotReady
+from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused, new_revision
 from rm_optimizer.serving.incoming import FromBody, Incoming, incoming
 from rm_optimizer.serving.protocol import (
     Abort,
@@ -36,11 +37,18 @@ from rm_optimizer.serving.protocol import (
     WireModel,
 )
 from rm_optimizer.serving.served_names import ServedNames
+from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_file import check_names, check_weight_file, num_bytes
 
 KEPT_OUTCOMES = 128
 """Ended updates whose outcome is still known."""
 MAX_TIMEOUT_SECONDS = 3600.0
+MAX_RETRY_SECONDS = 5
+"""Longest that a sender is told to wait for another one's update, which may end before its time."""
+SWAP_GRACE_SECONDS = 15.0
+"""Time past an update's own that a commit waits for the swap to end."""
+DEFAULT_TRANSPORTS = frozenset({Transport.inline, Transport.path})
+"""Those for which the server connects to nobody."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -51,9 +59,30 @@ class UpdateRefused(ApiError):
 
 
 class UpdateConflict(ApiError):
-    """Another update is under way, or other weights serve than the sender believes."""
+    """Another update is under way, or other weights serve than the sender believes.
+
+    Args:
+        message: which.
+        param: the field at fault.
+        retry_after_seconds: when to try again; None where that would be of no use.
+    """
 
     status, kind = 409, "UpdateConflict"
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after_seconds: int | None = None) -> None:
+        super().__init__(message, param)
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """When to try again."""
+        return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+
+
+class VersionTaken(ApiError):
+    """The name of the new weights has served others here."""
+
+    status, kind = 409, "VersionTaken"
 
 
 class UnknownUpdate(ApiError):
@@ -94,10 +123,10 @@ class _Update:
 
 
 class WeightReceiver:
-    """Takes updates into an engine.
+    """Takes updates into the engine of a service.
 
     Args:
-        engine: whose weights they replace.
+        service: whose weights they replace.
         root: existing folder below which files of the transport `path` must lie; None has no such transport.
         transports: those that are taken.
 
@@ -106,17 +135,17 @@ class WeightReceiver:
     """
 
     def __init__(
-        self, engine: Engine, *, root: Path | None = None, transports: frozenset[Transport] = frozenset(Transport)
+        self, service: RewardService, *, root: Path | None = None, transports: frozenset[Transport] = DEFAULT_TRANSPORTS
     ) -> None:
         if root is not None and not root.is_dir():
             raise RMOptimizerError(f"the weights root must be an existing folder, got {root}")
-        self.engine = engine
+        self.service, self.engine = service, service.engine
         self.root = None if root is None else root.resolve()
         self.transports = transports - ({Transport.path} if root is None else set())
         self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-"))
         self._active: _Update | None = None
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
-        self._names = ServedNames(engine)
+        self._names = ServedNames(service.engine)
 
     async def close(self) -> None:
         """End what is under way and remove what came."""
@@ -168,13 +197,18 @@ class WeightReceiver:
 
         Raises:
             UnknownUpdate: if no such update was begun here.
+            NotReady: if the swap takes longer than the update may; it goes on, and may be asked for again.
         """
         if (ended := self._outcomes.get(commit.batch_id)) is not None:
             return ended
         update = self._under_way(commit.batch_id)
         if update.committing is None:
             update.committing = asyncio.ensure_future(self._commit(update))
-        return await asyncio.shield(update.committing)
+        try:
+            async with asyncio.timeout_at(max(update.deadline, self._now()) + SWAP_GRACE_SECONDS):
+                return await asyncio.shield(update.committing)
+        except TimeoutError:
+            raise NotReady(f"update {commit.batch_id} is still being swapped in; ask again", 1) from None
 
     async def abort(self, abort: Abort) -> Outcome:
         """Give an update up; one that is being committed ends as it ends.
@@ -211,9 +245,10 @@ class WeightReceiver:
         if done is not None and done.status is OutcomeStatus.committed:
             raise UpdateConflict(f"update {begin.batch_id} was committed already; choose another batch_id")
         if active is not None and (active.begin.batch_id != begin.batch_id or active.committing is not None):
-            left = active.deadline - asyncio.get_running_loop().time()
+            left = math.ceil(max(1.0, active.deadline - self._now()))
             raise UpdateConflict(
-                f"update {active.begin.batch_id} is under way and ends within {max(0.0, left):.0f} s; try again then"
+                f"update {active.begin.batch_id} is under way and ends within {left} s; try again then",
+                retry_after_seconds=min(left, MAX_RETRY_SECONDS),
             )
         if active is not None:
             await self._give_up(active, "its sender began it anew")
@@ -225,8 +260,7 @@ class WeightReceiver:
         if begin.transport not in self.transports:
             known = ", ".join(sorted(self.transports))
             raise WeightsRefused(f"transport {begin.transport.value} is not taken here; use one of {known}")
-        if not self.engine.is_up:
-            raise EngineUnavailable("the engine is starting; begin again when /ready answers 200")
+        self.service.require_updatable()
         self._check_base(begin)
         served = {spec.name: spec for spec in self.engine.description.tensors.get(begin.mode, ())}
         if not served:
@@ -248,7 +282,7 @@ class WeightReceiver:
             followed = " ".join(str(base) for base in (begin.base_version, begin.base_revision) if base is not None)
             raise UpdateConflict(f"the update follows {followed}, but {serving} {revision} serves")
         if not self._names.may_be(begin):
-            raise UpdateConflict(
+            raise VersionTaken(
                 f"version {begin.version} has served other weights here; publish these under another name", "version"
             )
 
@@ -311,6 +345,9 @@ class WeightReceiver:
         except EngineUnavailable:  # a restart loses what was staged anyway
             return
 
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _release(self, update: _Update) -> None:
         update.incoming.drop()
         if update.watchdog is not None:
@@ -327,6 +364,8 @@ class WeightReceiver:
             error=error,
             seconds=time.monotonic() - update.started,
         )
+        self.service.metrics.updates.labels(status.value).inc()
+        self.service.metrics.update_seconds.observe(outcome.seconds)
         if error is not None:
             _log.warning("weights %s do not serve: %s", update.begin.version, error.message)
         self._outcomes[outcome.batch_id] = outcome

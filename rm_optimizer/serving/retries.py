@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
@@ -21,6 +22,8 @@ RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTi
 FIRST_DELAY_SECONDS = 0.05
 MOST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
+if logging.getLogger("httpx").level == logging.NOTSET:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request, over a run's progress
 
 
 class RewardServerUnavailable(RMOptimizerError):

@@ -25,6 +25,7 @@ from rm_optimizer.serving.protocol import (
     RenderingInfo,
     VersionResponse,
 )
+from rm_optimizer.serving.reward_probe import probe_sequences
 
 DEFAULT_QUEUED_TOKENS = 131_072
 """Most tokens that wait: at 2,000 tokens a second, a minute's work."""
@@ -55,6 +56,8 @@ class RewardService:
         self._waiting_characters = 0
         self._created = int(time.time())
         self._has_truncated = False
+        self._sound_revision: int | None = None
+        self._counted_restarts = 0
 
     async def start(self) -> None:
         """Load the model and compare it with its certificate.
@@ -86,8 +89,19 @@ class RewardService:
                 "the conversations are rendered to other tokens; export the checkpoint again"
             )
         if self._broken_revision == self.engine.revision:
-            return f"weights {self.engine.version} gave a reward that is not finite; publish others"
+            return f"weights {self.engine.version} give no finite reward; publish others"
+        if self.engine.failure is not None:
+            return f"the engine can answer no more: {self.engine.failure}"
         return None if self.engine.is_up else "the worker process is restarting"
+
+    def require_updatable(self) -> None:
+        """Refuse an update before the served model was compared with its certificate, which is of its own weights.
+
+        Raises:
+            NotReady: if the model is loading, restarting, or was found to be another than the certificate's.
+        """
+        if self._reader is None or not self.engine.is_up or not (self.parity is None or self.parity.is_passed):
+            raise NotReady(f"no update is taken yet: {self.obstacle or 'the model is loading'}")
 
     @property
     def reader(self) -> InputReader:
@@ -144,15 +158,26 @@ class RewardService:
         """Finite rewards of the sequences, all of one version.
 
         Raises:
-            NonFiniteScore: if a reward is NaN or infinite; the server is not ready until other weights come.
+            NonFiniteScore: if a reward is NaN or infinite. If those of a probe are too, the server is not ready until
+                other weights come.
             TooLarge, Overloaded, EngineUnavailable: as `Batcher.score`.
         """
         scored = await self.batcher.score(sequences)
         for index, reward in enumerate(scored.rewards):
             if not math.isfinite(reward):
-                self._broken_revision = scored.revision
+                await self._probe(scored.revision)
                 raise NonFiniteScore(f"weights {scored.version} give the reward {reward} for sequence {index}")
         return scored
+
+    async def _probe(self, revision: int | None) -> None:
+        """Find out, once for each revision, whether the weights or a sequence make a reward that is not finite."""
+        if revision in (self._broken_revision, self._sound_revision):
+            return
+        probe = await self.engine.score(probe_sequences(None, self.engine.description.max_length))
+        if all(map(math.isfinite, probe.rewards)):
+            self._sound_revision = probe.revision
+        else:
+            self._broken_revision = probe.revision
 
     def version(self) -> VersionResponse:
         """The weights that answer now.
@@ -212,6 +237,8 @@ class RewardService:
     def metrics_text(self) -> bytes:
         """Prometheus' text form of the counts."""
         self.metrics.ready.set(self.obstacle is None)
-        self.metrics.restarts.set(self.engine.num_restarts)
+        self.metrics.restarts.inc(self.engine.num_restarts - self._counted_restarts)
+        self._counted_restarts = self.engine.num_restarts
+        self.metrics.revision.set(self.engine.revision)
         self.metrics.weights.info({"version": self.engine.version})
         return self.metrics.text()

@@ -20,6 +20,9 @@ from rm_optimizer.serving.retries import (
     retry_after,
 )
 
+CONFLICT = 409
+"""Status of an update that another one keeps out; with `Retry-After` where waiting helps."""
+
 
 class CommitUnanswered(RewardServerUnavailable):
     """The server was told to swap the weights in, and has not said how that ended."""
@@ -78,9 +81,12 @@ class UpdateMessages:
                 if response.is_success:
                     return response
                 failure = refusal(response)
-                if response.status_code not in RETRIED_STATUSES or _is_outcome(response):
-                    raise failure
                 reason, wait = str(failure), retry_after(response)
+                is_locked = response.status_code == CONFLICT and wait is not None
+                if is_locked and wait is not None and deadline.left < 2 * wait:
+                    raise failure
+                if not (is_locked or response.status_code in RETRIED_STATUSES) or _is_outcome(response):
+                    raise failure
             time.sleep(deadline.pause(reason, wait))
 
 

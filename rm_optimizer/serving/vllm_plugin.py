@@ -22,6 +22,7 @@ from rm_optimizer.serving.app import create_app
 from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.error_answers import error_answer
 from rm_optimizer.serving.parent_death import end_with_parent
+from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.receiver import WeightReceiver
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.vllm_engine import VllmEngine
@@ -65,7 +66,7 @@ class RewardEndpoint:
         settings = VllmSettings.read()
         engine = VllmEngine(engine_client, settings)
         service = RewardService(engine, model_name=settings.model_name, max_queued_tokens=settings.max_queued_tokens)
-        receiver = WeightReceiver(engine, root=settings.weights_root)
+        receiver = WeightReceiver(service, root=settings.weights_root, transports=frozenset(Transport))
         state.reward_app = create_app(service, api_key=settings.api_key, routers=[weight_router(receiver)])
         await service.start()
         await engine.restore()

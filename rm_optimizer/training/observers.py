@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class Observers:
                     f"{option} needs a function that train_reward_model was not given; "
                     f"start the run with rm-opt train, or pass observers=Observers({name}=...)"
                 )
+        if config.publish.url is not None and self.open_publisher is not None:
+            self.open_publisher(config.publish).close()  # a wrong address is told before the model is built
 
 
 def _require_movable_weights(hardware: HardwareConfig) -> None:
@@ -89,7 +92,7 @@ def watching(
         measure = observers.measure_curvature
         callbacks.append(HessianCallback(datamodule, config.training.hessian, config.loss, measure))
     if config.publish.url is not None and observers.open_publisher is not None:
-        callbacks.append(PublishWeights(config.publish, observers.open_publisher))
+        callbacks.append(PublishWeights(config.publish, observers.open_publisher, secrets.token_hex(8)))
     return callbacks
 
 

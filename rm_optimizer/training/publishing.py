@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -18,6 +19,8 @@ from rm_optimizer.schema.publish import OnFailure, PublishConfig, RewardModelTra
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.sharding import is_sharded, whole
 
+RUN_DIGITS = 8
+"""Digits of a run's id that the names of its weights begin with."""
 log = logging.getLogger("rm_optimizer")
 
 
@@ -61,18 +64,22 @@ def require_publishable(config: TrainConfig) -> None:
 
 
 class PublishWeights(pl.Callback):
-    """Publishes the weights every `every_n_steps` optimizer steps and after the last, as version `step-N`.
+    """Publishes the weights every `every_n_steps` optimizer steps and after the last, as version `RUN-step-N`.
 
-    Only the first rank speaks to the server. Optimizers that train and evaluate at different points publish the one
-    they evaluate at. Nothing in the run changes, whether the server takes the weights or not.
+    `RUN` begins with the run's id, so that two runs never publish under one name; what a run publishes after it was
+    resumed has names of its own, as its numbers need not be those of the first time. Only the first rank speaks to the
+    server. Optimizers that train and evaluate at different points publish the one they evaluate at. Nothing in the run
+    changes, whether the server takes the weights or not.
 
     Args:
         config: when, and what a failure does.
         open_publisher: connects to the server; called once, before the first step.
+        run_id: of the run.
     """
 
-    def __init__(self, config: PublishConfig, open_publisher: OpenPublisher) -> None:
+    def __init__(self, config: PublishConfig, open_publisher: OpenPublisher, run_id: str) -> None:
         self.config = config
+        self._run = run_id[:RUN_DIGITS]
         self.open_publisher = open_publisher
         self._publisher: Publisher | None = None
 
@@ -80,6 +87,8 @@ class PublishWeights(pl.Callback):
         """Connect, so that a wrong address is known before an hour of training."""
         if trainer.is_global_zero:
             self._publisher = self.open_publisher(self.config)
+            if trainer.global_step:
+                self._run = f"{self._run}-{secrets.token_hex(2)}"
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -93,7 +102,7 @@ class PublishWeights(pl.Callback):
         try:
             weights = _weights(pl_module.model)
             if self._publisher is not None:
-                self._publish(self._publisher, weights, f"step-{step}")
+                self._publish(self._publisher, weights, self._version(step))
         finally:
             set_train_mode(trainer.optimizers[0], True)
 
@@ -109,6 +118,9 @@ class PublishWeights(pl.Callback):
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+
+    def _version(self, step: int) -> str:
+        return f"{self._run}-step-{step}"
 
     def _publish(self, publisher: Publisher, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> None:
         try:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from rm_optimizer.serving.app import create_app
 from rm_optimizer.serving.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.receiver import WeightReceiver
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_routes import weight_router
@@ -63,7 +64,7 @@ def engine_running(make_engine, *, root: Path | None = None, **options: object) 
     async def build() -> FastAPI:
         state.engine = make_engine()
         state.service = RewardService(state.engine, model_name="rm", **limits)
-        state.receiver = WeightReceiver(state.engine, root=root)
+        state.receiver = WeightReceiver(state.service, root=root, transports=frozenset(Transport))
         app = create_app(state.service, routers=[weight_router(state.receiver)], **options)
         await state.service.start()
         return app

@@ -288,6 +288,26 @@ def test_a_reward_that_is_not_finite_names_the_version_and_ends_readiness(engine
     assert engine.version in error["message"]
 
 
+def test_a_sequence_without_a_finite_reward_is_that_requests_error(engine):
+    with torch.no_grad():
+        engine.worker.model.model.get_input_embeddings().weight[300] = torch.inf
+    start = list(range(5, 45))
+
+    async def conversation(client):
+        poisoned = {"input": [[*start, 300], [*start, 7]]}
+        alone = await client.post("/classify", json={"input": [*start, 7]})
+        both = await asyncio.gather(
+            client.post("/classify", json=poisoned), client.post("/classify", json={"input": [*start, 7]})
+        )
+        return alone, *both, await client.get("/ready")
+
+    alone, broken, beside, ready = talk(engine, conversation)
+    assert broken.json()["error"]["type"] == "NonFiniteScore"
+    assert "sequence 0" in broken.json()["error"]["message"]
+    assert beside.json()["data"][0]["probs"] == pytest.approx(alone.json()["data"][0]["probs"], abs=1e-5)
+    assert ready.status_code == 200
+
+
 def test_every_answer_carries_the_version_of_its_weights(engine, tmp_path):
     model = engine.worker.model.model
     mode = RewardModelTrainingMode.head_only

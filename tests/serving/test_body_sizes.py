@@ -13,6 +13,7 @@ import pytest
 
 from rm_optimizer.serving.protocol import ErrorBody, RewardModelTrainingMode
 from rm_optimizer.serving.receiver import WeightReceiver
+from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 
@@ -109,7 +110,9 @@ def peak_bytes() -> int:
 
 async def refusals(path: str, places: list[Any], size: int) -> list[tuple[float, int, str, str]]:
     """CPU seconds, status, place and kind of each answer."""
-    app = served_without_reader(FakeEngine(), routers=[weight_router(WeightReceiver(FakeEngine()))])
+    app = served_without_reader(
+        FakeEngine(), routers=[weight_router(WeightReceiver(RewardService(FakeEngine(), model_name="rm")))]
+    )
     seen = []
     kinds = wrong_kinds(size)
     async with client_of(app) as client:

@@ -53,6 +53,17 @@ def test_a_window_shorter_than_the_longest_sequence_stands_against_the_cache():
     assert "sliding window" in reuse_obstacle(model_of("mistral", sliding_window=64))
 
 
+def test_a_sequence_that_is_not_finite_leaves_those_in_its_pass_alone():
+    model, rows = model_of("llama"), sequences()
+    expected = one_by_one(model, rows)
+    rows[1] = np.append(rows[1], np.int32(310))
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[310] = torch.inf
+    rewards = Passes(model, 4096, shares=True).rewards(rows)
+    assert not np.isfinite(rewards[1])
+    np.testing.assert_allclose(np.delete(rewards, 1), np.delete(expected, 1), atol=TOLERANCE)
+
+
 def test_equal_sequences_have_one_reward():
     rewards = Passes(model_of("llama"), 256, shares=True).rewards(sequences())
     assert rewards[0] == rewards[-1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,9 +83,15 @@ def margins(scorer, pairs: PreferenceDataset) -> np.ndarray:
     return (chosen - scorer.score([pair.prompt for pair in pairs], [pair.rejected for pair in pairs])).numpy()
 
 
+def step_of(version: str) -> int:
+    run, step = version.split("-step-")
+    assert len(run) == 8
+    return int(step)
+
+
 def evaluated_accuracy(run_dir: Path, version: str) -> float:
     """What the trainer found at that step itself."""
-    folder = run_dir / "evaluations" / f"step-{int(version.removeprefix('step-')):08d}"
+    folder = run_dir / "evaluations" / f"step-{step_of(version):08d}"
     return float(json.loads((folder / "metrics.json").read_text())["accuracy"]["value"])
 
 
@@ -100,8 +108,8 @@ def test_accuracy_through_the_server_is_the_trainers_own_and_the_run_is_unchange
         config = options(tmp_path / "published", *publish)
         recorder = Recorder(open_publisher(config.publish), client)
         run_dir = run_publishing(config, recorder)
-        assert client.version == "step-6"
-    assert list(recorder.margins) == ["step-3", "step-6"]
+        assert client.version == list(recorder.margins)[-1]
+    assert [step_of(version) for version in recorder.margins] == [3, 6]
     for version, found in recorder.margins.items():
         assert float((found > 0).mean()) == pytest.approx(evaluated_accuracy(run_dir, version), abs=1e-9)
     plain = train_reward_model(options(tmp_path / "plain", f"model.path={base}"))
@@ -133,12 +141,12 @@ def test_accuracy_through_the_server_rises_with_the_steps(base, tmp_path):
         recorder = Recorder(open_publisher(config.publish), client)
         run_dir = run_publishing(config, recorder)
     correct = {version: (found > 0).astype(float) for version, found in recorder.margins.items()}
-    assert list(correct) == [f"step-{step}" for step in range(5, 31, 5)]
+    assert [step_of(version) for version in correct] == list(range(5, 31, 5))
     for version, found in correct.items():
         assert found.mean() == pytest.approx(evaluated_accuracy(run_dir, version), abs=1e-9)
     for earlier, later in itertools.pairwise(correct.values()):
         assert rise(earlier, later) > -3  # never falls by more than chance
-    assert rise(correct["step-5"], correct["step-30"]) > 5
+    assert rise(next(iter(correct.values())), list(correct.values())[-1]) > 5
 
 
 def rise(earlier: np.ndarray, later: np.ndarray) -> float:
@@ -154,7 +162,7 @@ def test_what_is_published_is_what_is_evaluated_where_training_has_other_weights
     run_dir = run_publishing(options(tmp_path / "run", *overrides, "schedule=constant"), recorder)
     for version, found in recorder.margins.items():
         assert float((found > 0).mean()) == pytest.approx(evaluated_accuracy(run_dir, version), abs=1e-9)
-    assert recorder.closed == 1
+    assert recorder.closed == 2  # once before the run, once after it
 
 
 def test_a_failure_ends_the_run_or_is_warned_of(base, tmp_path, caplog):
@@ -170,10 +178,26 @@ def test_a_failure_ends_the_run_or_is_warned_of(base, tmp_path, caplog):
 
 def test_only_the_first_rank_connects():
     opened = []
-    callback = PublishWeights(PublishConfig(url="http://server"), lambda options: opened.append(options))
+    callback = PublishWeights(PublishConfig(url="http://server"), lambda options: opened.append(options), "0" * 16)
     for is_first in (False, True):
-        callback.on_train_start(SimpleNamespace(is_global_zero=is_first), SimpleNamespace())
+        callback.on_train_start(SimpleNamespace(is_global_zero=is_first, global_step=0), SimpleNamespace())
         assert len(opened) == int(is_first)
+
+
+def test_a_run_publishes_under_its_own_name_and_under_another_once_it_was_resumed():
+    def published(run_id: str, start: int) -> str:
+        recorder = SimpleNamespace(publish=lambda weights, version: versions.append(version))
+        callback = PublishWeights(PublishConfig(url="http://server", every_n_steps=1), lambda _: recorder, run_id)
+        callback.on_train_start(SimpleNamespace(is_global_zero=True, global_step=start), SimpleNamespace())
+        callback._publish(recorder, {}, callback._version(start + 1))
+        return versions[-1]
+
+    versions: list[str] = []
+    assert published("0123456789abcdef", 0) == "01234567-step-1"
+    assert published("fedcba9876543210", 0) == "fedcba98-step-1"
+    resumed = {published("0123456789abcdef", 1) for _ in range(8)}
+    assert all(re.fullmatch(r"01234567-[0-9a-f]{4}-step-2", version) for version in resumed)
+    assert len(resumed) > 1
 
 
 def test_the_command_wires_the_publisher_where_it_is_asked_for(tmp_path):
@@ -186,9 +210,13 @@ def test_the_command_wires_the_publisher_where_it_is_asked_for(tmp_path):
 
 
 def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
-    config = PublishConfig(url="http://127.0.0.1:9", timeout_seconds=0.2)
-    with pytest.raises(PublishFailed, match=r"publish\.url: .* gave no answer within"):
+    config = PublishConfig(url="http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(PublishFailed, match=r"publish\.url: no server accepts connections at http://127\.0\.0\.1:9"):
         open_publisher(config)
+    assert time.monotonic() - started < 5
+    with pytest.raises(ConfigError, match=r"publish\.url must be a URL"):
+        open_publisher(replace(config, url="http://[::1"))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY, which is not set"):
         open_publisher(replace(config, api_key_env="NO_SUCH_KEY"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rm_optimizer.serving import receiver
 from rm_optimizer.serving.engine import WeightsRefused
 from rm_optimizer.serving.incoming import FromPath, checked_path
 from rm_optimizer.serving.live_weights import tensor_specs
@@ -283,6 +284,54 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
     with pytest.raises(WeightsRefused, match="cannot be written: No space left on device"):
         asyncio.run(FromPath(begin, tmp_path, landing).file())
     assert removed == [landing]
+
+
+def test_no_update_is_taken_before_the_model_was_compared_with_its_certificate(server):
+    service, reader = server.service, server.service._reader
+    begin = announcement(tensors_of(server), transport=Transport.inline)
+    service._reader = None
+    try:
+        answer = send(server, "begin", begin)
+    finally:
+        service._reader = reader
+    assert "no update is taken yet: the model is loading" in refused(answer, 503)
+    assert float(answer.headers["retry-after"]) > 0
+
+
+def test_an_update_of_other_weights_than_those_that_serve_is_refused(server):
+    begin = announcement(tensors_of(server), transport=Transport.inline, base_revision=5)
+    assert "the update follows 5, but" in refused(send(server, "begin", begin), 409)
+
+
+def test_an_update_under_way_keeps_others_out_and_says_for_how_long(server):
+    first, second = (announcement(tensors_of(server), transport=Transport.inline) for _ in range(2))
+    assert send(server, "begin", first).status_code == 200
+    answer = send(server, "begin", second)
+    assert f"update {first['batch_id']} is under way" in refused(answer, 409)
+    assert 1 <= float(answer.headers["retry-after"]) <= 5
+    assert send(server, "abort", {"batch_id": first["batch_id"]}).status_code == 200
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'rm_updates_total{outcome="aborted"}' in metrics
+    assert "rm_update_seconds_count" in metrics
+    assert f"rm_weights_revision {float(status(server)['revision'])}" in metrics
+
+
+def test_a_swap_that_takes_too_long_answers_in_time_and_may_be_asked_for_again(server, monkeypatch):
+    monkeypatch.setattr(receiver, "SWAP_GRACE_SECONDS", 0.2)
+    tensors, path = tensors_of(server), server.root / "slow.safetensors"
+    save_file(tensors, path)
+    begin = announcement(tensors, path=str(path), timeout_seconds=0.3)
+
+    async def slow(revision: int) -> None:
+        await asyncio.sleep(1.0)
+        raise WeightsRefused("its worker was given up")
+
+    monkeypatch.setattr(server.engine, "commit", slow)
+    assert send(server, "begin", begin).status_code == 200
+    answer = send(server, "commit", {"batch_id": begin["batch_id"]})
+    assert "is still being swapped in; ask again" in refused(answer, 503)
+    time.sleep(0.8)
+    assert "given up" in refused(send(server, "commit", {"batch_id": begin["batch_id"]}))
 
 
 def test_new_weights_that_score_otherwise_than_their_sender_are_taken_back(server):

@@ -146,7 +146,7 @@ def killed_at_commit(server, model: BradleyTerryRM, old: str, new: str, delay: f
 def wait_restarted(server, times: int) -> None:
     """Until the worker's death was seen and another one answers."""
     deadline = time.monotonic() + 120
-    while f"rm_worker_restarts {times}" not in httpx.get(f"{server.url}/metrics", timeout=20).text:
+    while f"rm_worker_restarts_total {times}" not in httpx.get(f"{server.url}/metrics", timeout=20).text:
         assert time.monotonic() < deadline, "the worker was not restarted"
         time.sleep(0.05)
     wait_ready(server)

@@ -328,7 +328,7 @@ def test_a_killed_worker_comes_back_with_the_weights_that_were_published(server)
     wait_ready(server)
     print(f"\nvllm: back {time.monotonic() - started:.0f} s after the worker was killed")
     assert served_difference(server, server.model, version) <= PARITY
-    assert "rm_worker_restarts 1.0" in httpx.get(f"{server.url}/metrics", headers=AUTHORIZED).text
+    assert "rm_worker_restarts_total 1.0" in httpx.get(f"{server.url}/metrics", headers=AUTHORIZED).text
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,19 @@ def test_a_name_means_one_model_and_may_be_sent_again(plain):
     assert served_difference(plain, first, version) <= PARITY
 
 
+def test_two_trainers_that_alternate_are_told_of_each_other(plain, caplog):
+    first, second = (create_rm_publisher(plain.url) for _ in range(2))
+    with first, second:
+        first.publish(plain.model, next(names))
+        mine = next(names)
+        first.publish(plain.model, mine)
+        assert "another trainer" not in caplog.text
+        other = next(names)
+        second.publish(plain.model, other)
+        first.publish(plain.model, next(names))
+    assert f"serves weights {other} where {mine} were published" in caplog.text
+
+
 def test_a_mode_that_does_not_fit_is_refused_and_says_why(plain):
     before = plain.client.score_versioned(PROMPTS, RESPONSES)
     adapted = BradleyTerryRM.from_pretrained(plain.checkpoint)
@@ -149,15 +162,18 @@ def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as sender:
         assert sender.stdout is not None
         assert sender.stdout.readline() == "half\n"
-        with create_rm_publisher(plain.url) as publisher, pytest.raises(PublishFailed, match="half is under way"):
-            publisher.publish(plain.model, "second")
         sender.kill()
-    deadline = time.monotonic() + 15
-    while httpx.get(f"{plain.url}/rm/weights/status").json()["active"] and time.monotonic() < deadline:
-        assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    assert httpx.get(f"{plain.url}/rm/weights/status").json()["active"] == "half"
+    hasty = create_rm_publisher(plain.url, timeout_seconds=1)
+    with hasty, pytest.raises(PublishFailed, match="half is under way"):
+        hasty.publish(plain.model, "hasty")
+    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    version = next(names)
+    with create_rm_publisher(plain.url) as publisher:
+        publisher.publish(plain.model, version)  # waits for the dead trainer's time to pass
+    assert served_difference(plain, plain.model, version) <= PARITY
     status = httpx.get(f"{plain.url}/rm/weights/status", params={"batch_id": "half"}).json()
     assert (status["active"], status["outcome"]["status"]) == (None, "aborted")
-    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
     version = next(names)
     with create_rm_publisher(plain.url, mode="full", transport="gloo") as publisher:
         publisher.publish(plain.model, version)
