@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def watching(
         measure = observers.measure_curvature
         callbacks.append(HessianCallback(datamodule, config.training.hessian, config.loss, measure))
     if config.publish.url is not None and observers.open_publisher is not None:
-        callbacks.append(PublishWeights(config.publish, observers.open_publisher, secrets.token_hex(8)))
+        callbacks.append(PublishWeights(config.publish, observers.open_publisher))
     return callbacks
 
 

@@ -17,6 +17,7 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.publish import OnFailure, PublishConfig, RewardModelTrainingMode
 from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.run_record import RunRecord
 from rm_optimizer.training.sharding import is_sharded, whole
 
 RUN_DIGITS = 8
@@ -74,21 +75,21 @@ class PublishWeights(pl.Callback):
     Args:
         config: when, and what a failure does.
         open_publisher: connects to the server; called once, before the first step.
-        run_id: of the run.
     """
 
-    def __init__(self, config: PublishConfig, open_publisher: OpenPublisher, run_id: str) -> None:
+    def __init__(self, config: PublishConfig, open_publisher: OpenPublisher) -> None:
         self.config = config
-        self._run = run_id[:RUN_DIGITS]
+        self._run = ""
         self.open_publisher = open_publisher
         self._publisher: Publisher | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Connect, so that a wrong address is known before an hour of training."""
         if trainer.is_global_zero:
+            record = pl_module.record
+            assert isinstance(record, RunRecord), "a run has a record before its first step"
+            self._run = run_name(record.run_id, trainer.global_step)
             self._publisher = self.open_publisher(self.config)
-            if trainer.global_step:
-                self._run = f"{self._run}-{secrets.token_hex(2)}"
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -102,7 +103,7 @@ class PublishWeights(pl.Callback):
         try:
             weights = _weights(pl_module.model)
             if self._publisher is not None:
-                self._publish(self._publisher, weights, self._version(step))
+                self._publish(self._publisher, weights, f"{self._run}-step-{step}")
         finally:
             set_train_mode(trainer.optimizers[0], True)
 
@@ -119,9 +120,6 @@ class PublishWeights(pl.Callback):
             self._publisher.close()
             self._publisher = None
 
-    def _version(self, step: int) -> str:
-        return f"{self._run}-step-{step}"
-
     def _publish(self, publisher: Publisher, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> None:
         try:
             publisher.publish(weights, version)
@@ -129,6 +127,16 @@ class PublishWeights(pl.Callback):
             if self.config.on_failure is OnFailure.error:
                 raise
             log.warning("%s; training goes on (publish.on_failure=warn)", error)
+
+
+def run_name(run_id: str, first_step: int) -> str:
+    """Beginning of the names of a run's versions; each time that the run is resumed, another one.
+
+    Args:
+        run_id: of the run.
+        first_step: steps done before; 0 where the run was not resumed.
+    """
+    return run_id[:RUN_DIGITS] + (f"-{secrets.token_hex(2)}" if first_step else "")
 
 
 def _weights(model: BradleyTerryRM) -> BradleyTerryRM | Mapping[str, Tensor]:

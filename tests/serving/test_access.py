@@ -15,13 +15,14 @@ from rm_optimizer.serving.connections import ConnectionLimits, report_lack_of_fi
 from rm_optimizer.serving.metrics import ServerMetrics
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.receiver import WeightReceiver
+from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 from tests.serving.running import app_running
 
 
 def application(**options: object):
-    routers = [weight_router(WeightReceiver(FakeEngine()))]
+    routers = [weight_router(WeightReceiver(RewardService(FakeEngine(), model_name="rm")))]
     return served_without_reader(FakeEngine(), routers=routers, **options)
 
 

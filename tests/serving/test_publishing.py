@@ -28,7 +28,8 @@ from rm_optimizer.serving.publisher import PublishFailed, open_publisher
 from rm_optimizer.train import observers
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.observers import Observers
-from rm_optimizer.training.publishing import PublishWeights
+from rm_optimizer.training.publishing import PublishWeights, run_name
+from rm_optimizer.training.run_record import RunRecord
 from rm_optimizer.training.streaming import load_data
 from tests.serving.running import serve_process
 
@@ -178,25 +179,18 @@ def test_a_failure_ends_the_run_or_is_warned_of(base, tmp_path, caplog):
 
 def test_only_the_first_rank_connects():
     opened = []
-    callback = PublishWeights(PublishConfig(url="http://server"), lambda options: opened.append(options), "0" * 16)
+    callback = PublishWeights(PublishConfig(url="http://server"), lambda options: opened.append(options))
+    record = RunRecord(run_id="0" * 16, train_fingerprint="", val_fingerprint="", num_steps=1, options={})
     for is_first in (False, True):
-        callback.on_train_start(SimpleNamespace(is_global_zero=is_first, global_step=0), SimpleNamespace())
+        trainer = SimpleNamespace(is_global_zero=is_first, global_step=0)
+        callback.on_train_start(trainer, SimpleNamespace(record=record))
         assert len(opened) == int(is_first)
 
 
 def test_a_run_publishes_under_its_own_name_and_under_another_once_it_was_resumed():
-    def published(run_id: str, start: int) -> str:
-        recorder = SimpleNamespace(publish=lambda weights, version: versions.append(version))
-        callback = PublishWeights(PublishConfig(url="http://server", every_n_steps=1), lambda _: recorder, run_id)
-        callback.on_train_start(SimpleNamespace(is_global_zero=True, global_step=start), SimpleNamespace())
-        callback._publish(recorder, {}, callback._version(start + 1))
-        return versions[-1]
-
-    versions: list[str] = []
-    assert published("0123456789abcdef", 0) == "01234567-step-1"
-    assert published("fedcba9876543210", 0) == "fedcba98-step-1"
-    resumed = {published("0123456789abcdef", 1) for _ in range(8)}
-    assert all(re.fullmatch(r"01234567-[0-9a-f]{4}-step-2", version) for version in resumed)
+    assert run_name("0123456789abcdef", 0) == "01234567"
+    resumed = {run_name("0123456789abcdef", 50) for _ in range(8)}
+    assert all(re.fullmatch(r"01234567-[0-9a-f]{4}", name) for name in resumed)
     assert len(resumed) > 1
 
 
