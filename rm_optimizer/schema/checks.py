@@ -19,6 +19,18 @@ def require(condition: bool, option: str, expected: str, got: object) -> None:
         raise ConfigError(f"{option} must {expected}, got {got}")
 
 
+def require_key(option: str, key: str) -> None:
+    """Raise unless a key can be sent in a header; the key itself is not printed.
+
+    Raises:
+        ConfigError: if it is empty, or holds blanks or other than ASCII characters.
+    """
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise ConfigError(
+            f"{option} must be ASCII characters without blanks, as it is sent in a header; choose another"
+        )
+
+
 def require_in(option: str, value: object, interval: str) -> None:
     """Raise unless a number lies in an interval; NaN lies in none.
 

@@ -13,8 +13,9 @@ _HOME = {
     "RMPublisherAdapter": "rm_optimizer.serving.publisher",
     "RewardClient": "rm_optimizer.serving.client",
     "create_rm_publisher": "rm_optimizer.serving.publisher",
+    "trl_reward": "rm_optimizer.serving.trl_reward",
 }
-__all__ = ["AsyncRewardClient", "RMPublisherAdapter", "RewardClient", "create_rm_publisher"]
+__all__ = ["AsyncRewardClient", "RMPublisherAdapter", "RewardClient", "create_rm_publisher", "trl_reward"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +20,54 @@ from rm_optimizer.serving.client_requests import ConversationForm, Form, TokenFo
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.handshake import ServerIdentity, shake_hands
 from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
-from rm_optimizer.serving.retries import (
-    RETRIED_STATUSES,
-    Deadline,
-    RewardServerRefused,
-    broken,
-    is_loopback,
-    refusal,
-    retry_after,
-)
+from rm_optimizer.serving.retries import Deadline, RewardServerRefused, WrongVersion, bearer, is_loopback
+
+
+@dataclass(frozen=True)
+class ClientArguments:
+    """What a client is made of, by which a copy in another process is made.
+
+    Args:
+        url: of the server.
+        renderer: of the model that is served.
+        api_key: sent as a bearer token.
+        timeout_seconds: of a whole call.
+        concurrency: requests open at once.
+        transport: replaces the network.
+    """
+
+    url: str
+    renderer: ConversationRenderer | None
+    api_key: str | None
+    timeout_seconds: float
+    concurrency: int
+    transport: httpx.AsyncBaseTransport | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Session:
+    """Connections, which belong to one process and one event loop."""
+
+    where: tuple[int, asyncio.AbstractEventLoop]
+    http: httpx.AsyncClient
+    slots: asyncio.Semaphore
+    connecting: asyncio.Lock
+
+    @classmethod
+    def opened(cls, where: tuple[int, asyncio.AbstractEventLoop], arguments: ClientArguments) -> _Session:
+        count = arguments.concurrency
+        http = httpx.AsyncClient(
+            headers=bearer(arguments.api_key),
+            limits=httpx.Limits(max_connections=count, max_keepalive_connections=count),
+            transport=arguments.transport,
+            trust_env=not is_loopback(arguments.url),
+        )
+        return cls(where, http, asyncio.Semaphore(count), asyncio.Lock())
+
+
+def _remade(kind: type[Any], arguments: ClientArguments) -> Any:
+    """The client of these arguments, in the process that unpickles it."""
+    return kind(**vars(arguments))
 
 
 class AsyncRewardClient:
@@ -54,19 +95,24 @@ class AsyncRewardClient:
         concurrency: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self._arguments = ClientArguments(url, renderer, api_key, timeout_seconds, concurrency, transport)
         self.url = url.rstrip("/")
         self.renderer = renderer
         self.timeout_seconds = timeout_seconds
         self._form: Form = TokenForm() if renderer is not None else ConversationForm()
-        self._slots = asyncio.Semaphore(concurrency)
-        self._connecting = asyncio.Lock()
         self._identity: ServerIdentity | None = None
-        self._http = httpx.AsyncClient(
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            transport=transport,
-            trust_env=not is_loopback(self.url),
-        )
+        self._sessions: list[_Session] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments; the copy connects by itself."""
+        return _remade, (type(self), self._arguments)
+
+    def _session(self) -> _Session:
+        """The session of this process and its running loop; those of others, after a fork say, are left alone."""
+        here = os.getpid(), asyncio.get_running_loop()
+        if not self._sessions or self._sessions[-1].where != here:
+            self._sessions.append(_Session.opened(here, self._arguments))
+        return self._sessions[-1]
 
     async def __aenter__(self) -> AsyncRewardClient:
         await self.connect()
@@ -79,7 +125,8 @@ class AsyncRewardClient:
 
     async def close(self) -> None:
         """Close the session."""
-        await self._http.aclose()
+        if self._sessions:
+            await self._session().http.aclose()
 
     async def connect(self) -> ServerIdentity:
         """Verify the server, once; every other call does it first.
@@ -88,7 +135,7 @@ class AsyncRewardClient:
             HandshakeFailed: if its rewards are not raw, or it reads conversations otherwise.
             RewardServerUnavailable: if it does not answer in time.
         """
-        async with self._connecting:
+        async with self._session().connecting:
             if self._identity is None:
                 self._identity = await shake_hands(self, self.renderer, Deadline(self.url, self.timeout_seconds))
             return self._identity
@@ -112,11 +159,27 @@ class AsyncRewardClient:
         first, second = (await self.score_versioned([prompt, prompt], [response_a, response_b])).rewards
         return first - second
 
-    async def score_versioned(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
+    async def score_versioned(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
+    ) -> ScoredBatch:
         """Rewards as `score` gives them, and the version of the weights that computed every one of them.
 
         A call that needs several requests asks those again that were answered before new weights came.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+            expect_version: the weights that must answer; None takes any.
+
+        Raises:
+            WrongVersion: if other weights answered, as those of a server that was started again.
         """
+        scored = await self._score(prompts, responses)
+        if expect_version not in (None, scored.version):
+            raise WrongVersion(f"expected rewards of weights {expect_version} from {self.url}, got {scored.version}")
+        return scored
+
+    async def _score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
         if len(prompts) != len(responses):
             raise ValueError(
                 f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
@@ -194,20 +257,17 @@ class AsyncRewardClient:
             RewardServerRefused: if the server refuses.
         """
         while True:
-            wait = None
+            session = self._session()
+            got: httpx.Response | httpx.HTTPError
             try:
-                async with self._slots:
-                    response = await self._http.request(method, self.url + path, timeout=deadline.timeout(), **content)
+                async with session.slots:
+                    got = await session.http.request(method, self.url + path, timeout=deadline.timeout(), **content)
             except httpx.HTTPError as error:
-                reason = broken(error, self.url + path)
-            else:
-                if response.is_success:
-                    return response
-                failure = refusal(response)
-                if response.status_code not in RETRIED_STATUSES:
-                    raise failure
-                reason, wait = str(failure), retry_after(response)
-            await asyncio.sleep(deadline.pause(reason, wait))
+                got = error
+            judged = deadline.judge(got, self.url + path)
+            if isinstance(judged, httpx.Response):
+                return judged
+            await asyncio.sleep(judged)
 
     async def _ask_all(self, asked: list[list[Any]], model: str, deadline: Deadline) -> list[ScoredBatch]:
         """All requests at once, as far as there are slots; the first failure ends the others."""

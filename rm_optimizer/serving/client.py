@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,9 +15,14 @@ from torch import Tensor
 
 from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.serving.async_client import AsyncRewardClient
+from rm_optimizer.serving.async_client import AsyncRewardClient, ClientArguments
 from rm_optimizer.serving.engine import ScoredBatch
+from rm_optimizer.serving.retries import RewardServerUnavailable
 
+SLACK_SECONDS = 10.0
+"""Time past its own that a call is waited for."""
+CALLS = 2
+"""Calls with a time of their own that one call makes at most: the handshake, and what was asked."""
 T = TypeVar("T")
 
 
@@ -48,27 +54,27 @@ class RewardClient:
         concurrency: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rm-client", daemon=True)
-        self._thread.start()
-        self._client = AsyncRewardClient(
-            url,
-            renderer=renderer,
-            api_key=api_key,
-            timeout_seconds=timeout_seconds,
-            concurrency=concurrency,
-            transport=transport,
-        )
+        self._arguments = ClientArguments(url, renderer, api_key, timeout_seconds, concurrency, transport)
+        self._lock = threading.Lock()
+        self._threads: list[_LoopThread] = []
         try:
-            self._run(self._client.connect())
+            self._run(lambda client: client.connect())
         except BaseException:
             self.close()
             raise
 
+    def __getstate__(self) -> ClientArguments:
+        """Pickle the arguments; the copy connects when it is first used."""
+        return self._arguments
+
+    def __setstate__(self, arguments: ClientArguments) -> None:
+        """Take the arguments of another process' client."""
+        self._arguments, self._lock, self._threads = arguments, threading.Lock(), []
+
     @property
     def version(self) -> str:
         """Of the weights that answer now, asked of the server."""
-        return self._run(self._client.version())
+        return self._run(lambda client: client.version())
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
         """Rewards of the responses, float32 on the CPU, in the order given, all of one version of the weights.
@@ -82,23 +88,31 @@ class RewardClient:
             RewardServerUnavailable: if the server does not answer in time.
             RewardServerRefused: if it refuses the request.
         """
-        return self._run(self._client.score(prompts, responses))
+        return self._run(lambda client: client.score(prompts, responses))
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
         """Margin: reward of `response_a` less that of `response_b`."""
-        return self._run(self._client.score_pair(prompt, response_a, response_b))
+        return self._run(lambda client: client.score_pair(prompt, response_a, response_b))
 
-    def score_versioned(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
-        """Rewards as `score` gives them, and the version of the weights that computed every one of them."""
-        return self._run(self._client.score_versioned(prompts, responses))
+    def score_versioned(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
+    ) -> ScoredBatch:
+        """Rewards as `score` gives them, and the version of the weights that computed every one of them.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+            expect_version: the weights that must answer; None takes any.
+
+        Raises:
+            WrongVersion: if other weights answered.
+        """
+        return self._run(lambda client: client.score_versioned(prompts, responses, expect_version=expect_version))
 
     def close(self) -> None:
         """Close the session; a second call does nothing."""
-        if not self._loop.is_closed():
-            self._run(self._client.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        for thread in self._threads:
+            thread.close()
 
     def __enter__(self) -> RewardClient:
         return self
@@ -108,10 +122,39 @@ class RewardClient:
     ) -> None:
         self.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _run(self, work: Callable[[AsyncRewardClient], Coroutine[Any, Any, T]]) -> T:
+        with self._lock:
+            if not self._threads or self._threads[-1].pid != os.getpid():  # threads do not survive a fork
+                self._threads.append(_LoopThread(self._arguments))
+        return self._threads[-1].run(work)
+
+
+class _LoopThread:
+    """An event loop in a thread of this process, and the client that lives on it."""
+
+    def __init__(self, arguments: ClientArguments) -> None:
+        self.pid = os.getpid()
+        self._seconds = arguments.timeout_seconds
+        self._url = arguments.url
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rm-client", daemon=True)
+        self._thread.start()
+        self._client = AsyncRewardClient(**vars(arguments))
+
+    def run(self, work: Callable[[AsyncRewardClient], Coroutine[Any, Any, T]]) -> T:
+        """Do it on the loop, and wait no longer than the calls that it makes."""
+        future = asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+            return future.result(CALLS * self._seconds + SLACK_SECONDS)
+        except TimeoutError as error:
+            raise RewardServerUnavailable(f"{self._url} gave no answer within {self._seconds:g} s") from error
+        finally:
+            future.cancel()  # of no effect once it is done
+
+    def close(self) -> None:
+        """Close the session and end the thread, in the process that has it."""
+        if self.pid == os.getpid() and not self._loop.is_closed():
+            self.run(lambda client: client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

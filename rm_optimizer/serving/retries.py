@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.protocol import ErrorBody
 
 try:
@@ -45,6 +48,22 @@ class RewardServerRefused(RMOptimizerError):
         self.kind = kind
 
 
+class WrongVersion(RMOptimizerError):
+    """Other weights answered than the caller expects."""
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The header that brings the key.
+
+    Raises:
+        ConfigError: if no header can carry the key.
+    """
+    if api_key is None:
+        return {}
+    require_key("api_key", api_key)
+    return {"Authorization": f"Bearer {api_key}"}
+
+
 def broken(error: httpx.HTTPError, url: str) -> str:
     """Why a request got no answer, in words, where it may be sent again.
 
@@ -81,6 +100,32 @@ class Deadline:
         """For one attempt."""
         return httpx.Timeout(self.left, connect=min(self.left, CONNECT_SECONDS))
 
+    def judge(
+        self,
+        got: httpx.Response | httpx.HTTPError,
+        url: str,
+        is_retried: Callable[[httpx.Response], bool] = lambda answer: answer.status_code in RETRIED_STATUSES,
+    ) -> httpx.Response | float:
+        """The answer if it is a success, else the seconds until the same request may be sent again.
+
+        Args:
+            got: answer to one attempt, or why there is none.
+            url: that was asked.
+            is_retried: whether the same request may succeed after a refusal.
+
+        Raises:
+            RewardServerRefused: if the server refuses, and would again.
+            RewardServerUnavailable: if there is no time for another attempt, or it might be answered twice.
+        """
+        if isinstance(got, httpx.HTTPError):
+            return self.pause(broken(got, url))
+        if got.is_success:
+            return got
+        failure = refusal(got)
+        if not is_retried(got):
+            raise failure
+        return self.pause(str(failure), retry_after(got))
+
     def pause(self, reason: str, least: float | None = None) -> float:
         """Seconds until the next attempt.
 
@@ -99,10 +144,15 @@ class Deadline:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Seconds that an answer asks to wait; None where it says nothing readable."""
+    """Seconds that an answer asks to wait, as a number or a date; None where it says nothing readable."""
+    text = response.headers.get("retry-after", "")
     try:
-        return max(0.0, float(response.headers.get("retry-after", "")))
+        return max(0.0, float(text))
     except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError):
         return None
 
 

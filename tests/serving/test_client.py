@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
+import signal
 import threading
+import time
+import warnings
 from collections.abc import Callable
+from email.utils import formatdate
 
 import httpx
 import pytest
@@ -11,12 +17,14 @@ import torch
 
 from rm_optimizer.core.base import Message, Scorer
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.serving.async_client import AsyncRewardClient
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.client_requests import ConversationForm, WrongAnswer
 from rm_optimizer.serving.handshake import HandshakeFailed
 from rm_optimizer.serving.protocol import sigmoid
-from rm_optimizer.serving.retries import RewardServerRefused, RewardServerUnavailable
+from rm_optimizer.serving.retries import RewardServerRefused, RewardServerUnavailable, WrongVersion, retry_after
+from rm_optimizer.serving.trl_reward import trl_reward
 from tests.core.tiny_models import decoder_tokenizer
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
@@ -366,3 +374,89 @@ def test_a_client_scores_as_the_model_it_is_served(tmp_path):
             with RewardClient(server.url, renderer=renderer, api_key="secret") as client:
                 assert torch.allclose(client.score(prompts, responses), expected, atol=1e-4, rtol=0)
                 assert client.version == server.engine.version
+                copy = pickle.loads(pickle.dumps(client))
+                assert torch.allclose(copy.score(prompts, responses), expected, atol=1e-4, rtol=0)
+                copy.close()
+        alone = AsyncRewardClient(server.url, renderer=model.renderer, api_key="secret")
+        assert asyncio.run(scored_once(pickle.loads(pickle.dumps(alone)))) == pytest.approx(expected[:1].tolist())
+
+
+async def scored_once(client: AsyncRewardClient) -> list[float]:
+    async with client:
+        return (await client.score(["Hi"], ["Hello."])).tolist()
+
+
+def in_a_fork(work: Callable[[], bool]) -> int:
+    """Exit status of a child that does it; a child that hangs is killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads, as trainers have
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_client_answers_in_a_forked_process_and_in_its_parent(stub, renderer, expected):
+    with connected(stub, renderer=renderer) as client:
+        assert in_a_fork(lambda: torch.equal(client.score(PROMPTS, RESPONSES), expected)) == 0
+        assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+
+
+def test_an_asynchronous_client_answers_on_every_loop_and_in_every_process(stub, renderer, expected):
+    client = AsyncRewardClient("http://stub", renderer=renderer, transport=httpx.MockTransport(stub), concurrency=1)
+
+    async def two() -> bool:
+        parts = await asyncio.gather(*(client.score(PROMPTS, RESPONSES) for _ in range(2)))
+        return all(torch.equal(part, expected) for part in parts)
+
+    assert asyncio.run(two())
+    assert asyncio.run(two())
+    assert in_a_fork(lambda: asyncio.run(two())) == 0
+
+
+def test_a_call_is_not_waited_for_longer_than_its_time(stub, renderer, monkeypatch):
+    monkeypatch.setattr("rm_optimizer.serving.client.SLACK_SECONDS", 0.1)
+    with connected(stub, renderer=renderer, timeout_seconds=0.2) as client:
+        stub.pause = 30.0
+        monkeypatch.setattr("rm_optimizer.serving.retries.Deadline.timeout", lambda self: httpx.Timeout(60))
+        with pytest.raises(RewardServerUnavailable, match=r"no answer within 0\.2 s"):
+            client.score(PROMPTS, RESPONSES)
+
+
+def test_retry_after_may_be_a_date():
+    soon = formatdate(time.time() + 30, usegmt=True)
+    assert 25 < (retry_after(failure(503, **{"retry-after": soon})) or 0) <= 30
+    assert retry_after(failure(503, **{"retry-after": "soon"})) is None
+
+
+def test_other_weights_than_expected_are_an_error(stub, renderer):
+    with connected(stub, renderer=renderer) as client:
+        assert client.score_versioned(PROMPTS, RESPONSES, expect_version="v1").version == "v1"
+        with pytest.raises(WrongVersion, match="expected rewards of weights v2 from http://stub, got v1"):
+            client.score_versioned(PROMPTS, RESPONSES, expect_version="v2")
+
+
+@pytest.mark.parametrize("key", ["", " secret", "se cret", "clé", "secret\n"])
+def test_a_key_that_no_header_carries_is_refused(stub, renderer, key):
+    with pytest.raises(ConfigError, match="api_key must be ASCII characters without blanks"):
+        connected(stub, renderer=renderer, api_key=key)
+
+
+def test_trl_gets_rewards_of_texts_and_of_messages(stub, renderer, expected):
+    with connected(stub, renderer=renderer) as client:
+        reward = trl_reward(client, name="helpful")
+        assert reward.__name__ == "helpful"
+        assert reward(prompts=PROMPTS, completions=RESPONSES, completion_ids=[[1]], step=3) == expected.tolist()
+        prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+        completions = [[{"role": "assistant", "content": text}] for text in RESPONSES]
+        assert reward(prompts=prompts, completions=completions) == expected.tolist()
+        turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+        longer = reward(prompts=prompts[:1], completions=[turns + completions[0]])
+        before = (Message("user", PROMPTS[0]), Message("assistant", "a"), Message("user", "b"))
+        assert longer == client.score([before], RESPONSES[:1]).tolist()
+        with pytest.raises(ValueError, match="must end with a message of the assistant"):
+            reward(prompts=prompts[:1], completions=[turns])
