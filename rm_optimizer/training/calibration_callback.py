@@ -12,6 +12,7 @@ from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.schema.config import CalibrationConfig
 from rm_optimizer.training.callbacks import Evaluation
 from rm_optimizer.training.disk import writing
+from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.log_media import log_figure
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
@@ -56,7 +57,8 @@ class CalibrationCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the calibration of the evaluation that this step brought, if it is one to take."""
-        self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == trainer.max_steps)
+        assert isinstance(pl_module, RewardModelLightning)
+        self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
 
     def _log_if_due(self, trainer: pl.Trainer, *, is_last: bool) -> None:
         latest, step = self.evaluation.latest, trainer.global_step

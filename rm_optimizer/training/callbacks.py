@@ -6,6 +6,7 @@ import logging
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import RichProgressBar
 
 from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.optim import set_train_mode
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.schema import TrainingConfig
 from rm_optimizer.schema.monitors import better_mode
 from rm_optimizer.training.best import BestSoFar
@@ -21,10 +23,11 @@ from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, pru
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.disk import writing
 from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.evaluate import PairRewards, metrics_of, write_evaluation
+from rm_optimizer.training.evaluate import PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.log_media import log_histogram
+from rm_optimizer.training.progress import ProgressLines
 from rm_optimizer.training.resume import random_states, set_random_states
 
 log = logging.getLogger("rm_optimizer")
@@ -75,13 +78,23 @@ class Evaluation(pl.Callback):
         self.latest: Evaluated | None = None
         self.stopped_early = False
         self.seconds = 0.0
+        self.missed = False
+        self.stop = StopSignal()
+        self.lines: ProgressLines | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Evaluate the untrained model, once; end a resumed run that had stopped early already."""
-        if trainer.global_step == 0 and self.config.eval_at_start:
-            self._evaluate(trainer, pl_module)
+        """Evaluate the untrained model, once, or make up for the evaluation in which the run was stopped.
+
+        A resumed run that had stopped early already, or taken its last step, ends.
+        """
+        assert isinstance(pl_module, RewardModelLightning)
+        self.stop.arm()  # Lightning has put in handlers of its own, which end a run on SIGTERM without a word
         if not (path := self.run_dir / FOLDER / BEST).is_file() and self.best.forget():
             log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
+        if self.missed or (trainer.global_step == 0 and self.config.eval_at_start):
+            self._evaluate(trainer, pl_module)
+        if trainer.global_step >= pl_module.num_steps:
+            trainer.should_stop = True
         self._stop_if_stale(trainer)
 
     def on_train_batch_end(
@@ -99,16 +112,29 @@ class Evaluation(pl.Callback):
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RewardModelLightning)
         started = time.perf_counter()
-        set_train_mode(trainer.optimizers[0], False)
-        try:
-            self._evaluate_weights(trainer, pl_module)
-        finally:
-            set_train_mode(trainer.optimizers[0], True)
+        with evaluation_weights(trainer.optimizers[0]):
+            try:
+                self._evaluate_weights(trainer, pl_module)
+                self.missed = False
+            except ScoringStopped:
+                self.missed = True
         self.seconds += time.perf_counter() - started
+
+    def rewards(self, model: BradleyTerryRM) -> PairRewards:
+        """Rewards of the validation pairs, with lines of progress where the run has them.
+
+        Raises:
+            ScoringStopped: if the run is asked to stop.
+        """
+        return self.datamodule.score_validation(
+            model,
+            after_batch=None if self.lines is None else partial(self.lines.evaluated, len(self.datamodule.val_tokens)),
+            should_stop=lambda: self.stop.requested,
+        )
 
     def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RewardModelLightning) -> None:
         step = trainer.global_step
-        rewards = self.datamodule.score_validation(pl_module.model)
+        rewards = self.rewards(pl_module.model)
         require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
         metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
@@ -143,13 +169,15 @@ class Evaluation(pl.Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, for a resumed run."""
-        return {name: getattr(self.best, name) for name in ("value", "step", "reference", "stale")}
+        """The best value so far, for a resumed run, and whether the evaluation of this step is still to be made."""
+        best = {name: getattr(self.best, name) for name in ("value", "step", "reference", "stale")}
+        return best | {"missed": self.missed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best value so far."""
-        for name, value in state_dict.items():
-            setattr(self.best, name, value)
+        self.missed = state_dict.get("missed", False)
+        for name in state_dict.keys() - {"missed"}:
+            setattr(self.best, name, state_dict[name])
 
 
 class StepProgress(RichProgressBar):
@@ -170,7 +198,7 @@ class StepProgress(RichProgressBar):
 
 
 class Checkpoints(pl.Callback):
-    """Saves a checkpoint every `every` steps, and once more when a stop is requested.
+    """Saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
 
     Args:
         run_dir: the run folder.
@@ -187,10 +215,11 @@ class Checkpoints(pl.Callback):
         self._random_states: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take signals back from Lightning, which would end the run on SIGTERM without a word; restore generators."""
-        self.stop.arm()
+        """Restore generators; end a run that was asked to stop in the evaluation before its first step."""
         if self._random_states is not None:
             set_random_states(self._random_states)
+        if self._stops(trainer):
+            self._save(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The random generators' states on every rank."""
@@ -206,13 +235,19 @@ class Checkpoints(pl.Callback):
         """Save when due; end the run when asked to."""
         assert isinstance(pl_module, RewardModelLightning)
         step = trainer.global_step
-        # A signal may reach one process alone, or reach them at different steps; all must stop at one.
+        if self._stops(trainer) or step % self.every == 0 or step == pl_module.num_steps:
+            self._save(trainer, pl_module)
+
+    def _stops(self, trainer: pl.Trainer) -> bool:
+        """Whether any process was asked to stop; a signal may reach one alone, or reach them at different steps."""
         self.stop.requested = trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False)
-        if self.stop.requested:
-            trainer.should_stop = True
-        if self.stop.requested or step % self.every == 0:
-            path = checkpoint_path(self.run_dir, step)
-            with writing(path, first_in=TEMPORARY):
-                pl_module.last_checkpoint = save_checkpoint(trainer, path)
-            if trainer.is_global_zero:
-                prune(self.run_dir, self.keep)
+        trainer.should_stop = trainer.should_stop or self.stop.requested
+        return self.stop.requested
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RewardModelLightning)
+        path = checkpoint_path(self.run_dir, trainer.global_step)
+        with writing(path, first_in=TEMPORARY):
+            pl_module.last_checkpoint = save_checkpoint(trainer, path)
+        if trainer.is_global_zero:
+            prune(self.run_dir, self.keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,22 @@ class PreferenceDataModule(pl.LightningDataModule):
             pin_memory=self.pin_memory,
         )
 
-    def score_validation(self, model: BradleyTerryRM) -> PairRewards:
-        """Rewards of all validation pairs."""
+    def score_validation(
+        self,
+        model: BradleyTerryRM,
+        *,
+        after_batch: Callable[[int], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> PairRewards:
+        """Rewards of all validation pairs; the callables are those of `score_pairs`."""
         return score_pairs(
             model,
             self.val_tokens,
             self.data.val,
             token_budget=self.batching.eval_token_budget,
             prefix_sharing=self.shares_prefixes,
+            after_batch=after_batch,
+            should_stop=should_stop,
         )
 
     def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:

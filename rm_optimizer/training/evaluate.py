@@ -54,6 +54,10 @@ class PairRewards:
         return self.chosen - self.rejected
 
 
+class ScoringStopped(Exception):
+    """Scoring ended before its last pair, because it was asked to."""
+
+
 def score_pairs(
     model: BradleyTerryRM,
     tokenized: TokenizedPairs,
@@ -62,6 +66,7 @@ def score_pairs(
     token_budget: int,
     prefix_sharing: bool,
     after_batch: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> PairRewards:
     """Rewards of all tokenised pairs, computed once over all ranks and equal on each of them.
 
@@ -72,12 +77,16 @@ def score_pairs(
         token_budget: tokens, padding included, of one pass.
         prefix_sharing: compute each prompt once for both responses.
         after_batch: called with the pairs done so far on this rank.
+        should_stop: asked before each pass; where it is true on any rank, all of them stop.
+
+    Raises:
+        ScoringStopped: if `should_stop` was true.
     """
     rank, world_size = _rank_and_world()
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     was_training = model.training
     model.eval()
-    done = 0
+    done, stopped = 0, False
     batches = evaluation_batches(
         tokenized,
         dataset,
@@ -90,6 +99,8 @@ def score_pairs(
     # FSDP2 keeps the tensors that it gathers into; made in inference mode, they could not be trained on.
     with torch.no_grad() if is_sharded(model) else torch.inference_mode():
         for batch, is_ours in _passes(model, batches):
+            if should_stop is not None and (stopped := _stops(model, should_stop())):
+                break
             moved = batch.to(model.device)
             rewards = model.rewards_of(moved)
             if not is_ours:
@@ -99,7 +110,12 @@ def score_pairs(
             if after_batch is not None:
                 after_batch(done)
     model.train(was_training)
-    return _gathered(parts, world_size)
+    return _gathered(parts, world_size, stopped=stopped)
+
+
+def _stops(model: BradleyTerryRM, requested: bool) -> bool:
+    """Whether to stop before this pass; under FSDP2, whose ranks pass together, if any of them is asked to."""
+    return bool(most_over_ranks(int(requested), model.device)) if is_sharded(model) else requested
 
 
 def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
@@ -116,13 +132,16 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: int) -> PairRewards:
+def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: int, *, stopped: bool) -> PairRewards:
     index = torch.cat([part[0] for part in parts]) if parts else torch.empty(0, dtype=torch.int64)
     rewards = torch.cat([part[1] for part in parts]) if parts else torch.empty(0, 2, dtype=torch.float64)
     if world_size > 1:
         shares: list[Any] = [None] * world_size
-        distributed.all_gather_object(shares, (index, rewards))
+        distributed.all_gather_object(shares, (index, rewards, stopped))
+        stopped = any(share[2] for share in shares)
         index, rewards = (torch.cat([share[side] for share in shares]) for side in (0, 1))
+    if stopped:
+        raise ScoringStopped
     order = torch.argsort(index)
     table = rewards[order].numpy()
     return PairRewards(table[:, 0].copy(), table[:, 1].copy(), index[order].numpy())

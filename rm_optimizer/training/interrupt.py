@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step under way, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C and SIGTERM end a run within seconds and leave a checkpoint; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from typing import Any
 log = logging.getLogger("rm_optimizer")
 
 
+class StopNow(BaseException):
+    """The second signal. No `Exception`, so that nothing on the way catches it.
+
+    It is no `KeyboardInterrupt` either: Lightning answers that with exit code 1 and no sentence.
+    """
+
+
 class StopSignal:
-    """Context in which the first SIGINT or SIGTERM only sets `requested`.
+    """Context in which the first SIGINT or SIGTERM only sets `requested`, and the second raises `StopNow`.
 
     Outside the main thread, where Python delivers no signals, it does nothing.
     """
@@ -20,6 +27,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self._before: dict[signal.Signals, Any] = {}
+        self._raised = False
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
@@ -40,7 +48,13 @@ class StopSignal:
         self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._raised:
+            return  # the run is ending already; files are being put right
         if self.requested:
-            raise KeyboardInterrupt
+            self._raised = True
+            raise StopNow
         self.requested = True
-        log.warning("stopping after this step and saving a checkpoint; press Ctrl-C again to stop at once")
+        log.warning(
+            "stopping after this step or batch of an evaluation, and saving a checkpoint; "
+            "press Ctrl-C again to stop at once"
+        )

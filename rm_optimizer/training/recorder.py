@@ -134,6 +134,8 @@ class MetricsCSV(Logger):
 
     def _open(self) -> TextIO:
         kept = [] if self._resume_step is None else read_rows(self.path, self._resume_step)
+        if kept and kept[-1]["step"] == self._row.get("step"):  # a resumed run makes up for this step's evaluation
+            self._row = {name: cell for name, cell in kept.pop().items() if cell} | self._row
         self._header = list(dict.fromkeys([*(kept[0] if kept else ()), *self._header]))
         with replacing(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._header, lineterminator="\n")

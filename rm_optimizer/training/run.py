@@ -37,7 +37,7 @@ from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.run_folder import require_usable
 from rm_optimizer.training.best import require_monitored, warn_of_unmeasured
 from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
-from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step
+from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step, periodic_checkpoints
 from rm_optimizer.training.compiling import compile_backbone
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.devices import cluster_plugins, strategy_of
@@ -45,14 +45,16 @@ from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.evaluate import (
     PAIR_REWARDS_FILE,
     PairRewards,
+    ScoringStopped,
     metrics_of,
     write_evaluation,
     write_pair_rewards,
 )
 from rm_optimizer.training.extension import extension_at
-from rm_optimizer.training.interrupt import StopSignal
+from rm_optimizer.training.interrupt import StopNow, StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.observers import Observers, csv_loggers, watching
+from rm_optimizer.training.progress import ProgressLines, shows_bars
 from rm_optimizer.training.provenance import commit, machine, versions
 from rm_optimizer.training.result import DataSummary, RunResult, RunStatus
 from rm_optimizer.training.run_lock import run_lock
@@ -107,8 +109,10 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
         if is_first_rank:
             write_record(run.record, config.data, run_dir)
         with StopSignal() as stop:
-            status = _fit(run, stop, start.checkpoint, observers)
-        return _finish(run, status)
+            try:
+                return _finish(run, _fit(run, stop, start.checkpoint, observers))
+            except StopNow:
+                raise Interrupted(_stopped_at_once(run_dir)) from None
 
 
 @dataclass
@@ -122,6 +126,7 @@ class _Run:
     datamodule: PreferenceDataModule
     evaluation: Evaluation
     record: RunRecord
+    device: torch.device | None = None
     fit_seconds: float = 0.0
     steps: int = 0
     is_first_rank: bool = True
@@ -213,13 +218,15 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
         *watching(config, observers, run.datamodule, run.evaluation, run.run_dir),
         Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
     ]
+    run.evaluation.stop = stop
     if checkpoint is not None:
         callbacks += extension_at(checkpoint_step(checkpoint), run.record.extensions, config.schedule)
     if config.training.progress:
-        callbacks.append(StepProgress(leave=True))
+        callbacks.append(_progress(run))
     tables = csv_loggers(config, run.run_dir, checkpoint_step(checkpoint) if checkpoint else None)
     loggers = tables + build_loggers(config.logger, run.run_dir)
-    trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps)
+    # The data end the run; one step more lets a run that was stopped in its last evaluation start, and make it.
+    trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps + 1)
     before = time.perf_counter()
     try:
         trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
@@ -228,14 +235,38 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
     run.fit_seconds = time.perf_counter() - before
     run.steps = trainer.global_step
     run.is_first_rank = trainer.is_global_zero
-    if stop.requested and run.steps < run.module.num_steps:
-        raise Interrupted(
-            f"stopped after step {run.steps} of {run.module.num_steps}; "
-            f"its checkpoint is {run.module.last_checkpoint}, the best so far {run.run_dir / FOLDER / BEST}"
-        )
+    run.device = trainer.strategy.root_device
+    if stop.requested:
+        raise Interrupted(_stopped(run, " in its evaluation" if run.evaluation.missed else ""))
     is_whole = run.evaluation.stopped_early or run.steps == run.module.num_steps
     assert is_whole, f"training ended after step {run.steps} of {run.module.num_steps}"
     return RunStatus.early_stopped if run.evaluation.stopped_early else RunStatus.finished
+
+
+def _progress(run: _Run) -> Callback:
+    """A bar where one can be drawn, or else lines; and where to follow the numbers."""
+    log.info("the metrics of every step are in %s", run.run_dir / "metrics.csv")
+    if shows_bars():
+        return StepProgress(leave=True)
+    run.evaluation.lines = ProgressLines()
+    return run.evaluation.lines
+
+
+def _stopped(run: _Run, where: str) -> str:
+    """The sentence of a run that the user stopped."""
+    best = run.run_dir / FOLDER / BEST
+    so_far = f", the best so far {best}" if best.exists() else ""
+    saved = f"its checkpoint is {run.module.last_checkpoint}{so_far}; resume=auto goes on from there"
+    return f"stopped after step {run.steps} of {run.module.num_steps}{where}; {saved}"
+
+
+def _stopped_at_once(run_dir: Path) -> str:
+    """The sentence of a run that a second signal ended."""
+    newest = periodic_checkpoints(run_dir)
+    saved = (
+        f"the newest checkpoint is {newest[-1]}; resume=auto goes on from there" if newest else "nothing was saved yet"
+    )
+    return f"stopped at once, without a checkpoint of this step; {saved}"
 
 
 def build_trainer(
@@ -296,7 +327,12 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     best = run.run_dir / FOLDER / BEST
     warn_of_unmeasured(config.training.monitor, run.evaluation.best)
     run.evaluation.best.step = _load_best(model, best, run)
-    rewards = run.datamodule.score_validation(model)
+    model.to(run.device)  # Lightning left it on the CPU
+    try:
+        rewards = run.evaluation.rewards(model)
+    except ScoringStopped:
+        raise Interrupted(_stopped(run, " in the evaluation of the best weights")) from None
+    model.cpu()
     require_finite(rewards, val, run.run_dir, run.evaluation.best.step)
     metrics = metrics_of(
         rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed

@@ -7,13 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rm_optimizer.core import BradleyTerryRM
-from rm_optimizer.training.interrupt import StopSignal
+from rm_optimizer.errors import Interrupted
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import RunResult, datamodule, evaluate, train_reward_model
+from rm_optimizer.training.interrupt import StopNow, StopSignal
 
 
 def wait_for_rows(path: Path, rows: int, process: subprocess.Popen[str]) -> None:
@@ -53,6 +58,70 @@ def test_the_second_signal_stops_at_once_and_handlers_come_back() -> None:
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.requested
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StopNow):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+OPTIONS = ("batching.eval_token_budget=512", "training.max_steps=6")
+
+
+@pytest.fixture(scope="module")
+def whole_run(small_config: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return train_reward_model(small_config(tmp_path_factory.mktemp("whole") / "run", *OPTIONS))
+
+
+def signalled_at(number: signal.Signals, evaluation: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
+    """Send this process a signal in the second pass of an evaluation, counted from 0."""
+    score = evaluate.score_pairs
+    seen = []
+
+    def scored(*args: Any, **kwargs: Any) -> evaluate.PairRewards:
+        seen.append(0)
+        after = kwargs.pop("after_batch", None)
+
+        def signals(done: int) -> None:
+            if after is not None:
+                after(done)
+            if len(seen) == evaluation + 1:
+                for _ in range(times):
+                    signal.raise_signal(number)
+
+        return score(*args, **kwargs, after_batch=signals)
+
+    monkeypatch.setattr(datamodule, "score_pairs", scored)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "step", "where"),
+    [(0, 0, "in its evaluation"), (1, 3, "in its evaluation"), (2, 6, "in its evaluation"), (3, 6, "of the best weig")],
+    ids=["before-step-1", "between", "after-the-last", "of-the-best"],
+)
+def test_a_signal_in_an_evaluation_ends_it_and_the_run_resumes_to_the_same_bytes(
+    whole_run: RunResult,
+    small_config: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluation: int,
+    step: int,
+    where: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        signalled_at(signal.SIGTERM, evaluation, patch)
+        with pytest.raises(Interrupted, match=f"stopped after step {step} of 6.*{where}.*resume=auto") as caught:
+            train_reward_model(small_config(tmp_path, *OPTIONS))
+    assert f"step-{step:08d}.ckpt" in str(caught.value)
+    assert ("best.ckpt" in str(caught.value)) == (tmp_path / "checkpoints" / "best.ckpt").exists() == (step > 0)
+    assert not (tmp_path / "run.json").exists()
+    train_reward_model(small_config(tmp_path, *OPTIONS, "resume=auto"))
+    for name in ("metrics.csv", "best/model.safetensors", "pair_rewards.jsonl"):
+        assert (tmp_path / name).read_bytes() == (Path(whole_run.run_dir) / name).read_bytes(), name
+
+
+def test_a_second_signal_in_an_evaluation_says_what_there_is(
+    small_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled_at(signal.SIGINT, 0, monkeypatch, times=2)
+    with pytest.raises(Interrupted, match=r"stopped at once.*nothing was saved yet"):
+        train_reward_model(small_config(tmp_path, *OPTIONS))
+    assert not list(tmp_path.rglob("*.tmp"))
