@@ -216,7 +216,7 @@ class TrainingConfig:
     num_bootstrap: int = 1000
     """Bootstrap resamples over prompts for the intervals of the final evaluation."""
     progress: bool = True
-    """Show progress bars."""
+    """Show a progress bar, or log a line a minute where no terminal can show one."""
 
     def __post_init__(self) -> None:
         require(self.epochs > 0, "training.epochs", "be positive", self.epochs)
