@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from rm_optimizer.core.base import PreferencePair, Prompt, prompt_id
+from rm_optimizer.core.columns import Columns
 from rm_optimizer.core.data_sources import SkippedRow, load_source, mixed, parse_sources
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow
+from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
 if TYPE_CHECKING:
     from rm_optimizer.core.macro_loader import create_dataloader
@@ -85,29 +86,38 @@ class PreferenceDataset(Sequence[PreferencePair]):
         source: object,
         *,
         format: str = "auto",
-        columns: Mapping[str, str] | None = None,
+        columns: Columns | None = None,
+        winner: object = None,
         kwise_rule: str = KwiseRule.all,
         on_bad_row: str = OnBadRow.error,
+        max_bad_share: float = MAX_BAD_SHARE,
         seed: int = 0,
+        spelling: Spelling = Spelling.python,
     ) -> PreferenceDataset:
         """Read pairs from files or data sets, mixed by weight.
 
         Args:
             source: a path, a folder written by `datasets`, a hub name (`owner/name` or `owner/name:config:split`), a
-                mapping `{path, weight, format, columns, label}`, or a list of these.
-            format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
-            columns: column mapping, our name to the file's, of sources that do not bring their own.
+                mapping `{path, weight, format, columns, winner, label}`, or a list of these.
+            format: row format (auto, explicit, hh, messages, lists, winner, kwise) of sources that do not name their
+                own.
+            columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's
+                name leaves the column out.
+            winner: values of the winner column that name response_a, response_b and, if any, a tie.
             kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
             on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
+            max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
             seed: of the random part that a fractional weight takes.
+            spelling: entrance whose options messages name.
 
         Raises:
             DataError: if a source cannot be read or a row is bad; the text names file and row.
             ConfigError: if an option of a source is wrong.
         """
         rule, policy = KwiseRule(kwise_rule), OnBadRow(on_bad_row)
-        sources = parse_sources(source, format=format, columns=columns)
-        loaded = [(item, load_source(item, kwise_rule=rule, on_bad_row=policy)) for item in sources]
+        sources = parse_sources(source, format=format, columns=columns, winner=winner)
+        options: dict[str, Any] = {"max_bad_share": max_bad_share, "spelling": spelling}
+        loaded = [(item, load_source(item, kwise_rule=rule, on_bad_row=policy, **options)) for item in sources]
         skipped = tuple(row for _, result in loaded for row in result.skipped)
         pairs = mixed(loaded, seed)
         if not pairs:
@@ -269,7 +279,10 @@ def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
         source,
         format=config.format,
         columns=config.columns or {},
+        winner=config.winner,
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
+        max_bad_share=config.max_bad_share,
         seed=config.split_seed,
+        spelling=Spelling.hydra,
     )

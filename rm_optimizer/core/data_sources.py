@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.base import PreferencePair
+from rm_optimizer.core.column_hints import no_format, require_readable, winner_untold
+from rm_optimizer.core.columns import Columns, renamed, require_mapped
 from rm_optimizer.core.formats import (
     FORMATS,
     Comparison,
@@ -22,20 +27,14 @@ from rm_optimizer.core.formats import (
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.readers import Report, Row, read_rows, row_unit, source_name
 from rm_optimizer.core.row_context import CONTEXT_COLUMNS, in_context
+from rm_optimizer.core.winner import parse_winner
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
-from rm_optimizer.schema.data import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
 FIRST_ROWS = 50
 """Rows that decide the format and the columns."""
+_SHOWN_REASONS = 5
 _OPTIONAL = ("margin", "label", "weight")
-_OTHER_NAMES = {
-    "prompt": ("question", "instruction", "query", "input", "context"),
-    "chosen": ("better", "winner", "preferred", "accepted", "positive", "response_chosen", "answer_chosen"),
-    "rejected": ("worse", "loser", "dispreferred", "negative", "response_rejected", "answer_rejected"),
-    "responses": ("completions", "answers", "candidates"),
-    "scores": ("rewards", "ratings", "ranks"),
-}
-"""What other data sets call our columns, for the hint only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,8 @@ class DataSource:
         path: a file, a saved `datasets` folder or a hub name.
         weight: its share in a mixture: each pair counts `weight` times; a fraction takes a random part.
         format: a row format's name, or "auto".
-        columns: column mapping, our name to the file's; other names are kept under ours in the metadata.
+        columns: column mapping, our name to the file's or to a path such as `answer.text`; None leaves the column out.
+        winner: values of the `winner` column that name the better response, as `parse_winner` reads them.
         label: the preference probability of rows that carry none, 0.5 for a file of ties.
 
     Raises:
@@ -74,7 +74,8 @@ class DataSource:
     path: str
     weight: float = 1.0
     format: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
+    winner: Any = None
     label: float = 1.0
 
     def __post_init__(self) -> None:
@@ -84,14 +85,20 @@ class DataSource:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
         if self.format != "auto":
             row_format(self.format)
+        if self.winner is not None:
+            parse_winner(self.winner)
         ours = {name for form in FORMATS.values() for name in form.columns} | {
             "response",
             "score",
             *_OPTIONAL,
             *CONTEXT_COLUMNS,
         }
-        for name in self.columns:
-            if name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
+        for name, theirs in self.columns.items():
+            if name == "scores" and str(theirs).rpartition(".")[2].lower() in ("rank", "ranks", "ranking"):
+                raise ConfigError(
+                    f"data.columns: ranks count from the best, so {theirs} must be mapped as ranks, not as scores"
+                )
+            if theirs is not None and name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
                 raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
 
 
@@ -103,13 +110,16 @@ class SourcePairs:
     skipped: tuple[SkippedRow, ...]
 
 
-def parse_sources(source: object, *, format: str, columns: Mapping[str, str] | None) -> tuple[DataSource, ...]:
+def parse_sources(
+    source: object, *, format: str, columns: Columns | None, winner: object = None
+) -> tuple[DataSource, ...]:
     """The sources that an option names: a path or hub name, a mapping with `path`, or a list of these.
 
     Args:
         source: the option's value.
         format: row format of sources that do not name their own.
         columns: column mapping of sources that do not bring their own.
+        winner: values of the winner column of sources that do not bring their own.
 
     Raises:
         ConfigError: if it names none, or an option of a source is unknown or has the wrong type.
@@ -122,10 +132,11 @@ def parse_sources(source: object, *, format: str, columns: Mapping[str, str] | N
     items = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     if not items:
         raise ConfigError("a data source must name a file or data set, got an empty list")
-    return tuple(_parse_source(item, format, columns or {}) for item in items)
+    defaults = {"format": format, "columns": columns or {}, "winner": winner}
+    return tuple(_parse_source(item, defaults) for item in items)
 
 
-def _parse_source(item: object, format: str, columns: Mapping[str, str]) -> DataSource:
+def _parse_source(item: object, defaults: Mapping[str, Any]) -> DataSource:
     options: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}
     known = DataSource.__dataclass_fields__
     for name in options:
@@ -134,7 +145,7 @@ def _parse_source(item: object, format: str, columns: Mapping[str, str]) -> Data
     path = options.get("path")
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
-    values = {"format": format, "columns": columns, **options, "path": str(path)}
+    values = {**defaults, **options, "path": str(path)}
     for name in ("weight", "label"):
         if name in values:
             try:
@@ -144,7 +155,14 @@ def _parse_source(item: object, format: str, columns: Mapping[str, str]) -> Data
     return DataSource(**values)
 
 
-def load_source(source: DataSource, *, kwise_rule: KwiseRule, on_bad_row: OnBadRow) -> SourcePairs:
+def load_source(
+    source: DataSource,
+    *,
+    kwise_rule: KwiseRule,
+    on_bad_row: OnBadRow,
+    max_bad_share: float = 1.0,
+    spelling: Spelling = Spelling.hydra,
+) -> SourcePairs:
     """Read every pair of one source.
 
     Args:
@@ -152,33 +170,80 @@ def load_source(source: DataSource, *, kwise_rule: KwiseRule, on_bad_row: OnBadR
         kwise_rule: which pairs a row of many scored responses gives.
         on_bad_row: stop at the first bad row, or drop and list them. A k-wise row without two different scores is not
             bad; it gives no pair and is listed either way.
+        max_bad_share: most bad rows that may be dropped, as a share of all rows.
+        spelling: how messages name options.
 
     Raises:
-        DataError: if the source cannot be read, its columns fit no format, a row is bad, or no pair is left.
+        DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
+            left.
     """
-    skipped: list[SkippedRow] = []
-
-    def report(number: int, reason: str) -> None:
-        skipped.append(SkippedRow(source.path, number, reason))
-        if on_bad_row == OnBadRow.error:
-            raise DataError(f"{skipped[-1]}; correct it, or set data.on_bad_row=drop to leave bad rows out")
-
-    rows = read_rows(source.path, report)
+    tally = _Tally(source.path, on_bad_row, spelling)
+    rows = tally.counted(read_rows(source.path, tally.report_unread))
     first = list(itertools.islice(rows, FIRST_ROWS))
     if not first:
-        raise DataError(_nothing_left(source, skipped))
-    form = format_of(source, [row for _, row in first])
+        raise DataError(_nothing_left(source, tally.skipped))
+    form = format_of(source, [row for _, row in first], spelling)
     numbered: Iterable[tuple[int, Row]] = renamed(itertools.chain(first, rows), source.columns)
     if has_one_response_a_row(source, form, first[0][1]):
-        numbered = gather_responses(numbered, report)
-
-    def skip(number: int, reason: str) -> None:
-        skipped.append(SkippedRow(source.path, number, reason))
-
-    pairs = tuple(pair for _, pair in numbered_pairs(source, form, numbered, kwise_rule, report=report, skip=skip))
+        numbered = gather_responses(numbered, tally.report)
+    found = numbered_pairs(source, form, numbered, kwise_rule, report=tally.report, skip=tally.skip)
+    pairs = tuple(pair for _, pair in found)
+    tally.require_few_bad(max_bad_share)
     if not pairs:
-        raise DataError(_nothing_left(source, skipped))
-    return SourcePairs(pairs, tuple(skipped))
+        raise DataError(_nothing_left(source, tally.skipped))
+    return SourcePairs(pairs, tuple(tally.skipped))
+
+
+class _Tally:
+    """Rows of a source that were read, that are bad and that give no pair."""
+
+    def __init__(self, path: str, on_bad_row: OnBadRow, spelling: Spelling) -> None:
+        self.skipped: list[SkippedRow] = []
+        self._path, self._on_bad_row, self._spelling = path, on_bad_row, spelling
+        self._num_rows = 0
+        self._bad: dict[int, str] = {}
+
+    def counted(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+        """The rows, counted."""
+        for numbered in rows:
+            self._num_rows += 1
+            yield numbered
+
+    def report_unread(self, number: int, reason: str) -> None:
+        """Take note of a row that could not be read at all, or stop."""
+        self._num_rows += 1
+        self.report(number, reason)
+
+    def report(self, number: int, reason: str) -> None:
+        """Take note of a bad row, or stop."""
+        self._bad.setdefault(number, reason)
+        self.skip(number, reason)
+        if self._on_bad_row == OnBadRow.error:
+            raise stop_at(self.skipped[-1], self._spelling)
+
+    def skip(self, number: int, reason: str) -> None:
+        """Take note of a row that gives no pair."""
+        self.skipped.append(SkippedRow(self._path, number, reason))
+
+    def require_few_bad(self, max_share: float) -> None:
+        """Refuse to go on with the rest of a file whose rows are bad for the most part, or by a common cause."""
+        share = len(self._bad) / max(1, self._num_rows)
+        if len(self._bad) <= max(1, max_share * self._num_rows):
+            return
+        counts = Counter(re.split(r", got |, not | \(", reason)[0] for reason in self._bad.values())
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in counts.most_common(_SHOWN_REASONS))
+        option = self._spelling.option("max_bad_share", f"{math.ceil(share * 100) / 100:g}")
+        raise DataError(
+            f"{self._path}: {len(self._bad)} of {self._num_rows} rows are bad, more than the {max_share:.0%} that may "
+            f"be dropped ({reasons}); correct the file or how its columns are mapped, or permit it with {option}"
+        )
+
+
+def stop_at(row: SkippedRow, spelling: Spelling) -> DataError:
+    """The error that a bad row is."""
+    option = spelling.option("on_bad_row", OnBadRow.drop.value)
+    verb = "use" if spelling == Spelling.flags else "set"
+    return DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
 
 
 def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:
@@ -208,13 +273,18 @@ def numbered_pairs(
     maker = _PairMaker(source, form)
     for number, row in rows:
         try:
-            comparisons = form.compare(row, kwise_rule)
-            pairs = maker.pairs(number, row, comparisons)
+            comparisons = form.compare(maker.prepared(row), kwise_rule)
+            pairs, reason = maker.pairs(number, row, comparisons)
         except ValueError as error:
             report(number, str(error))
             continue
+        except RecursionError:
+            report(number, "its values are nested too deeply")
+            continue
+        if reason is not None:
+            report(number, f"a pair of it is bad ({reason}), and left out")
         if not comparisons:
-            skip(number, "no pair: no two responses with different scores")
+            skip(number, "no pair: no two responses that differ in text and score")
         yield from ((number, pair) for pair in pairs)
 
 
@@ -224,60 +294,23 @@ def _nothing_left(source: DataSource, skipped: Sequence[SkippedRow]) -> str:
     return f"none of {len(skipped)} rows gives a pair; the first: {skipped[0]}"
 
 
-def renamed(rows: Iterable[tuple[int, Row]], columns: Mapping[str, str]) -> Iterator[tuple[int, Row]]:
-    """The rows under our column names; columns without one of ours keep theirs."""
-    theirs = set(columns.values())
-    for number, row in rows:
-        if columns:
-            kept = {name: value for name, value in row.items() if name not in theirs}
-            row = kept | {ours: row[name] for ours, name in columns.items() if name in row}
-        yield number, row
-
-
-def format_of(source: DataSource, first: Sequence[Row]) -> RowFormat:
-    """The format named or detected, once the columns are known to be there.
+def format_of(source: DataSource, first: Sequence[Row], spelling: Spelling = Spelling.hydra) -> RowFormat:
+    """The format named or detected, once the columns are known to be there and to mean what they are read as.
 
     Raises:
-        DataError: if the first rows lack a column, or look like no format.
+        DataError: if the first rows lack a column, look like no format, or hold a column that would be misread.
     """
-    known = list(dict.fromkeys(name for row in first for name in row))
-    for name in source.columns.values():
-        if name not in known:
-            raise DataError(f"{source.path}: data.columns: {did_you_mean('column', name, known)}")
+    require_mapped(source.path, source.columns, first, spelling)
     ours = [row for _, row in renamed(enumerate(first), source.columns)]
-    columns = list(dict.fromkeys(name for row in ours for name in row))
-    if source.format == "auto":
-        found = detect_format(ours)
-        if found is None:
-            raise DataError(_no_format(source.path, columns, FORMATS.values()))
-        return found
-    form = row_format(source.format)
-    if not any(set(columns) >= names for names in form.required):
-        raise DataError(_no_format(source.path, columns, [form]))
+    names = {name for row in ours for name in row}
+    form = detect_format(ours) if source.format == "auto" else row_format(source.format)
+    if form is None or (source.format != "auto" and not any(names >= required for required in form.required)):
+        forms = FORMATS.values() if form is None else [form]
+        raise no_format(source.path, ours, source.columns, forms, spelling)
+    if form.name == "winner" and source.winner is None:
+        raise winner_untold(source.path, ours, source.columns, spelling)
+    require_readable(source.path, ours, source.columns, spelling)
     return form
-
-
-def _no_format(path: str, columns: Sequence[str], forms: Iterable[RowFormat]) -> str:
-    looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
-    return f"{path}: expected {looked_for}; got columns {', '.join(columns)}; {_mapping_hint(columns)}"
-
-
-def _mapping_hint(columns: Sequence[str]) -> str:
-    """How to map columns, guessed from names that are like ours or that others use."""
-    guesses = {ours: _guess(ours, others, columns) for ours, others in _OTHER_NAMES.items() if ours not in columns}
-    found = {ours: theirs for ours, theirs in guesses.items() if theirs is not None}
-    if not found:
-        return "name yours as data.columns={prompt: …, chosen: …, rejected: …}"
-    mapping = ", ".join(f"{ours}: {theirs}" for ours, theirs in found.items())
-    return f"did you mean data.columns={{{mapping}}}?"
-
-
-def _guess(ours: str, others: Sequence[str], columns: Sequence[str]) -> str | None:
-    free = [name for name in columns if name not in _OTHER_NAMES]
-    by_lower = {name.lower(): name for name in free}
-    near = [name for name in others if name in by_lower]
-    near = near or difflib.get_close_matches(ours, list(by_lower), n=1, cutoff=0.7)
-    return by_lower[near[0]] if near else None
 
 
 class _PairMaker:
@@ -287,25 +320,41 @@ class _PairMaker:
         self._name = source_name(source.path)
         self._label = source.label
         self._columns = source.columns
-        self._is_kwise = form.name == "kwise"
+        self._makes_groups = form.makes_groups
+        self._winner = parse_winner(source.winner) if form.name == "winner" else None
         self._own = form.columns | set(_OPTIONAL) | CONTEXT_COLUMNS
 
-    def pairs(self, number: int, row: Row, comparisons: Sequence[Comparison]) -> list[PreferencePair]:
-        """The row's pairs; raises `ValueError` with the reason if the row is bad."""
+    def prepared(self, row: Row) -> Row:
+        """The row as its format compares it; raises `ValueError` where its winner is unknown."""
+        return row | {"winner": self._winner.preference(row.get("winner"))} if self._winner is not None else row
+
+    def pairs(
+        self, number: int, row: Row, comparisons: Sequence[Comparison]
+    ) -> tuple[list[PreferencePair], str | None]:
+        """The row's pairs, and why another of its comparisons is none; raises `ValueError` if none of them is."""
         margin, label, weight = (_optional(row, name) for name in _OPTIONAL)
         shared = self._metadata(number, row)
-        return [
-            PreferencePair(
-                in_context(row, item.prompt, self._columns),
-                item.chosen,
-                item.rejected,
-                margin=margin if margin is not None else item.margin,
-                metadata=shared | _kept(item.extra.items()),
-                label=self._label if label is None else label,
-                weight=1.0 if weight is None else weight,
-            )
-            for item in comparisons
-        ]
+        pairs: list[PreferencePair] = []
+        reason: str | None = None
+        for item in comparisons:
+            own_label = self._label if item.label is None else item.label
+            try:
+                pair = PreferencePair(
+                    in_context(row, item.prompt, self._columns),
+                    item.chosen,
+                    item.rejected,
+                    margin=margin if margin is not None else item.margin,
+                    metadata=shared | _kept(item.extra.items()),
+                    label=own_label if label is None else label,
+                    weight=1.0 if weight is None else weight,
+                )
+            except ValueError as error:
+                reason = str(error)
+            else:
+                pairs.append(pair)
+        if reason is not None and not pairs:
+            raise ValueError(reason)
+        return pairs, reason
 
     def _metadata(self, number: int, row: Row) -> dict[str, Any]:
         """Other columns as they are; those of a `metadata` column, as `PreferencePair.to_dict` writes it, join them."""
@@ -313,15 +362,15 @@ class _PairMaker:
         if isinstance(metadata.get("metadata"), dict):
             metadata = _kept(metadata.pop("metadata").items()) | metadata
         metadata.setdefault("source", self._name)
-        if self._is_kwise:
+        if self._makes_groups:
             metadata["group"] = f"{self._name}:{number}"
         return metadata
 
 
 def _optional(row: Row, name: str) -> float | None:
-    """A number, or None where the cell is empty; tables write a missing number as NaN or as nothing."""
+    """A number, or None where the cell is empty."""
     value = row.get(name)
-    return None if value is None or value == "" or value != value else read_number(name, value)
+    return None if value is None or value == "" else read_number(name, value)
 
 
 def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

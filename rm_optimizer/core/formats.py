@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,9 @@ from rm_optimizer.core.messages import (
     LAST_TURN,
     Message,
     Prompt,
+    as_messages,
     begins_with_turn,
+    is_empty,
     parse_transcript,
     read_messages,
     read_prompt,
@@ -40,6 +42,7 @@ class Comparison:
         rejected: the other one.
         margin: how much better, where the format itself says so.
         extra: further metadata that the format gives the pair.
+        label: probability that `chosen` is the better one, where the format itself says so.
     """
 
     prompt: Prompt
@@ -47,6 +50,7 @@ class Comparison:
     rejected: str
     margin: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    label: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class RowFormat:
         columns: all columns it reads; the others become metadata.
         fits: whether a row looks like this format.
         compare: comparisons of a row; raises `ValueError` with the reason where there are none.
+        makes_groups: whether a row may give several comparisons, which then share a group id.
     """
 
     name: str
@@ -68,6 +73,7 @@ class RowFormat:
     columns: frozenset[str]
     fits: Callable[[Row], bool]
     compare: Callable[[Row, KwiseRule], list[Comparison]]
+    makes_groups: bool = False
 
 
 def row_format(name: str) -> RowFormat:
@@ -116,7 +122,52 @@ def read_number(name: str, value: object) -> float:
 
 
 def _compare_explicit(row: Row, rule: KwiseRule) -> list[Comparison]:
-    return [Comparison(read_prompt(row.get("prompt")), _text(row, "chosen"), _text(row, "rejected"))]
+    prompt, chosen, rejected = read_prompt(row.get("prompt")), _text(row, "chosen"), _text(row, "rejected")
+    if not all(begins_with_turn(text) and LAST_TURN in text for text in (chosen, rejected)):
+        return [Comparison(prompt, chosen, rejected)]
+    (comparison,) = _compare_transcripts(row, rule)
+    _require_agreement(prompt, as_messages(comparison.prompt))
+    return [comparison]
+
+
+def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
+    """Refuse a prompt column that is not the prompt of the conversations beside it; case and blanks do not count."""
+    given = [(message.role, message.content.casefold().split()) for message in as_messages(prompt)]
+    own = [(message.role, message.content.casefold().split()) for message in messages]
+    if given != own and not (len(given) == 1 and given[0] in own):
+        raise ValueError(
+            "the prompt column says otherwise than the conversations in chosen and rejected; map the right column, or "
+            "leave the prompt column out by mapping it to null"
+        )
+
+
+def _compare_lists(row: Row, rule: KwiseRule) -> list[Comparison]:
+    """Every chosen response against every rejected one; equal texts make no pair."""
+    prompt = read_prompt(row.get("prompt"))
+    chosen, rejected = (_texts(row, name) for name in ("chosen", "rejected"))
+    return [Comparison(prompt, better, worse) for better in chosen for worse in rejected if better != worse]
+
+
+def _texts(row: Row, name: str) -> list[str]:
+    value = row.get(name)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} must be a text or a list of texts, got {shown_kind(value)}")
+    return texts
+
+
+def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
+    """The better response first; `winner` is the probability that `response_a` is the better one."""
+    if row.get("label") not in (None, ""):
+        raise ValueError("a row has both a label and a winner; leave one out")
+    sides = row | {"chosen": row.get("response_a"), "rejected": row.get("response_b")}
+    form = next((FORMATS[name] for name in _PAIR_FORMATS if FORMATS[name].fits(sides)), None)
+    if form is None:
+        raise ValueError("response_a and response_b must both be texts beside a prompt, or both conversations")
+    (comparison,) = form.compare(sides, rule)
+    if row["winner"] == 0:
+        return [replace(comparison, chosen=comparison.rejected, rejected=comparison.chosen)]
+    return [replace(comparison, label=float(row["winner"]))]
 
 
 def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
@@ -154,10 +205,12 @@ def _compare_messages(row: Row, rule: KwiseRule) -> list[Comparison]:
 def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     """Prompt and response: a list that begins with the assistant is a completion, any other the whole conversation."""
     turns, prompt = read_messages(name, row.get(name)), row.get("prompt")
+    prompt = None if is_empty(prompt) else read_prompt(prompt)
     if prompt and turns[0].role == "assistant":
-        before = read_prompt(prompt)
-        turns = ((Message("user", before),) if isinstance(before, str) else before) + turns
-    elif isinstance(prompt, list) and prompt and turns[: len(prompt)] != read_prompt(prompt):
+        turns = as_messages(prompt) + turns
+    elif isinstance(prompt, str):
+        _require_agreement(prompt, turns[:-1])
+    elif prompt and turns[: len(prompt)] != prompt:
         raise ValueError(f"{name} must be a completion or begin with the prompt's messages")
     if turns[-1].role != "assistant":
         raise ValueError(f"{name} must end with a message of role assistant, got {turns[-1].role}")
@@ -186,19 +239,30 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 
 
 def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Margins are score gaps; equal texts make no pair, whatever their scores."""
-    prompt, responses, scores = read_prompt(row.get("prompt")), row.get("responses"), row.get("scores")
-    if not isinstance(responses, list) or not isinstance(scores, list) or len(responses) != len(scores):
+    """Margins are score or rank gaps; equal texts make no pair, whatever their scores."""
+    prompt, responses, values = read_prompt(row.get("prompt")), row.get("responses"), _scores(row)
+    if not isinstance(responses, list) or len(responses) != len(values):
         raise ValueError("responses and scores must be lists of the same length")
     for response in responses:
         _text({"each of responses": response}, "each of responses")
-    values = [read_number("each of scores", score) for score in scores]
     per_response: Mapping[str, Sequence[Any]] = row.get("per_response") or {}
     pairs = [pair for pair in kwise_pairs(values, rule) if responses[pair[0]] != responses[pair[1]]]
     return [
         Comparison(prompt, responses[i], responses[j], values[i] - values[j], _both_sides(per_response, i, j))
         for i, j in pairs
     ]
+
+
+def _scores(row: Row) -> list[float]:
+    """Scores, or ranks, of which 1 is the best, with their sign turned."""
+    if row.get("scores") is not None and row.get("ranks") is not None:
+        raise ValueError("a row has both scores and ranks; leave one out")
+    name = "scores" if row.get("scores") is not None else "ranks"
+    values = row.get(name)
+    if not isinstance(values, list):
+        raise ValueError("responses and scores must be lists of the same length")
+    sign = 1.0 if name == "scores" else -1.0
+    return [sign * read_number(f"each of {name}", value) for value in values]
 
 
 def _both_sides(per_response: Mapping[str, Sequence[Any]], better: int, worse: int) -> dict[str, Any]:
@@ -253,14 +317,31 @@ def _fits_transcripts(row: Row) -> bool:
 
 
 def _fits_messages(row: Row) -> bool:
-    return isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list)
+    sides = (row.get("chosen"), row.get("rejected"))
+    return all(isinstance(side, list) and not _are_texts(side) for side in sides)
+
+
+def _are_texts(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(item, str) for item in value)
+
+
+def _fits_lists(row: Row) -> bool:
+    sides = (row.get("chosen"), row.get("rejected"))
+    are_sides = all(isinstance(side, str) or (isinstance(side, list) and _are_texts(side)) for side in sides)
+    return "prompt" in row and are_sides and any(isinstance(side, list) for side in sides)
+
+
+def _fits_winner(row: Row) -> bool:
+    return {"response_a", "response_b", "winner"} <= row.keys() and not {"chosen", "rejected"} & row.keys()
 
 
 def _fits_kwise(row: Row) -> bool:
-    lists = isinstance(row.get("responses"), list) and isinstance(row.get("scores"), list)
+    values = row.get("scores") if row.get("scores") is not None else row.get("ranks")
+    lists = isinstance(row.get("responses"), list) and isinstance(values, list)
     return "prompt" in row and (lists or {"response", "score"} <= row.keys())
 
 
+_PAIR_FORMATS = ("explicit", "hh", "messages")
 FORMATS: Mapping[str, RowFormat] = MappingProxyType(
     {
         form.name: form
@@ -290,12 +371,35 @@ FORMATS: Mapping[str, RowFormat] = MappingProxyType(
                 _compare_messages,
             ),
             RowFormat(
+                "lists",
+                "prompt, and chosen and rejected of which one is a list of texts",
+                (frozenset({"prompt", "chosen", "rejected"}),),
+                frozenset({"prompt", "chosen", "rejected"}),
+                _fits_lists,
+                _compare_lists,
+                makes_groups=True,
+            ),
+            RowFormat(
+                "winner",
+                "prompt, response_a, response_b and the winner of the two",
+                (frozenset({"response_a", "response_b", "winner"}),),
+                frozenset({"prompt", "response_a", "response_b", "winner"}),
+                _fits_winner,
+                _compare_winner,
+            ),
+            RowFormat(
                 "kwise",
-                "prompt, responses and scores lists, or prompt, response and score with one response a row",
-                (frozenset({"prompt", "responses", "scores"}), frozenset({"prompt", "response", "score"})),
-                frozenset({"prompt", "responses", "scores", "per_response"}),
+                "prompt, responses and scores lists, or ranks (1 is the best) for scores, or prompt, response and "
+                "score with one response a row",
+                (
+                    frozenset({"prompt", "responses", "scores"}),
+                    frozenset({"prompt", "responses", "ranks"}),
+                    frozenset({"prompt", "response", "score"}),
+                ),
+                frozenset({"prompt", "responses", "scores", "ranks", "per_response"}),
                 _fits_kwise,
                 _compare_kwise,
+                makes_groups=True,
             ),
         )
     }

@@ -6,10 +6,11 @@ import hashlib
 import itertools
 import os
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
 
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.core.columns import Columns
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.data_sources import SkippedRow, parse_sources
 from rm_optimizer.core.ray_blocks import BLOCK_BYTES, blocks_of, stream_files
@@ -34,6 +35,7 @@ class RayPreferenceDataset:
             of these; weights are whole numbers.
         format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
         columns: column mapping, our name to the file's, of sources that do not bring their own.
+        winner: values of the winner column that name response_a, response_b and, if any, a tie.
         kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
         on_bad_row: "error" stops when a bad row is reached, "drop" leaves bad rows out.
         held_out_prompts: `prompt_id`s that the stream must not hold, those of the validation pairs.
@@ -49,13 +51,14 @@ class RayPreferenceDataset:
         source: object,
         *,
         format: str = "auto",
-        columns: Mapping[str, str] | None = None,
+        columns: Columns | None = None,
+        winner: object = None,
         kwise_rule: str = KwiseRule.all,
         on_bad_row: str = OnBadRow.error,
         held_out_prompts: Collection[str] = (),
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        files = stream_files(parse_sources(source, format=format, columns=columns))
+        files = stream_files(parse_sources(source, format=format, columns=columns, winner=winner))
         self.reader = BlockReader(files, KwiseRule(kwise_rule), OnBadRow(on_bad_row), frozenset(held_out_prompts))
         self.blocks = blocks_of(files, block_bytes)
 
@@ -74,7 +77,14 @@ class RayPreferenceDataset:
         content = hashlib.sha256(repr((self.reader.kwise_rule.value, self.reader.on_bad_row.value)).encode())
         for file in self.reader.files:
             found = os.stat(file.source.path)
-            known = (file.source.path, found.st_size, found.st_mtime_ns, file.form.name, sorted(file.source.columns))
+            known = (
+                file.source.path,
+                found.st_size,
+                found.st_mtime_ns,
+                file.form.name,
+                sorted(file.source.columns.items()),
+                file.source.winner,
+            )
             content.update(repr(known).encode())
         return content.hexdigest()[:16]
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.batching import PairValues
 from rm_optimizer.core.chat import ConversationRenderer, Encoding
-from rm_optimizer.core.data_sources import SkippedRow, numbered_pairs, renamed
+from rm_optimizer.core.columns import renamed
+from rm_optimizer.core.data_sources import SkippedRow, numbered_pairs, stop_at
 from rm_optimizer.core.ray_blocks import Block, StreamFile
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,7 @@ class BlockReader:
 
         def report(number: int, reason: str) -> None:
             if self.on_bad_row == OnBadRow.error:
-                row = SkippedRow(file.source.path, number, reason)
-                raise DataError(f"{row}; correct it, or set data.on_bad_row=drop to leave bad rows out")
+                raise stop_at(SkippedRow(file.source.path, number, reason), Spelling.hydra)
             skip(number, reason)
 
         rows = renamed(file.rows(block.part, report), file.source.columns)

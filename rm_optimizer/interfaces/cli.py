@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rm_optimizer.interfaces.groups import Commands, PassedOn, RootCommands
+from rm_optimizer.schema.data import MAX_BAD_SHARE
 
 QUIET = {
     "no_args_is_help": True,
@@ -25,6 +26,13 @@ MaxLength = Annotated[int | None, typer.Option("--max-length", min=8, help="Toke
 DataFormat = Annotated[str, typer.Option("--format", help="Row format: auto, explicit, hh, messages or kwise.")]
 Columns = Annotated[list[str], typer.Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")]
 OnBadRow = Annotated[str, typer.Option("--on-bad-row", help="What a bad row does: error or drop.")]
+Winner = Annotated[
+    str | None,
+    typer.Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | between equal ones."),
+]
+MaxBadShare = Annotated[
+    float, typer.Option("--max-bad-share", min=0, max=1, help="Most bad rows to drop, as a share of a file's rows.")
+]
 Checkpoint = Annotated[str, typer.Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
 
 
@@ -76,12 +84,20 @@ def evaluate(
     data_format: DataFormat = "auto",
     columns: Columns = [],  # noqa: B006
     on_bad_row: OnBadRow = "error",
+    winner: Winner = None,
+    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
 ) -> None:
     """Measure a reward model on preference pairs: table, JSON and plots."""
     from rm_optimizer.interfaces.evaluation import evaluate_and_print
     from rm_optimizer.interfaces.pairs import Reading
 
-    reading = Reading(format=data_format, columns=tuple(columns), on_bad_row=on_bad_row)
+    reading = Reading(
+        format=data_format,
+        columns=tuple(columns),
+        on_bad_row=on_bad_row,
+        winner=winner,
+        max_bad_share=max_bad_share,
+    )
     evaluate_and_print(
         checkpoint, data, reading, output_dir=output, token_budget=token_budget, num_bootstrap=bootstrap, seed=seed
     )
@@ -160,13 +176,21 @@ def data_check(
     data_format: DataFormat = "auto",
     columns: Columns = [],  # noqa: B006
     on_bad_row: OnBadRow = "error",
+    winner: Winner = None,
+    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the audit here.")] = None,
 ) -> None:
     """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
     from rm_optimizer.interfaces.data_check import audit_and_print
     from rm_optimizer.interfaces.pairs import Reading
 
-    reading = Reading(format=data_format, columns=tuple(columns), on_bad_row=on_bad_row)
+    reading = Reading(
+        format=data_format,
+        columns=tuple(columns),
+        on_bad_row=on_bad_row,
+        winner=winner,
+        max_bad_share=max_bad_share,
+    )
     audit_and_print(paths, reading, tokenizer=tokenizer, max_length=max_length, json_file=json_file)
 
 
@@ -182,6 +206,8 @@ def doctor(
     data_format: DataFormat = "auto",
     columns: Columns = [],  # noqa: B006
     on_bad_row: OnBadRow = "error",
+    winner: Winner = None,
+    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
 ) -> None:
     """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
     from rm_optimizer.interfaces.doctor import diagnose_and_print
@@ -190,7 +216,13 @@ def doctor(
     code = diagnose_and_print(
         checkpoint,
         data,
-        Reading(format=data_format, columns=tuple(columns), on_bad_row=on_bad_row),
+        Reading(
+            format=data_format,
+            columns=tuple(columns),
+            on_bad_row=on_bad_row,
+            winner=winner,
+            max_bad_share=max_bad_share,
+        ),
         json_file=json_file,
         max_length=max_length,
         max_pairs=max_pairs,

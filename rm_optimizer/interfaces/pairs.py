@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.data import OnBadRow
+from rm_optimizer.schema.data import MAX_BAD_SHARE, OnBadRow, Spelling
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,15 @@ class Reading:
         format: row format, or `auto`.
         columns: `OURS=THEIRS` items.
         on_bad_row: `error` or `drop`.
+        winner: values of the winner column as typed, or None.
+        max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
     """
 
     format: str
     columns: tuple[str, ...]
     on_bad_row: str
+    winner: str | None = None
+    max_bad_share: float = MAX_BAD_SHARE
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set.
@@ -38,11 +42,14 @@ class Reading:
             source if isinstance(source, str) else list(source),
             format=self.format,
             columns=self.column_mapping(),
+            winner=self.winner,
             on_bad_row=self.on_bad_row,
+            max_bad_share=self.max_bad_share,
+            spelling=Spelling.flags,
         )
 
-    def column_mapping(self) -> dict[str, str] | None:
-        """`{ours: theirs}`, or None where no column is mapped.
+    def column_mapping(self) -> dict[str, str | None] | None:
+        """`{ours: theirs}`, or None where no column is mapped; `OURS=null` leaves a column out.
 
         Raises:
             ConfigError: if an item is not `OURS=THEIRS`.
@@ -51,4 +58,4 @@ class Reading:
         for ours, equals, theirs in items:
             if not (ours and equals and theirs):
                 raise ConfigError(f"--columns takes OURS=THEIRS, such as prompt=question, got '{ours}{equals}{theirs}'")
-        return {ours: theirs for ours, _, theirs in items} or None
+        return {ours: None if theirs == "null" else theirs for ours, _, theirs in items} or None

@@ -32,6 +32,40 @@ class KwiseRule(StrEnum):
     adjacent = "adjacent"
 
 
+class Spelling(StrEnum):
+    """Entrance whose options messages name: Hydra's, the flags of a command, or the arguments of a Python call."""
+
+    hydra = "hydra"
+    flags = "flags"
+    python = "python"
+
+    def option(self, name: str, value: str) -> str:
+        """An option of reading data as the user types it.
+
+        Example:
+            >>> Spelling.flags.option("on_bad_row", "drop"), Spelling.hydra.option("on_bad_row", "drop")
+            ('--on-bad-row drop', 'data.on_bad_row=drop')
+        """
+        forms = {"hydra": f"data.{name}={value}", "flags": f"--{name.replace('_', '-')} {value}"}
+        return forms.get(self.value, f'{name}="{value}"')
+
+    def columns(self, mapping: Mapping[str, str]) -> str:
+        """A column mapping, our name to the file's, as the user types it.
+
+        Example:
+            >>> Spelling.flags.columns({"prompt": "question", "chosen": "better"})
+            '--columns prompt=question --columns chosen=better'
+        """
+        if self == Spelling.flags:
+            return " ".join(f"--columns {ours}={theirs}" for ours, theirs in mapping.items())
+        inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
+        return f"data.columns={{{inside}}}" if self == Spelling.hydra else f"columns={dict(mapping)}"
+
+
+MAX_BAD_SHARE = 0.2
+"""Share of a source's rows that may be dropped as bad unless an option says otherwise."""
+
+
 @dataclass(kw_only=True)
 class SyntheticConfig:
     """The embedded preference world, used when `data.train` is null."""
@@ -56,7 +90,7 @@ class DataConfig:
     """Where pairs come from and how rows are read."""
 
     train: Any = None
-    """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, label}. Null: synthetic."""
+    """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, …}. Null: synthetic."""
     val: Any = None
     """Validation pairs, in the same forms; null splits `val_fraction` of the training prompts off."""
     val_fraction: float = 0.1
@@ -64,13 +98,17 @@ class DataConfig:
     split_seed: int = 0
     """Seed of that split and of `max_pairs`."""
     format: str = "auto"
-    """Row format: auto, explicit, hh, messages or kwise."""
+    """Row format: auto, explicit, hh, messages, lists, winner or kwise."""
     columns: Any = None
-    """Column mapping, our name to the file's: {prompt: question, chosen: better}."""
+    """Column mapping, our name to the file's, or a path such as answer.text: {prompt: question}; null reads none."""
+    winner: Any = None
+    """Values of the `winner` column that name response_a, response_b and, if any, a tie: [model_a, model_b, tie]."""
     kwise_rule: KwiseRule = KwiseRule.all
     """Which pairs a k-wise row gives; equal scores never make a pair."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Stop at the first bad row, or drop bad rows, count them and list them."""
+    max_bad_share: float = MAX_BAD_SHARE
+    """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more is an error with the reasons."""
     allow_prompt_overlap: bool = False
     """Permit prompts that stand in both training and validation."""
     max_pairs: int | None = None
@@ -92,6 +130,7 @@ class DataConfig:
         require(0 < self.val_fraction < 1, "data.val_fraction", "lie in (0, 1)", self.val_fraction)
         mapped = self.columns is None or isinstance(self.columns, Mapping)
         require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
+        require(0 <= self.max_bad_share <= 1, "data.max_bad_share", "lie in [0, 1]", self.max_bad_share)
         require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
         require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
         require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)

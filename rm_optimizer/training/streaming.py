@@ -50,6 +50,7 @@ def load_data(config: DataConfig, max_steps: int | None) -> TrainVal:
         config.train,
         format=config.format,
         columns=config.columns or {},
+        winner=config.winner,
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
         held_out_prompts=() if config.allow_prompt_overlap else val.prompt_ids,

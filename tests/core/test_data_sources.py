@@ -41,7 +41,7 @@ def test_empty_cells_are_missing_numbers(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_say_stays_out_of_the_metadata(tmp_path: Path) -> None:
-    row = ROW | {"day": dt.date(2024, 7, 26), "raw": b"x", "nan": float("nan"), "margin": float("nan"), "ok": 1}
+    row = ROW | {"day": dt.date(2024, 7, 26), "raw": b"x", "nan": float("nan"), "margin": None, "ok": 1}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     (pair,) = load(str(tmp_path / "a.parquet")).pairs
     assert pair.margin is None
@@ -66,7 +66,9 @@ def test_columns_are_mapped_even_when_names_swap(tmp_path: Path) -> None:
 
 def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"question": "Hi", "chosen": "a", "rejected": "b"})
-    with pytest.raises(DataError, match=r"data\.columns: unknown column 'qestion'; did you mean 'question'\?"):
+    with pytest.raises(
+        DataError, match=r"data\.columns={prompt: qestion}: unknown column 'qestion'; did you mean 'question'\?"
+    ):
         load(path, columns={"prompt": "qestion"})
     with pytest.raises(ConfigError, match=r"unknown column of ours 'promt'; did you mean 'prompt'\?"):
         load(path, columns={"promt": "question"})
@@ -74,13 +76,13 @@ def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["auto", "explicit"])
 def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"Question": "Hi", "winner": "a", "rejectd": "b"})
+    path = write(tmp_path / "a.jsonl", {"Question": "Hi", "better": "a", "Rejected": "b"})
     with pytest.raises(DataError) as caught:
         load(path, format=form)
     message = str(caught.value)
     assert "prompt, chosen and rejected texts (explicit)" in message
-    assert "got columns Question, winner, rejectd" in message
-    assert message.endswith("did you mean data.columns={prompt: Question, chosen: winner, rejected: rejectd}?")
+    assert "got columns Question, better, Rejected" in message
+    assert message.endswith("did you mean data.columns={prompt: Question, chosen: better, rejected: Rejected}?")
 
 
 def test_a_format_asked_for_wants_its_columns(tmp_path: Path) -> None:

@@ -32,7 +32,19 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
-    "kwise": [{"prompt": "Hi", "responses": ["No.", "Hello!"], "scores": [0, 1]}],
+    "lists": [
+        {"prompt": "Hi", "chosen": ["Hello!"], "rejected": ["No."]},
+        {"prompt": [USER], "chosen": "Hello!", "rejected": ["No."]},
+    ],
+    "winner": [
+        {"prompt": "Hi", "response_a": "Hello!", "response_b": "No.", "winner": 1.0},
+        {"prompt": "Hi", "response_a": "No.", "response_b": "Hello!", "winner": 0.0},
+        {"response_a": [USER, GOOD], "response_b": [USER, BAD], "winner": 1.0},
+    ],
+    "kwise": [
+        {"prompt": "Hi", "responses": ["No.", "Hello!"], "scores": [0, 1]},
+        {"prompt": "Hi", "responses": ["No.", "Hello!"], "ranks": [2, 1]},
+    ],
 }
 
 
