@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from rm_optimizer.core.json_text import json_text
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 
@@ -32,7 +33,7 @@ class SpectrumComparison:
 
     def to_json(self) -> str:
         """The fields as JSON text."""
-        return json.dumps(asdict(self))
+        return json_text(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> SpectrumComparison:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal, hessenberg
 
 from rm_optimizer.core.estimate import Estimate, cluster_bootstrap
+from rm_optimizer.core.json_text import json_text
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.combined import DeflatedOperator
 from rm_optimizer.landscape.krylov import KrylovState
@@ -107,7 +108,7 @@ class SpectralDensity:
 
     def to_json(self) -> str:
         """The fields as JSON text."""
-        return json.dumps(asdict(self))
+        return json_text(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> SpectralDensity:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.core.json_text import json_text
 from rm_optimizer.landscape.lanczos import Progress, lanczos
 from rm_optimizer.landscape.operators import HessianOperator
 from rm_optimizer.landscape.parameters import parameter_blocks, select_parameters
@@ -66,7 +67,7 @@ class LayerCurvature:
 
     def to_json(self) -> str:
         """The fields as JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        return json_text(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> LayerCurvature:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rm_optimizer.core.files import replacing
+from rm_optimizer.core.json_text import json_text, number
 from rm_optimizer.landscape.directions import Directions, TrajectoryPlane
 from rm_optimizer.landscape.grid import Points
 from rm_optimizer.landscape.loss_at import MISSING, PointLoss
@@ -236,15 +237,7 @@ def _is_empty(point: PointLoss) -> bool:
 
 
 def _dumped(result: Any) -> str:
-    return json.dumps(_finite(asdict(result)))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return json_text(asdict(result))
 
 
 def _measured(content: Mapping[str, Any]) -> Measured:
@@ -258,4 +251,4 @@ def _table(rows: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[tuple[
 
 
 def _point(cell: Mapping[str, float | None]) -> PointLoss:
-    return PointLoss(**{name: math.nan if value is None else value for name, value in cell.items()})
+    return PointLoss(**{name: number(value) for name, value in cell.items()})

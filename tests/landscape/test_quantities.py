@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -34,6 +36,7 @@ from rm_optimizer.landscape.quantities import (
     summarise,
     top_ratio,
 )
+from rm_optimizer.landscape.sharpness import LocalGeometry
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from tests.landscape.worlds import dense
 
@@ -72,6 +75,18 @@ def spectrum(
         dtype="float32",
         seed=0,
     )
+
+
+def test_a_spectrum_without_a_gradient_is_json() -> None:
+    nan = float("nan")
+    geometry = LocalGeometry(0.7, 0.0, nan, 0.05, nan, nan, 64)
+    text = replace(spectrum(), geometry=geometry, trace=Estimate(nan, None, 4), error_bounds=(nan,) * 7).to_json()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    again = HessianSpectrum.from_json(text)
+    assert again.geometry is not None
+    assert again.trace is not None
+    assert all(map(math.isnan, (again.geometry.sam_sharpness, again.trace.value, again.error_bounds[0])))
+    assert again.to_json() == text
 
 
 def test_quantities_of_a_known_spectrum() -> None:
