@@ -110,13 +110,15 @@ def analyze(options: AnalyzeConfig) -> Path:
         Interrupted: if the user stopped it; what was measured is there, labelled as partial.
         CheckpointError: if the model cannot be loaded.
         DataError: if the pairs cannot be used.
-        ConfigError: if an option does not fit the model.
+        ConfigError: if an option does not fit the model, or the folder holds another analysis.
         TrainingDiverged: if the loss is not finite.
     """
     from rm_optimizer.core.files import write_text
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
+    from rm_optimizer.schema.analysis_folder import results_folder
 
-    folder, kind = Path(options.output_dir), options.landscape.type
+    folder, kind = results_folder(options), options.landscape.type
+    options = replace(options, output_dir=str(folder))
     used = replace(options, landscape=_warn_of_ignored(options.landscape))
     try:
         with _progress(options.progress) as on_progress:
@@ -234,10 +236,11 @@ def _history_caption(run_dir: Path) -> str:
 def _record(options: AnalyzeConfig, folder: Path) -> None:
     """The composed options with what else decides the numbers."""
     from rm_optimizer.core.files import write_text
+    from rm_optimizer.schema.analysis_folder import ANALYSIS_FILE
     from rm_optimizer.training.provenance import commit, machine, versions
 
     recorded = {"options": asdict(options), "commit": commit(), "versions": versions(), "machine": machine()}
-    write_text(folder / "analysis.json", json.dumps(recorded, indent=2, default=str) + "\n")
+    write_text(folder / ANALYSIS_FILE, json.dumps(recorded, indent=2, default=str) + "\n")
 
 
 @contextmanager

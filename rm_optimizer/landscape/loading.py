@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from rm_optimizer.core.data_loader import PreferenceDataset, load_pairs, load_training_data
+from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.parameters import select_parameters
 from rm_optimizer.landscape.sample import Subject, draw_pairs
+from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 from rm_optimizer.schema.recall import run_folder_of
+from rm_optimizer.schema.run_folder import read_identity, read_options
+from rm_optimizer.schema.run_options import FREE, is_among
 
 
 def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subject:
@@ -53,4 +58,33 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
     if options.split == Split.all and options.data.train is not None:
         return load_pairs(options.data.train, options.data)
     data = load_training_data(options.data)
+    _require_data_of_run(options, data)
     return data.val if options.split == Split.val else data.train
+
+
+def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
+    """Refuse pairs that are read as a run read its own, from the same place, and are others now.
+
+    Raises:
+        DataError: if their fingerprints differ.
+    """
+    run_dir = run_folder_of(options.checkpoint)
+    identity = read_identity(run_dir) if run_dir is not None else None
+    if run_dir is None or identity is None:
+        return
+    as_trained = {**read_options(run_dir)["data"], **identity.sources}
+    read = json.loads(json.dumps(asdict(options.data), default=str))
+    if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
+        return
+    is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is that of the files
+    train = identity.train_fingerprint if is_streamed else data.train.fingerprint
+    for option, was, now in (
+        ("data.train", identity.train_fingerprint, train),
+        ("data.val", identity.val_fingerprint, data.val.fingerprint),
+    ):
+        if was != now:
+            raise DataError(
+                f"{options.data.train or 'the synthetic world'}: the pairs of {option} are not those that the run in "
+                f"{run_dir} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
+                "--data PAIRS"
+            )

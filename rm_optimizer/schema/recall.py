@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,7 +18,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.diagnose import explain
-from rm_optimizer.schema.run_folder import read_options
+from rm_optimizer.schema.run_folder import read_identity, read_options
 
 
 def run_folder_of(checkpoint: str) -> Path | None:
@@ -28,13 +30,14 @@ def run_folder_of(checkpoint: str) -> Path | None:
 def recalled(overrides: Sequence[str]) -> list[str]:
     """Overrides for what the user did not set: the run's data, loss and seed, and a folder in it for the results.
 
-    Where the user names pairs of his own, none of the run's ways of reading pairs are taken.
+    Paths of the run's pairs are taken as they were when the run was started, whatever the present directory is. Where
+    the user names pairs of his own, none of the run's ways of reading pairs are taken.
 
     Args:
         overrides: what the user typed, `checkpoint=…` among it.
 
     Raises:
-        ConfigError: if an override cannot be read.
+        ConfigError: if an override cannot be read, or the run's pairs are no longer where they were.
     """
     typed = _typed(overrides)
     checkpoint = typed.get("checkpoint")
@@ -45,9 +48,48 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     values: dict[str, Any] = {"seed": options["seed"]}
     values |= _flat("loss", options["loss"], LossConfig)
     if "data.train" not in typed:
-        values |= {"split": "train"} | _flat("data", options["data"], DataConfig)
+        values |= {"split": "train"} | _flat("data", {**options["data"], **_sources(folder)}, DataConfig)
     found = [f"{name}={written(value)}" for name, value in values.items()]
-    return [*found, f"output_dir={written(str(folder))[:-1]}/landscape/${{landscape.type}}'"]
+    return [*found, f"output_dir={written(str(default_folder(folder, str(checkpoint), '${landscape.type}')))}"]
+
+
+def default_folder(run_dir: Path, checkpoint: str, kind: str) -> Path:
+    """The folder of an analysis in a run folder; a periodic checkpoint's has the step in its name.
+
+    Example:
+        >>> default_folder(Path("run"), "run/checkpoints/step-00000010.ckpt", "hessian").as_posix()
+        'run/landscape/hessian-step-00000010'
+    """
+    path = Path(checkpoint).expanduser()
+    step = f"-{path.stem}" if path.suffix == ".ckpt" and path.stem.startswith("step-") else ""
+    return run_dir / "landscape" / f"{kind}{step}"
+
+
+def _sources(folder: Path) -> dict[str, Any]:
+    """The run's `train` and `val` with the absolute paths of its start; empty where they were not recorded.
+
+    Raises:
+        ConfigError: if a path is gone.
+    """
+    identity = read_identity(folder)
+    if identity is None:
+        return {}
+    for path in (path for source in identity.sources.values() for path in _paths(source)):
+        if os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path):
+            raise ConfigError(
+                f"{path}, which the run in {folder} was trained on, is no longer there; bring it back, or name pairs "
+                "with --data PAIRS (data.train=PAIRS)"
+            )
+    return dict(identity.sources)
+
+
+def _paths(source: Any) -> list[str]:
+    """The paths and names in a `data.train` or `data.val`."""
+    if isinstance(source, Mapping):
+        return _paths(source.get("path"))
+    if isinstance(source, str):
+        return [source]
+    return [path for item in source for path in _paths(item)] if isinstance(source, Sequence) else []
 
 
 def written(value: Any) -> str:

@@ -91,6 +91,15 @@ def test_slices_end_in_the_run_folder_with_the_trained_loss_in_the_middle(run_di
     assert str(folder) in printed.replace("\n", "")
 
 
+def test_changed_pairs_of_the_run_are_refused(run_dir, tmp_path):
+    moved = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    identity = json.loads((moved / "identity.json").read_text())
+    (moved / "identity.json").write_text(json.dumps({**identity, "train_fingerprint": "0" * 16}))
+    with pytest.raises(DataError, match=r"pairs of data\.train are not those that the run in .* was trained on"):
+        analyzed(moved, "landscape=slices", f"output_dir={tmp_path / 'mine'}")
+    assert not (tmp_path / "mine").exists()
+
+
 def test_hessian_gives_eigenvalues_of_both_ends(run_dir, capsys):
     folder = analyzed(run_dir / "best", "landscape.top_k=2", "landscape.num_probes=2", "landscape.params=head")
     result = HessianSpectrum.from_json((folder / "hessian.json").read_text())
