@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rm_optimizer.core.messages import Message as Message
 from rm_optimizer.core.messages import Prompt as Prompt
 from rm_optimizer.core.messages import as_messages as as_messages
+from rm_optimizer.core.messages import require_characters
 
 
 def digest(value: Any) -> str:
@@ -105,6 +106,9 @@ def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
             raise ValueError(f"{name} must be text, got {type(text).__name__}")
         if not text.strip():
             raise ValueError(f"{name} must not be empty")
+    prompts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
+    for name, text in (*(("prompt", text) for text in prompts), ("chosen", chosen), ("rejected", rejected)):
+        require_characters(name, text)
     if chosen == rejected:
         raise ValueError("chosen and rejected must differ")
 

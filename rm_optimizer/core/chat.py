@@ -18,6 +18,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.base import Message, Prompt, as_messages, digest
+from rm_optimizer.core.messages import require_characters
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
@@ -409,13 +410,9 @@ def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
 
 def _check_encodable(text: str) -> None:
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        shown = text[max(0, error.start - 20) : error.end + 20]
-        raise DataError(
-            f"a text holds half of a UTF-16 surrogate pair, which is no character and has no tokens, in {shown!r}; "
-            "repair or drop the row"
-        ) from error
+        require_characters("a text", text)
+    except ValueError as error:
+        raise DataError(f"{error}; repair or drop the row") from error
 
 
 def _special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -52,7 +52,7 @@ class Message:
     content: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.role, str) or not self.role.strip():
+        if not isinstance(self.role, str) or not self.role:
             raise ValueError(f"a message's role must be non-empty text, got {self.role!r}")
         if not isinstance(self.content, str):
             raise ValueError(f"a message's content must be text, got {type(self.content).__name__}")
@@ -193,7 +193,9 @@ def _read_message(name: str, number: int, item: object) -> Message:
                 f"{name}: message {number} has {field}, which is not read and would be lost; write it into the "
                 f"message's content, or remove the field"
             )
-    return Message(item[role], _content(item[content]))
+    message = Message(item[role], _content(item[content]))
+    require_characters(f"{name}: message {number}", message.content)
+    return message
 
 
 def _would_be_lost(field: str, value: object) -> bool:
@@ -213,6 +215,21 @@ def _content(value: Any) -> Any:
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return part["text"]
     return value
+
+
+def require_characters(name: str, text: str) -> None:
+    """Refuse text with half of a surrogate pair, which JSON can spell and no tokenizer can read.
+
+    Raises:
+        ValueError: if the text holds one; the message shows where.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(
+            f"{name} holds half of a UTF-16 surrogate pair, which is no character and has no tokens, in {shown!r}"
+        ) from error
 
 
 def is_empty(value: object) -> bool:

@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -120,7 +120,7 @@ def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, 
         yield from rows
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(f"{path}: the file cannot be read: {reason}") from error
 
@@ -132,11 +132,23 @@ def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
 def _parquet(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
     number = 0
     with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        require_distinct_columns(path, names)
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-            names = batch.schema.names
             for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 number += 1
                 yield number, dict(zip(names, values, strict=True))
+
+
+def require_distinct_columns(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table that has two columns of one name, of which only one would be read.
+
+    Raises:
+        DataError: naming the file and the column.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: there are two columns '{twice}'; rename or remove one")
 
 
 def _json_lines(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
@@ -169,8 +181,15 @@ def parse_lines(
             report(number, f"not a valid JSON object on one line ({error.msg} at column {error.colno})")
         except UnicodeDecodeError as error:
             report(number, f"not UTF-8 text ({error.reason} at byte {error.start})")
+        except (RecursionError, ValueError) as error:
+            report(number, f"not a JSON object that can be read ({_unreadable(error)})")
         else:
             yield from _if_object(number, row, report)
+
+
+def _unreadable(error: RecursionError | ValueError) -> str:
+    """Why valid JSON cannot be read: Python bounds the depth of lists and the digits of whole numbers."""
+    return "its values are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _if_object(number: int, row: object, report: Report) -> Iterator[tuple[int, Row]]:
@@ -181,7 +200,7 @@ def _if_object(number: int, row: object, report: Report) -> Iterator[tuple[int, 
 
 
 def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
-    """An array of objects; one object, or one a line, is read as well, as many data sets name JSON Lines so."""
+    """An array of objects, alone or as `{"data": […]}`; one object, or one a line, is read as well."""
     with _open(path) as file:
         content = file.read()
     is_object = content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
@@ -193,6 +212,12 @@ def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
             return
         message = f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
         raise DataError(message) from error
+    except UnicodeDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path}: the file cannot be read: {_unreadable(error)}") from error
+    if is_object and isinstance(rows[0].get("data"), list):
+        rows = rows[0]["data"]
     if not isinstance(rows, list):
         raise DataError(f"{path}: expected a JSON array of objects, got {type(rows).__name__}")
     for number, row in enumerate(rows, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,13 +16,14 @@ from typing import IO, Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rm_optimizer.core.messages import Prompt, is_empty
+from rm_optimizer.core.messages import Prompt, is_empty, require_characters
 from rm_optimizer.core.readers import read_rows, row_unit
 from rm_optimizer.core.row_context import row_prompt
 from rm_optimizer.errors import DataError
 
 REWARD = "reward"
 BATCH_ROWS = 512
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class FileKind(StrEnum):
@@ -116,7 +118,16 @@ def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
         expected = "responses must be a list of texts" if listed else "response must be text"
         raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
+    for text in responses:
+        _require_characters(where, text)
     return ResponseRow(number, _prompt(where, row), tuple(responses), listed)
+
+
+def _require_characters(where: str, text: str) -> None:
+    try:
+        require_characters("response", text)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; repair it or leave the row out") from error
 
 
 def _prompt(where: str, row: dict[str, Any]) -> Prompt:
@@ -125,6 +136,8 @@ def _prompt(where: str, row: dict[str, Any]) -> Prompt:
             f"{where}: prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}"
         )
     try:
+        if isinstance(row["prompt"], str):
+            require_characters("prompt", row["prompt"])
         return row_prompt(row)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
@@ -137,7 +150,9 @@ def _shown(value: Any) -> str:
 
 def _write_jsonl(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
     for row in rows:
-        text.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        line = json.dumps(row, ensure_ascii=False, default=str)
+        # Half of a surrogate pair in a column that is not scored can be written as an escape only.
+        text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
     text.flush()
 
 

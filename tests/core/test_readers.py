@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.readers import is_hub_name, read_rows, row_unit, source_name
+from rm_optimizer.core.response_files import read_responses
 from rm_optimizer.errors import DataError
 
 ROWS = [{"prompt": "Hi", "chosen": 'Hello,\n"you"', "rejected": "ß"}, {"prompt": "Bye", "chosen": "b", "rejected": "c"}]
@@ -235,3 +237,61 @@ def test_names_and_units_of_sources() -> None:
         "a",
     ]
     assert [row_unit(name) for name in ("a.csv", "a.jsonl.gz", "a.json", "a.parquet")] == ["line", "line", "row", "row"]
+
+
+SURROGATE = '{"prompt": "Hi %s", "chosen": "a%s", "rejected": "b%s", "responses": ["c%s"]}'
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_half_a_surrogate_pair_is_a_bad_row_with_its_line(place: int, tmp_path: Path) -> None:
+    broken = SURROGATE % tuple("\\ud800" if i == place else "" for i in range(4))
+    whole = SURROGATE % ("", "", "", "")
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([whole] * 9 + [broken]).replace(', "responses": ["c"]', ""))
+    with pytest.raises(DataError, match=r"line 10: \w+ holds half of a UTF-16 surrogate pair"):
+        PreferenceDataset.load(path)
+    assert [row.row for row in PreferenceDataset.load(path, on_bad_row="drop").skipped] == [10]
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_half_a_surrogate_pair_in_a_file_of_responses_names_its_line(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(SURROGATE % tuple("\\ud800" if i == place else "" for i in range(4)))
+    with pytest.raises(DataError, match=r"line 1: \w+ holds half of a UTF-16 surrogate pair"):
+        list(read_responses(path))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("[" * 100_000 + "]" * 100_000, "nested too deeply"), ("1" * 5_000, "too many digits")]
+)
+def test_values_that_python_cannot_read_are_a_bad_row_with_its_line(value: str, reason: str, tmp_path: Path) -> None:
+    row = '{"prompt": "Hi", "chosen": "a", "rejected": "b", "more": %s}'
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([row % 1] * 9 + [row % value]))
+    with pytest.raises(DataError, match=rf"line 10: .*{reason}"):
+        PreferenceDataset.load(path)
+    assert len(PreferenceDataset.load(path, on_bad_row="drop")) == 9
+    (tmp_path / "a.json").write_text(f"[{row % value}]")
+    with pytest.raises(DataError, match=rf"a\.json: the file cannot be read: .*{reason}"):
+        PreferenceDataset.load(tmp_path / "a.json")
+
+
+def test_values_nested_below_the_limit_of_the_reader_are_read_or_told(tmp_path: Path) -> None:
+    row = '{"prompt": "Hi", "chosen": "a", "rejected": "b", "more": %s}'
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([row % 1] * 9 + [row % ("[" * 900 + "]" * 900)]))
+    data = PreferenceDataset.load(path, on_bad_row="drop")
+    assert len(data) + len(data.skipped) == 10
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([["Hi"], ["a"], ["b"], ["c"]], names=["prompt", "chosen", "rejected", "chosen"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: there are two columns 'chosen'"):
+        PreferenceDataset.load(tmp_path / "a.parquet")
+
+
+def test_an_object_that_holds_the_rows_as_data_is_read(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "chosen": "a", "rejected": "b"}]
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": rows}))
+    assert len(PreferenceDataset.load(tmp_path / "a.json")) == 1
