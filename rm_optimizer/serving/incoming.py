@@ -13,7 +13,7 @@ from typing import Protocol
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.engine import WeightsRefused
 from rm_optimizer.serving.protocol import Begin, Transport
-from rm_optimizer.serving.weight_file import Layout
+from rm_optimizer.serving.weight_file import check_weight_file, most_header_bytes, num_bytes
 
 COPIED_BYTES = 8 * 2**20
 """Bytes that are copied at once."""
@@ -146,7 +146,8 @@ class FromBody:
 
     def __init__(self, begin: Begin, landing: Path) -> None:
         self._landing = landing
-        self._size = Layout.of(begin.tensors).size
+        self._specs = begin.tensors
+        self._most = sum(map(num_bytes, begin.tensors)) + most_header_bytes(begin.tensors)
         self._whole = False
 
     async def stand(self) -> None:
@@ -156,17 +157,19 @@ class FromBody:
         """Write the body; a repeated one replaces the first. The bytes that came.
 
         Raises:
-            WeightsRefused: if it is longer or shorter than the manifest's tensors.
+            WeightsRefused: if it is no safetensors file with the manifest's tensors, or the disk has no room for it.
         """
         self._whole, size = False, 0
-        with self._landing.open("wb") as file:
-            async for chunk in chunks:
-                size += len(chunk)
-                if size > self._size:
-                    raise WeightsRefused(f"the body is longer than the {self._size} bytes that the manifest lays out")
-                file.write(chunk)
-        if size != self._size:
-            raise WeightsRefused(f"the body was cut off: expected {self._size} bytes, got {size}")
+        try:
+            with self._landing.open("wb") as file:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > self._most:
+                        raise WeightsRefused(f"the body is longer than the manifest's tensors, which take {self._most}")
+                    file.write(chunk)
+            await asyncio.to_thread(check_weight_file, self._landing, self._specs)
+        except OSError as error:
+            raise WeightsRefused(f"the update's file cannot be written: {error.strerror}") from error
         self._whole = True
         return size
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.adapter_files import adapter_tensor_names
 from rm_optimizer.core.adapters import has_adapter
+from rm_optimizer.core.export_record import DIGESTS, weight_digests
 from rm_optimizer.core.head import head_name
 from rm_optimizer.serving.engine import WeightsRefused
 from rm_optimizer.serving.packed_linear import PackedLinear, pack
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
-
-_SAMPLE = 64
-"""Values of each end of a tensor that identify it."""
+from rm_optimizer.serving.weight_file import check_names, check_weight_file, opened
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -60,19 +60,18 @@ def tensor_specs(model: PreTrainedModel, mode: RewardModelTrainingMode) -> tuple
     )
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """16 hexadecimal digits that tell weights apart, from both ends of every tensor, rounded to bfloat16."""
-    return fingerprint_of(sorted(model.state_dict().items()))
+def checkpoint_version(model: PreTrainedModel, folder: Path | None, record: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that tell checkpoints apart.
 
-
-def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The `fingerprint` of a model with these tensors, which come in the order of their names."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        flat = tensor.detach().flatten()
-        ends = torch.cat([flat[:_SAMPLE], flat[-_SAMPLE:]]).cpu().to(torch.bfloat16).float()
-        digest.update(name.encode() + ends.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    Args:
+        model: the loaded checkpoint, whose values are hashed where there are no files.
+        folder: holds all of its weights; None where they are not in one folder.
+        record: the folder's `export.json`, with the digests of the files in newer ones.
+    """
+    digests = record.get(DIGESTS) or (weight_digests(folder) if folder is not None else {})
+    if not digests:
+        digests = {name: tensor_sha256(tensor) for name, tensor in model.state_dict().items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def tensor_sha256(tensor: Tensor) -> str:
@@ -95,44 +94,48 @@ class Update:
 
 
 def read_update(
-    model: PreTrainedModel, file: Path, specs: Iterable[TensorSpec], mode: RewardModelTrainingMode
+    model: PreTrainedModel, file: Path, specs: Sequence[TensorSpec], mode: RewardModelTrainingMode
 ) -> Update:
     """Read and check a safetensors file against its manifest and the model, which stays as it is.
 
     Raises:
         WeightsRefused: naming what is missing, extra, of another shape or type, altered or not finite.
     """
-    state, manifest = state_tensors(model), {spec.name: spec for spec in specs}
-    _check_names(names_of_mode(model, mode), set(manifest), f"an update of mode {mode.value}")
-    try:
-        with safe_open(file, framework="pt") as stored:
-            _check_names(set(manifest), set(stored.keys()), "the update's file")
-            tensors = {name: _checked(stored.get_tensor(name), spec, state) for name, spec in manifest.items()}
-    except (OSError, SafetensorError) as error:
-        raise WeightsRefused(f"the update's file cannot be read as safetensors: {error}") from error
+    state = state_tensors(model)
+    check_names(set(names_of_mode(model, mode)), {spec.name for spec in specs}, f"an update of mode {mode.value}")
+    tensors = {name: _fitting(name, tensor, state[name]) for name, tensor in checked_tensors(file, specs)}
     return Update(tensors, _packed(model, tensors))
 
 
-def _check_names(expected: frozenset[str] | set[str], got: set[str], what: str) -> None:
-    for word, names in (("lacks", expected - got), ("has unknown", got - expected)):
-        if names:
-            shown = ", ".join(sorted(names)[:3])
-            raise WeightsRefused(f"{what} {word} {len(names)} tensor{'s' * (len(names) > 1)}: {shown}")
+def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file that is what its manifest says, all values finite, one at a time.
+
+    Raises:
+        WeightsRefused: naming what is missing, extra, of another shape or type, altered, cut off or not finite.
+    """
+    check_weight_file(file, specs)
+    with opened(file) as stored:
+        for spec in specs:
+            yield spec.name, _checked(stored.get_tensor(spec.name), spec)
 
 
-def _checked(tensor: Tensor, spec: TensorSpec, state: Mapping[str, Tensor]) -> Tensor:
-    target = state[spec.name]
-    if list(tensor.shape) != spec.shape or tensor.shape != target.shape:
-        raise WeightsRefused(
-            f"{spec.name}: expected shape {list(target.shape)}, got {list(tensor.shape)} (manifest: {spec.shape})"
-        )
-    if dtype_name(tensor.dtype) != spec.dtype or tensor.is_floating_point() != target.is_floating_point():
-        raise WeightsRefused(f"{spec.name}: expected {spec.dtype}, got {dtype_name(tensor.dtype)}")
+def _checked(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256:
         raise WeightsRefused(f"{spec.name}: its SHA-256 is not the manifest's; it was altered or torn on the way")
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise WeightsRefused(f"{spec.name}: holds values that are not finite")
+    return tensor
+
+
+def _fitting(name: str, tensor: Tensor, target: Tensor) -> Tensor:
+    """A copy in the type and on the device of what it replaces."""
+    if tensor.shape != target.shape:
+        raise WeightsRefused(f"{name}: expected shape {list(target.shape)}, got {list(tensor.shape)}")
+    if tensor.is_floating_point() != target.is_floating_point():
+        raise WeightsRefused(f"{name}: expected {dtype_name(target.dtype)}, got {dtype_name(tensor.dtype)}")
     own = tensor.to(device=target.device, dtype=target.dtype, copy=True)
     if own.is_floating_point() and not bool(own.isfinite().all()):
-        raise WeightsRefused(f"{spec.name}: holds values that are not finite")
+        raise WeightsRefused(f"{name}: holds values that are not finite in {dtype_name(target.dtype)}")
     return own
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -22,7 +21,7 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import SourceKind, resolve_source
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.serving.engine import EngineDescription
-from rm_optimizer.serving.live_weights import fingerprint, fingerprint_of, tensor_specs
+from rm_optimizer.serving.live_weights import checkpoint_version, tensor_specs
 from rm_optimizer.serving.protocol import RewardModelTrainingMode
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -104,16 +103,9 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
     require_trained_head(skeleton, lost, folder)
     identity = record["identity"]["template"]
     description = _describe(
-        skeleton, folder, dtype, identity=identity, version=fingerprint_of(_stored_tensors(folder)), record=record
+        skeleton, folder, dtype, identity=identity, version=checkpoint_version(skeleton, folder, record), record=record
     )
     return VllmModel(folder, None, 0, description)
-
-
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder, one at a time, in the order of the names."""
-    for name, file in sorted(_stored_places(folder).items()):
-        with safe_open(file, framework="pt") as stored:
-            yield name, stored.get_tensor(name)
 
 
 def _stored_places(folder: Path) -> dict[str, Path]:
@@ -142,7 +134,7 @@ def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: 
         folder,
         dtype,
         identity=reward_model.renderer.identity(),
-        version=fingerprint(model),
+        version=checkpoint_version(model, None, {}),
         record=record,
         modes=(RewardModelTrainingMode.lora, RewardModelTrainingMode.head_only),
     )

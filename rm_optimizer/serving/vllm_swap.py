@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rm_optimizer.core.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
 from rm_optimizer.serving.engine import StagedWeights, WeightsRefused, new_revision
+from rm_optimizer.serving.live_weights import checked_tensors
 from rm_optimizer.serving.vllm_gate import Gate
 from rm_optimizer.serving.vllm_pooling import Pooling
-from rm_optimizer.serving.vllm_worker import checked_tensors, latest_tensors
+from rm_optimizer.serving.vllm_worker import latest_tensors
 from rm_optimizer.serving.weight_history import WeightHistory
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class AdapterSwap:
         Raises:
             WeightsRefused: if a check fails.
         """
-        self._staged = await asyncio.to_thread(checked_tensors, weights.file, weights.tensors)
+        self._staged = await asyncio.to_thread(lambda: dict(checked_tensors(weights.file, weights.tensors)))
 
     async def commit(self, weights: StagedWeights, check: Check) -> None:
         """Load another adapter: the one that serves with the update's tensors in it.

@@ -10,35 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from rm_optimizer.serving.engine import WeightsRefused
-from rm_optimizer.serving.live_weights import tensor_sha256
+from rm_optimizer.serving.live_weights import checked_tensors
 from rm_optimizer.serving.protocol import TensorSpec
-from rm_optimizer.serving.weight_file import check_weight_file
-
-
-def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """The tensors of a file that is what its manifest says, all values finite.
-
-    Raises:
-        WeightsRefused: naming what is missing, extra, of another shape or type, altered, cut off or not finite.
-    """
-    check_weight_file(file, specs)
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return {spec.name: _checked(stored.get_tensor(spec.name), spec) for spec in specs}
-    except (OSError, SafetensorError) as error:
-        raise WeightsRefused(f"the update's file cannot be read as safetensors: {error}") from error
-
-
-def _checked(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256:
-        raise WeightsRefused(f"{spec.name}: its SHA-256 is not the manifest's; it was altered or torn on the way")
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        raise WeightsRefused(f"{spec.name}: holds values that are not finite")
-    return tensor
 
 
 def latest_tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +46,7 @@ class RewardWorkerExtension:
         """Read and check new weights; the model stays as it is."""
         self._rm_staged = None
         try:
-            self._rm_staged = checked_tensors(Path(file), [TensorSpec(**spec) for spec in specs])
+            self._rm_staged = dict(checked_tensors(Path(file), [TensorSpec(**spec) for spec in specs]))
         except WeightsRefused as error:
             return str(error)
         return None

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, and their headers read before anything trusts what follows.
+"""Safetensors files written tensor by tensor, and their headers compared with a manifest.
 
 Reference: https://huggingface.co/docs/safetensors (eight bytes of header size, a JSON header, the tensors' bytes).
 """
@@ -9,11 +9,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
+
+from safetensors import SafetensorError, safe_open
 
 from rm_optimizer.serving.engine import WeightsRefused
 from rm_optimizer.serving.protocol import TensorSpec
@@ -33,7 +36,6 @@ CODES = {
 """Our names of types and the format's."""
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _SIZE = struct.Struct("<Q")
-MAX_HEADER_BYTES = 64 * 2**20
 Buffer: TypeAlias = bytes | memoryview
 
 
@@ -91,7 +93,7 @@ class WeightFileWriter:
         self.layout = Layout.of(specs)
         self._sizes = {spec.name: num_bytes(spec) for spec in specs}
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._file = self._temporary.open("wb")
+        self._file = open(self._temporary, "wb", opener=_private)  # noqa: SIM115, closed at the end of the block
         self._file.write(self.layout.head)
 
     def write(self, name: str, data: Buffer) -> None:
@@ -122,11 +124,20 @@ class WeightFileWriter:
             raise WeightsRefused(f"{self.path.name} lacks {', '.join(sorted(self._sizes)[:3])}")
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
+
+
 def write_weight_file(path: Path, specs: Sequence[TensorSpec], data: Iterable[tuple[str, Buffer]]) -> None:
     """Write a whole file; it is there with all its tensors or not at all."""
     with WeightFileWriter(path, specs) as writer:
         for name, content in data:
             writer.write(name, content)
+
+
+def most_header_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Most bytes of a header with these tensors, whoever wrote the file: other writers pad and describe otherwise."""
+    return 2**20 + sum(256 + 2 * len(spec.name.encode()) + 24 * len(spec.shape) for spec in specs)
 
 
 def check_weight_file(path: Path, specs: Sequence[TensorSpec]) -> None:
@@ -135,14 +146,28 @@ def check_weight_file(path: Path, specs: Sequence[TensorSpec]) -> None:
     Raises:
         WeightsRefused: naming what is missing, extra, of another shape or type, or cut off.
     """
-    stored, manifest = _header(path), {spec.name: spec for spec in specs}
-    check_names(set(manifest), set(stored), f"the file {path.name}")
-    for name, spec in manifest.items():
-        entry = stored[name]
-        if list(entry["shape"]) != spec.shape or entry["dtype"] != CODES.get(spec.dtype):
-            raise WeightsRefused(
-                f"{name}: the manifest says {spec.dtype}{spec.shape}, the file {entry['dtype']}{entry['shape']}"
-            )
+    manifest = {spec.name: spec for spec in specs}
+    with opened(path) as stored:
+        check_names(set(manifest), set(stored.keys()), "the update's file")
+        for name, spec in manifest.items():
+            entry = stored.get_slice(name)
+            shape, code = list(entry.get_shape()), entry.get_dtype()
+            if shape != spec.shape or code != CODES.get(spec.dtype):
+                raise WeightsRefused(f"{name}: the manifest says {spec.dtype}{spec.shape}, the file {code}{shape}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, whose header is read and compared with its size.
+
+    Raises:
+        WeightsRefused: if it is none, or was cut off; also if a tensor cannot be read in the block.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            yield stored
+    except (OSError, SafetensorError) as error:
+        raise WeightsRefused(f"the update's file cannot be read as safetensors, or was cut off: {error}") from error
 
 
 def check_names(expected: set[str], got: set[str], what: str) -> None:
@@ -155,23 +180,3 @@ def check_names(expected: set[str], got: set[str], what: str) -> None:
         if names:
             shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
             raise WeightsRefused(f"{what} {word} {len(names)} tensor{'s' * (len(names) > 1)}: {shown}")
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The entries of the tensors, once the file is as long as they say."""
-    try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            size = _SIZE.unpack(file.read(_SIZE.size))[0] if total >= _SIZE.size else total
-            if not 0 < size <= min(MAX_HEADER_BYTES, total - _SIZE.size):
-                raise WeightsRefused(f"{path.name} is no safetensors file, or was cut off in its header")
-            entries = json.loads(file.read(size))
-            entries.pop("__metadata__", None)
-            end = _SIZE.size + size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except OSError as error:
-        raise WeightsRefused(f"{path.name} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise WeightsRefused(f"{path.name} has no safetensors header: {error}") from error
-    if total != end:
-        raise WeightsRefused(f"{path.name} holds {total} bytes where its header announces {end}; it was cut off")
-    return dict(entries)

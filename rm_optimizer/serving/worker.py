@@ -10,7 +10,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,14 +21,15 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.adapter_files import adapter_folder
+from rm_optimizer.core.export_record import read_record
 from rm_optimizer.core.loading import parse_dtype
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.sources import EXPORT_FILE, resolve_source
+from rm_optimizer.core.sources import resolve_source
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.budget import calibrated_budget
 from rm_optimizer.serving.engine import EngineDescription, StagedWeights, WeightsRefused
 from rm_optimizer.serving.frames import Frame, frame_sequences, rewards_frame
-from rm_optimizer.serving.live_weights import Update, dtype_name, fingerprint, read_update, swap, tensor_specs
+from rm_optimizer.serving.live_weights import Update, checkpoint_version, dtype_name, read_update, swap, tensor_specs
 from rm_optimizer.serving.packed_linear import LEAST_GAIN, install_packed_linears
 from rm_optimizer.serving.passes import Passes, reuse_obstacle
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
@@ -80,14 +81,15 @@ class Worker:
             torch.set_num_threads(options.threads)
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
         self.model.requires_grad_(False).to(_device(options.device))
-        self.version = initial = fingerprint(self.model.model)
+        folder, record = _stored(options.checkpoint)
+        self.version = initial = checkpoint_version(self.model.model, folder, {} if folder is None else record)
         self.revision = options.revision
         packed = options.packed_linears is not None and install_packed_linears(
             self.model.model, least_gain=options.packed_linears
         )
         budget = options.token_budget or calibrated_budget(self.model)
         self.passes = Passes(self.model, budget, shares=reuse_obstacle(self.model) is None)
-        self.description = self._describe(initial, packed, options)
+        self.description = self._describe(initial, packed, options, record)
         self.staged: tuple[StagedWeights, Update] | None = None
         self.expected: int | None = None
         for weights in committed:
@@ -95,7 +97,9 @@ class Worker:
             self.stage(weights)
             self.commit(weights.revision)
 
-    def _describe(self, version: str, packed: bool, options: WorkerOptions) -> EngineDescription:
+    def _describe(
+        self, version: str, packed: bool, options: WorkerOptions, record: Mapping[str, Any]
+    ) -> EngineDescription:
         if options.tokenizer_folder:
             self.model.tokenizer.save_pretrained(options.tokenizer_folder)
         return EngineDescription(
@@ -113,7 +117,7 @@ class Worker:
             tensors={mode: tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
             tokenizer_folder=options.tokenizer_folder,
             identity=self.model.renderer.identity(),
-            export=_export_record(options.checkpoint),
+            export=record,
         )
 
     def expect(self, revision: int | None) -> None:
@@ -154,12 +158,13 @@ class Worker:
         check_rewards(rewards, probe, self.description.dtype)
 
 
-def _export_record(checkpoint: str) -> dict[str, Any]:
-    """The checkpoint's `export.json`; empty where there is none."""
-    folder = adapter_folder(checkpoint)
-    file = (folder or Path(resolve_source(checkpoint).location)) / EXPORT_FILE
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return record
+def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
+    """The folder with all of a checkpoint's weights, None where there is none, and its `export.json`."""
+    adapter = adapter_folder(checkpoint)
+    if adapter is not None:
+        return None, read_record(adapter)
+    folder = Path(resolve_source(checkpoint).location)
+    return (folder if folder.is_dir() else None), read_record(folder)
 
 
 def _device(name: str) -> str:

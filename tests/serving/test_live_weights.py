@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.serving.engine import StagedWeights, WeightsRefused
-from rm_optimizer.serving.live_weights import tensor_sha256, tensor_specs
+from rm_optimizer.serving.live_weights import checkpoint_version, tensor_sha256, tensor_specs
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
 from rm_optimizer.serving.worker import Worker
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
@@ -152,6 +152,21 @@ def test_committed_updates_come_back_in_a_new_worker(worker, folder, tmp_path):
     again = Worker(options_of(folder, tmp_path / "tokenizer"), [full, head])
     assert again.version == "v2"
     np.testing.assert_allclose(rewards(again), rewards(worker), atol=1e-5)
+
+
+def test_any_changed_value_is_another_version(folder, tmp_path):
+    worker = Worker(options_of(folder, tmp_path / "tokenizer"), [])
+    model = worker.model.model
+    stored, held = checkpoint_version(model, folder, {}), checkpoint_version(model, None, {})
+    assert stored == worker.version
+    tensors = load_file(folder / "model.safetensors")
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    tensors[name].flatten()[tensors[name].numel() // 2] += 1e-6
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert checkpoint_version(model, tmp_path, {}) != stored
+    with torch.no_grad():
+        next(model.parameters()).flatten()[200] += 1e-6
+    assert checkpoint_version(model, None, {}) != held
 
 
 def test_every_mode_names_its_tensors(worker):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import struct
 import threading
 import time
 import uuid
@@ -12,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from rm_optimizer.serving import receiver
 from rm_optimizer.serving.engine import WeightsRefused
@@ -102,17 +104,29 @@ def test_manifests_that_do_not_fit_are_refused_before_anything_is_sent(server):
         assert message in refused(send(server, "begin", begin))
 
 
+def header(value: object) -> bytes:
+    text = json.dumps(value).encode()
+    return struct.pack("<Q", len(text)) + text + b"0000"
+
+
 def test_files_that_are_not_their_manifest_are_refused(server):
     tensors, specs = tensors_of(server), manifest(tensors_of(server))
     whole = server.root / "whole.safetensors"
     write_weight_file(whole, specs, [(name, tensor.numpy().tobytes()) for name, tensor in tensors.items()])
     check_weight_file(whole, specs)
     broken = {
-        "truncated": (whole.read_bytes()[:-4], "it was cut off"),
-        "longer": (whole.read_bytes() + b"0000", "it was cut off"),
-        "headless": (whole.read_bytes()[:20], "cut off in its header"),
-        "empty": (b"", "no safetensors file"),
-        "pickle": (b"\x80\x04\x95" + b"0" * 64, "no safetensors file"),
+        "truncated": (whole.read_bytes()[:-4], "or was cut off: Error while deserializing header: incomplete metadata"),
+        "longer": (whole.read_bytes() + b"0000", "file not fully covered"),
+        "headless": (whole.read_bytes()[:20], "invalid header length"),
+        "empty": (b"", "header too small"),
+        "pickle": (b"\x80\x04\x95" + b"0" * 64, "header too large"),
+        "no shape": (header({"score.weight": {"dtype": "F32", "data_offsets": [0, 4]}}), "missing field `shape`"),
+        "odd shape": (header({"score.weight": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}), "invalid type"),
+        "no object": (header([1, 2]), "invalid type"),
+        "deep": (
+            struct.pack("<Q", 400_005) + b'{"a":' + b"[" * 200_000 + b"]" * 200_000,
+            "cannot be read as safetensors",
+        ),
         "altered": (whole.read_bytes()[:-1] + b"\x55", "its SHA-256 is not the manifest's"),
     }
     for name, (content, message) in broken.items():
@@ -195,7 +209,7 @@ def test_bodies_that_are_not_the_manifests_size_are_refused(server):
     assert httpx.put(url, content=b"early").status_code == 404
     assert send(server, "begin", begin).status_code == 200
     assert "cut off" in refused(httpx.put(url, content=b"short"))
-    assert "longer than" in refused(httpx.put(url, content=b"0" * 100_000))
+    assert "longer than" in refused(httpx.put(url, content=b"0" * 2**21))
     assert "no whole body" in refused(send(server, "commit", {"batch_id": begin["batch_id"]}))
 
 
@@ -286,6 +300,15 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
     assert removed == [landing]
 
 
+def test_a_body_that_the_safetensors_library_wrote_is_taken(server):
+    tensors = tensors_of(server)
+    begin = announcement(tensors, transport=Transport.inline)
+    assert send(server, "begin", begin).status_code == 200
+    url = f"{server.url}/rm/weights/upload/{begin['batch_id']}"
+    assert httpx.put(url, content=save(tensors, metadata={"written by": "somebody"})).status_code == 200
+    assert send(server, "abort", {"batch_id": begin["batch_id"]}).json()["status"] == "aborted"
+
+
 def test_no_update_is_taken_before_the_model_was_compared_with_its_certificate(server):
     service, reader = server.service, server.service._reader
     begin = announcement(tensors_of(server), transport=Transport.inline)
@@ -360,6 +383,10 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
         with pytest.raises(WeightsRefused, match="bytes"), WeightFileWriter(path, specs) as writer:
             writer.write(name, data)
     assert os.listdir(tmp_path) == []
+    with WeightFileWriter(path, specs) as writer:
+        for name in ("a", "b"):
+            writer.write(name, b"12345678")
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int16", "int8", "bool"])

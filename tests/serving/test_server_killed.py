@@ -15,7 +15,7 @@ import torch
 
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.serving.client import RewardClient
-from rm_optimizer.serving.live_weights import fingerprint
+from rm_optimizer.serving.live_weights import checkpoint_version
 from rm_optimizer.serving.protocol import WeightProbe
 from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
 from tests.serving.engines import exported
@@ -129,7 +129,7 @@ def test_a_server_killed_in_a_commit_leaves_no_process_and_its_successor_serves_
         wait_until(lambda: all(map(is_gone, family)), f"of {family} some outlived their server")
         publication.join()
     assert publication.failure.startswith(f"whether weights new serve at {server.url} is unknown: ")
-    first = {fingerprint(original.model): original.score(PROMPTS, RESPONSES)}
+    first = {checkpoint_version(original.model, tmp_path / "export", {}): original.score(PROMPTS, RESPONSES)}
     with serve_process(checkpoint, port=httpx.URL(server.url).port) as server, RewardClient(server.url) as client:
         assert_whole([client.score_versioned(PROMPTS, RESPONSES)], first)
         with create_rm_publisher(server.url) as publisher:

@@ -26,7 +26,7 @@ from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving import vllm_launch
 from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
-from rm_optimizer.serving.live_weights import fingerprint, tensor_specs
+from rm_optimizer.serving.live_weights import checked_tensors, checkpoint_version, tensor_specs
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.sent_tensors import manifest
 from rm_optimizer.serving.vllm_folder import prepare_model, suits_vllm
@@ -36,7 +36,7 @@ from rm_optimizer.serving.vllm_plugin import RewardApplication
 from rm_optimizer.serving.vllm_pooling import Pooling
 from rm_optimizer.serving.vllm_settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.vllm_swap import ReloadSwap, Serving
-from rm_optimizer.serving.vllm_worker import RewardWorkerExtension, checked_tensors, latest_tensors
+from rm_optimizer.serving.vllm_worker import RewardWorkerExtension, latest_tensors
 from rm_optimizer.serving.weight_history import WeightHistory
 from tests.serving.engines import exported
 
@@ -136,7 +136,7 @@ def test_files_that_are_not_their_manifest_are_refused(tmp_path, fault):
     if fault == "truncated":
         os.truncate(file, file.stat().st_size - 4)
     with pytest.raises(WeightsRefused):
-        checked_tensors(file, specs)
+        dict(checked_tensors(file, specs))
 
 
 class FakeWorker(RewardWorkerExtension):
@@ -175,7 +175,7 @@ def test_an_export_is_served_as_it_is_and_described_from_its_files(tmp_path):
     prepared = prepare_model(str(tmp_path / "export"), tmp_path, "float32")
     description = prepared.description
     assert (prepared.folder, prepared.adapter) == (tmp_path / "export", None)
-    assert description.version == fingerprint(model.model)
+    assert description.version == checkpoint_version(model.model, tmp_path / "export", {})
     assert description.tensors == {mode: tensor_specs(model.model, mode) for mode in (FULL, HEAD)}
     assert description.identity == model.renderer.identity()
     assert description.max_length == model.max_length
@@ -321,7 +321,7 @@ print(child.pid)
 def test_a_manifest_may_name_no_type_that_no_file_holds(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     with pytest.raises(WeightsRefused, match="a: the manifest says"):
-        checked_tensors(tmp_path / "a.safetensors", [TensorSpec(name="a", shape=[1], dtype="float99")])
+        dict(checked_tensors(tmp_path / "a.safetensors", [TensorSpec(name="a", shape=[1], dtype="float99")]))
 
 
 def test_vllm_hears_of_sigterm_when_open_requests_are_answered():
