@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
@@ -29,10 +30,12 @@ PINNED_DATE = "26 Jul 2024"
 
 _PINNED_DAY = datetime(2024, 7, 26)
 _PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
+WRITTEN_MARK = "{# written whole #}\n"
+"""In a chat template that writes all of a sequence: nothing is added to the tokens of its text."""
 _SET_DATE = f"{{% set date_string = '{PINNED_DATE}' %}}\n"
 _NOW_LITERAL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""")
-_ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
-_PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
+ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
+PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
     ((Message("user", "What is 2 + 2?"),), "It is 4."),
     ((Message("user", "Hi."), Message("assistant", "Hello!"), Message("user", "Name\na colour.")), "Blue, ünd grün."),
     ((Message("system", "Be brief."), Message("user", "Why?")), "Because."),
@@ -88,7 +91,7 @@ def transcript(messages: Sequence[Message]) -> str:
         >>> transcript([Message("user", "Hi."), Message("assistant", "Hello!")])
         'Human: Hi.\n\nAssistant: Hello!'
     """
-    return "\n\n".join(f"{_ROLE_NAMES.get(m.role, m.role.capitalize())}: {m.content}" for m in messages)
+    return "\n\n".join(f"{ROLE_NAMES.get(m.role, m.role.capitalize())}: {m.content}" for m in messages)
 
 
 def plain_prompt(messages: Sequence[Message]) -> str:
@@ -108,8 +111,9 @@ class ConversationRenderer:
     The tokenizer's chat template is used where there is one, with its dates pinned (which changes the tokenizer's
     `chat_template`); otherwise ``Prompt: {prompt}\n\nResponse: {response}``. BOS (or CLS) stands in front exactly
     once if the tokenizer adds one, EOS (or SEP) at the end exactly once; blank tokens that a template writes after its
-    EOS stay. An over-long sequence loses tokens from the left of its prompt, after BOS; one whose response alone is too
-    long then loses the response's right end, and keeps its EOS.
+    EOS stay. A template with `WRITTEN_MARK` writes all, and nothing is added. An over-long sequence loses tokens from
+    the left of its prompt, after BOS; one whose response alone is too long then loses the response's right end, and
+    keeps its EOS.
 
     Args:
         tokenizer: a `transformers` tokenizer.
@@ -125,7 +129,9 @@ class ConversationRenderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.render_fn = render_fn
-        self._lead, self._end = _special_frame(tokenizer)
+        self.frame = _special_frame(tokenizer)
+        is_written = self.kind == "chat_template" and WRITTEN_MARK in tokenizer.get_chat_template()
+        self._lead, self._end = ((), ()) if is_written else self.frame
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
         self._unprinted: dict[tuple[str, ...], int | None] = {}
@@ -134,7 +140,18 @@ class ConversationRenderer:
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
         if self.kind == "chat_template":
             self._pin_template()
+        self._closing = self.closing() if is_written else ()
         self.template_hash, self.probe_rendering = self._probe()
+
+    def has_lead(self, ids: Sequence[int]) -> bool:
+        """Whether a sequence starts with BOS or CLS, or needs none."""
+        return not self.frame[0] or bool(self._lead_width(ids))
+
+    def closing(self) -> tuple[int, ...]:
+        """The token ids that the rendering writes after every response."""
+        one, other = self._ids([self.text("Hi.", "First."), self.text("Hi.", "2 + 2 = 4")])
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+        return tuple(reversed([token for token, _ in shared]))
 
     @property
     def kind(self) -> str:
@@ -146,7 +163,7 @@ class ConversationRenderer:
     @property
     def pinned_date(self) -> str | None:
         """The date the chat template is pinned to, or None if it inserts none."""
-        is_pinned = self.kind == "chat_template" and self.tokenizer.get_chat_template().startswith(_PIN_MARK)
+        is_pinned = self.kind == "chat_template" and _PIN_MARK in self.tokenizer.get_chat_template()
         return PINNED_DATE if is_pinned else None
 
     @property
@@ -194,15 +211,16 @@ class ConversationRenderer:
         cut = {i: self._cut(sequences[i], start) for i, start in zip(too_long, starts, strict=True)}
         return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
 
-    def encode_rendered(self, texts: Sequence[str], max_length: int) -> list[Encoding]:
+    def encode_rendered(self, texts: Sequence[str], max_length: int, *, adds_frame: bool = True) -> list[Encoding]:
         """Token ids of conversations that are text already; over-long ones lose tokens from the left, after BOS.
 
         Args:
             texts: as `text` renders them.
             max_length: most tokens of a sequence.
+            adds_frame: add BOS and EOS where the texts lack them.
         """
         encodings = []
-        for ids in map(self._framed, self._ids(list(texts))):
+        for ids in map(self._framed if adds_frame else list[int], self._ids(list(texts))):
             lead, cut = self._lead_width(ids), max(0, len(ids) - max_length)
             encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
         return encodings
@@ -246,7 +264,7 @@ class ConversationRenderer:
     def _probe(self) -> tuple[str, str]:
         """Digest of the fixed probe conversations' texts and ids, and the first one's text."""
         seen: list[Any] = []
-        for prompt, response in _PROBES:
+        for prompt, response in PROBES:
             try:
                 text = self._probe_text(prompt, response)
             except (DataError, ValueError) as error:
@@ -331,6 +349,8 @@ class ConversationRenderer:
 
     def _end_width(self, ids: Sequence[int]) -> int:
         """How many trailing ids are EOS and the blanks after it; 0 if the sequence does not end with EOS."""
+        if self._closing:
+            return len(self._closing) * (tuple(ids[-len(self._closing) :]) == self._closing)
         stop = len(ids)
         while stop and self._is_blank(ids[stop - 1]):
             stop -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -26,13 +27,14 @@ import rm_optimizer
 from rm_optimizer.core.adapter_files import BaseModel, base_of, merged_model, write_adapter
 from rm_optimizer.core.adapters import has_adapter, import_peft
 from rm_optimizer.core.attention import soft_cap
-from rm_optimizer.core.base import Prompt
+from rm_optimizer.core.base import Prompt, as_messages
 from rm_optimizer.core.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.export_record import DIGESTS, weight_digests
 from rm_optimizer.core.packing import length_batches, pad_sequences
 from rm_optimizer.core.quantisation import computing_dtype, reading_arguments
 from rm_optimizer.core.sources import EXPORT_FILE
+from rm_optimizer.core.written_template import writes_the_sequence
 from rm_optimizer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ MERGED_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2.0
 the norms of most decoders compute in float32 in a float64 model too.
 """
 _PROBE_TOKEN_BUDGET = 8192
+_log = logging.getLogger("rm_optimizer")
 
 
 def save_export(
@@ -118,6 +121,7 @@ def _save(
             reward_model.tokenizer.save_pretrained(aside)
             certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe), form)
             record = _record(reward_model, certificate, statistics) | form.record() | {DIGESTS: weight_digests(aside)}
+            record["plain_rendering"] = _renders_plainly(reward_model, aside, certificate)
             text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
             (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -209,6 +213,23 @@ def _certified(
             f"on the probe, allowed is {certificate.tolerance:.3g} times max(1, |reward|); nothing was written"
         )
     return certificate
+
+
+def _renders_plainly(reward_model: BradleyTerryRM, folder: Path, certificate: ParityCertificate) -> bool:
+    """Whether plain `apply_chat_template` of the stored tokenizer gives the certified tokens; if not, a warning."""
+    has_code = hasattr(reward_model.model.config, "auto_map")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
+    whole = [score for score in certificate.scores if len(score.input_ids) < reward_model.max_length]
+    renders = all(
+        writes_the_sequence(tokenizer, as_messages(score.prompt), score.response, score.input_ids) for score in whole
+    )
+    if not renders and reward_model.renderer.kind != "custom":
+        _log.warning(
+            "apply_chat_template of the exported tokenizer gives other tokens than the model reads, which end with %r; "
+            "render with BradleyTerryRM.from_pretrained(...).renderer, or through rm-opt serve",
+            tokenizer.decode(list(certificate.scores[0].input_ids[-2:])),
+        )
+    return renders
 
 
 def _record(

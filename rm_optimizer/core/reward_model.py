@@ -30,7 +30,8 @@ from rm_optimizer.core.pooling import last_token_logits, own_logits, packed_logi
 from rm_optimizer.core.prefix import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, sharing_obstacle, tree_groups
 from rm_optimizer.core.quantisation import computing_dtype
 from rm_optimizer.core.window import check_window, default_max_length
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.core.written_template import choose_form, read_as_written, write_for_training
+from rm_optimizer.errors import CheckpointError, ConfigError
 
 
 class BradleyTerryRM(BaseRewardModel):
@@ -98,6 +99,7 @@ class BradleyTerryRM(BaseRewardModel):
         gradient_checkpointing: bool = False,
         quantize: bool = False,
         new_head: bool = False,
+        input_form: str | None = None,
     ) -> BradleyTerryRM:
         """Load a trained reward model, or, for training, make one of a base model.
 
@@ -115,6 +117,8 @@ class BradleyTerryRM(BaseRewardModel):
             quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
             new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
                 source is refused, since its rewards would be random.
+            input_form: what a reward model of others reads that has no chat template: `plain`, or `pair` for what its
+                tokenizer makes of (prompt, response); None takes `plain`, with a warning. Others ignore it.
 
         Raises:
             CheckpointError: if the source is missing, torn, no trained reward model, or recorded another rendering.
@@ -124,6 +128,8 @@ class BradleyTerryRM(BaseRewardModel):
             attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
         )
         loaded = load_model(source, options)
+        if not loaded.identity and render_fn is None:
+            _settle_input(loaded, source, input_form, is_trained=not new_head)
         recorded = loaded.identity.get("template", {}).get("max_length")
         is_default = max_length is None and recorded is None
         if max_length is None:
@@ -166,6 +172,8 @@ class BradleyTerryRM(BaseRewardModel):
             ConfigError: if the architecture or an option is unknown or does not fit.
         """
         loaded = build_model(architecture, tokenizer, LoadOptions(attn_implementation, dropout, seed))
+        if render_fn is None:
+            write_for_training(tokenizer)
         return cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
 
     @classmethod
@@ -414,6 +422,21 @@ class BradleyTerryRM(BaseRewardModel):
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
     """What a `.ckpt` stores under `checkpoint.PAYLOAD_KEY`, so that `from_pretrained` can read the file."""
     return describe_model(model.model, model.tokenizer, model.identity())
+
+
+def _settle_input(loaded: LoadedModel, source: object, form: str | None, *, is_trained: bool) -> None:
+    """Make the tokenizer of a model that is not ours write what the model reads, or is to be trained on."""
+    if not is_trained:
+        write_for_training(loaded.tokenizer)
+    elif loaded.tokenizer.chat_template:
+        read_as_written(loaded.tokenizer)
+    else:
+        if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
+            raise ConfigError(
+                f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
+                "by token types, which are not given to it here"
+            )
+        choose_form(loaded.tokenizer, form, source)
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:

@@ -105,9 +105,7 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
     diagnosis = diagnose(model, data, seed=0, max_pairs=60)
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
-    skipped = {"label_agreement", "reward_length", "template_date"} | (
-        {"prefix_sharing"} if family == "bert" else set()
-    )
+    skipped = {"label_agreement", "reward_length"} | ({"prefix_sharing"} if family == "bert" else set())
     assert set(diagnosis.names(Status.skipped)) == skipped
 
 
