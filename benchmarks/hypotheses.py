@@ -174,7 +174,7 @@ def arm_config(args: argparse.Namespace, splits: Splits, arm: str, seed: int) ->
         "model": args.model,
         "model.path": args.model_path or "null",
         "model.max_length": args.max_length,
-        "model.adamw_lr": args.adamw_lr,
+        **({"model.lora_lr": 10 * args.adamw_lr} if arm.startswith("lora") else {"model.adamw_lr": args.adamw_lr}),
         "model.attn_implementation": args.attention,
         "data.train": splits.train,
         "data.val": splits.select,

@@ -32,6 +32,7 @@ def main() -> None:
         sys.argv[1:] = _in_order(sys.argv[1:])
         if (config := check_command(sys.argv[1:])) is not None and _has_ended(config):
             return
+        sys.argv[1:] = _with_model_preset(sys.argv[1:])
         sys.argv += _among_processes(sys.argv[1:])
         _launch()
 
@@ -70,6 +71,16 @@ def _in_order(arguments: Sequence[str]) -> list[str]:
     from rm_optimizer.schema.flags import flags_first
 
     return flags_first(arguments, TrainConfig)
+
+
+def _with_model_preset(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the preset that goes with a model named by its path."""
+    from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.schema.flags import parse_flags
+    from rm_optimizer.schema.implied import completed
+
+    overrides = list(parse_flags(arguments, TrainConfig).overrides)
+    return [*arguments, *completed(overrides)[len(overrides) :]]
 
 
 def check_command(arguments: Sequence[str]) -> TrainConfig | None:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rm_optimizer.core.data_loader import load_training_data
-from rm_optimizer.interfaces.launch import names_data, quoted
+from rm_optimizer.interfaces.launch import names_model, quoted
 from rm_optimizer.optim import build_optimizer
 from rm_optimizer.optim.param_groups import GroupRow, describe_groups
 from rm_optimizer.schema import TrainConfig
@@ -30,7 +30,7 @@ def print_params(model: str, optimizer: str) -> None:
 
 def groups_of(model: str, optimizer: str) -> tuple[GroupRow, ...]:
     """Rows of that table."""
-    chosen = f"model.path={quoted(model)}" if names_data(model) else f"model={quoted(model)}"
+    chosen = f"model.path={quoted(model)}" if names_model(model) else f"model={quoted(model)}"
     config = checked([chosen, f"optimizer={quoted(optimizer)}"], TrainConfig, writable=False)
     built = build_model(config.model, load_training_data(config.data).train, config.seed)
     return describe_groups(build_optimizer(built, config.optimizer, head_names=built.head_parameter_names()))

@@ -14,7 +14,7 @@ from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins,
 from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, output_console, summary_table
 from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE
 from rm_optimizer.training.recorder import read_rows
-from rm_optimizer.training.result import RunResult
+from rm_optimizer.training.result import TOY_WARNING, RunResult, is_toy
 
 PICTURES = "plots"
 
@@ -90,6 +90,8 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
     console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.status}", rows))
     for column in result.metrics.groups:
         console.print(group_table(result.metrics, column))
+    if is_toy(result.config["model"]["path"], result.config["data"]["train"]):
+        console.print(f"  warning: {TOY_WARNING % result.model}", markup=False, highlight=False, soft_wrap=True)
     _print_next(result, console)
 
 

@@ -42,10 +42,11 @@ class AdapterConfig:
         for name, interval in numbers.items():
             value = getattr(self, name)
             if self.kind == AdapterKind.none:
-                require(value is None, f"adapter.{name}", "be null with adapter.kind=none", value)
+                require(value is None, f"adapter.{name}", "be null without an adapter (add adapter=lora)", value)
                 continue
             require(value is not None, f"adapter.{name}", f"be set with adapter.kind={self.kind}", "null")
             require_in(f"adapter.{name}", value, interval)
         if self.kind == AdapterKind.none:
-            require(self.targets is None, "adapter.targets", "be null with adapter.kind=none", self.targets)
+            unused = "be null without an adapter (add adapter=lora)"
+            require(self.targets is None, "adapter.targets", unused, self.targets)
         require(self.targets is None or len(self.targets) > 0, "adapter.targets", "name a layer or be null", "[]")

@@ -22,6 +22,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.compose import ConfigT, config_root, typed
 from rm_optimizer.schema.diagnose import all_names, explain, option_names, unknown_option
+from rm_optimizer.schema.implied import completed, refuse_unread_rates
 from rm_optimizer.schema.store import register
 
 
@@ -50,7 +51,9 @@ def checked(
     try:
         with initialize_config_dir(config_root(), version_base="1.3"):
             _check_group_values(overrides, GlobalHydra.instance().config_loader())
-            config = hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
+            lines = [*search, *completed(overrides)]
+            config = hydra_compose(config_name=name, overrides=lines, return_hydra_config=True)
+            refuse_unread_rates(overrides, config)
             return _finished(config, kind, writable)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error

@@ -14,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.implied import completed, refuse_unread_rates
+from rm_optimizer.schema.store import register
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ConfigT = TypeVar("ConfigT")
@@ -36,14 +38,15 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
         3
     """
     from rm_optimizer.schema.diagnose import explain
-    from rm_optimizer.schema.store import register
 
     register()
     try:
         with initialize_config_dir(config_root(), version_base="1.3"):
-            return hydra_compose(config_name=name, overrides=list(overrides))
+            config = hydra_compose(config_name=name, overrides=completed(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides)) from error
+    refuse_unread_rates(overrides, config)
+    return config
 
 
 def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:

@@ -8,7 +8,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rm_optimizer.schema.adapters import AdapterConfig
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.checks import require as require
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.monitors import Mode, better_mode
@@ -62,10 +63,12 @@ class ModelConfig:
     """`model_type` and configuration fields of the decoder to build when `path` is null."""
     vocab_size: int = 2048
     """Vocabulary of the tokenizer trained when `path` is null."""
-    max_length: int = MISSING
-    """Tokens kept of prompt and response together."""
+    max_length: int | None = MISSING
+    """Tokens kept of prompt and response together; null takes what a model recorded, else its positions up to 1024."""
     adamw_lr: float = MISSING
-    """Learning rate that suits AdamW on this model; the optimizer presets scale it."""
+    """Learning rate that suits AdamW on all weights of this model; the optimizer presets scale it."""
+    lora_lr: float = 1.0e-4
+    """Learning rate that suits AdamW on LoRA factors; the optimizer presets scale it where there is an adapter."""
     batch_size: int = MISSING
     """Pairs of an optimizer step that this learning rate goes with; `batching.batch_size` takes it."""
     gpu_tokens: int = MISSING
@@ -86,8 +89,19 @@ class ModelConfig:
             "be set when model.architecture is empty",
             "null",
         )
+        if self.path is not None and self.architecture:
+            raise ConfigError(
+                f"model={self.name} builds a model of its own, so model.path must be null, got '{self.path}'; "
+                "take model=custom, or leave model out, to start from that path"
+            )
         require(
-            isinstance(self.max_length, str) or self.max_length >= 8,
+            self.max_length is not None or self.path is not None,
+            "model.max_length",
+            "be set when model.path is null",
+            "null",
+        )
+        require(
+            self.max_length is None or isinstance(self.max_length, str) or self.max_length >= 8,
             "model.max_length",
             "be at least 8",
             self.max_length,
@@ -318,3 +332,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(isinstance(self.seed, str) or self.seed >= 0, "seed", "not be negative", self.seed)
+        if self.adapter != MISSING and self.adapter.kind == AdapterKind.qlora and self.model.path is None:
+            raise ConfigError(
+                f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "
+                "ones; take a pretrained model (model=qwen, model.path=MODEL) or adapter=lora"
+            )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from rm_optimizer.schema.adapters import AdapterConfig
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.config import (
     BatchingConfig,
     HardwareConfig,
@@ -68,10 +68,42 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 }
 
 
+def has_adapter(config: DictConfig) -> bool:
+    """Whether a composed configuration trains LoRA factors."""
+    kind = OmegaConf.select(config, "adapter.kind", default=AdapterKind.none)
+    return bool(kind != AdapterKind.none)
+
+
+def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:
+    """The one of two numbers of a preset that applies.
+
+    Args:
+        full: where every weight trains.
+        lora: where LoRA factors train.
+        _root_: the whole configuration, which OmegaConf passes.
+    """
+    return float(lora if has_adapter(_root_) else full)
+
+
+def peak_lr(full: float, lora: float, *, _root_: DictConfig) -> float:
+    """Peak learning rate: a multiple of the one that suits AdamW on the model, or on LoRA factors beside it.
+
+    Args:
+        full: factor on `model.adamw_lr`, where every weight trains.
+        lora: factor on `model.lora_lr`, where LoRA factors train.
+        _root_: the whole configuration, which OmegaConf passes.
+    """
+    if has_adapter(_root_):
+        return float(lora) * float(_root_.model.lora_lr)
+    return float(full) * float(_root_.model.adamw_lr)
+
+
 @cache
 def register() -> None:
-    """Store every schema under `schema/…` and the `times` resolver; calling twice changes nothing."""
-    OmegaConf.register_new_resolver("times", lambda a, b: float(a) * float(b), replace=True)
+    """Store every schema under `schema/…` and the resolvers of presets; calling twice changes nothing."""
+    OmegaConf.register_new_resolver("either", lambda first, second: second if first is None else first, replace=True)
+    OmegaConf.register_new_resolver("by_adapter", by_adapter, replace=True)
+    OmegaConf.register_new_resolver("peak_lr", peak_lr, replace=True)
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
     store.store(group="schema", name="analyze", node=AnalyzeConfig)

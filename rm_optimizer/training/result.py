@@ -21,6 +21,23 @@ class RunStatus(StrEnum):
     early_stopped = "early_stopped"
 
 
+TOY_WARNING = (
+    "model=%s starts from random weights and reads nothing but these pairs, so it is a toy; for rewards that judge "
+    "language, take a pretrained model (model=qwen, model.path=MODEL)"
+)
+"""Sentence about a model from scratch on a user's own pairs, with a place for the preset's name."""
+
+
+def is_toy(model_path: str | None, train: Any) -> bool:
+    """Whether a run builds its model from scratch for pairs other than the embedded world's.
+
+    Args:
+        model_path: `model.path`.
+        train: `data.train`.
+    """
+    return model_path is None and train is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
     """The pairs a run used.

@@ -56,7 +56,7 @@ from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.observers import Observers, csv_loggers, watching
 from rm_optimizer.training.progress import ProgressLines, shows_bars
 from rm_optimizer.training.provenance import commit, machine, versions
-from rm_optimizer.training.result import DataSummary, RunResult, RunStatus
+from rm_optimizer.training.result import TOY_WARNING, DataSummary, RunResult, RunStatus, is_toy
 from rm_optimizer.training.run_lock import run_lock
 from rm_optimizer.training.run_record import RUN_KEY, RunRecord, Start, recorded, write_record
 from rm_optimizer.training.run_start import begin, finished_result, finished_sentence, require_same_data
@@ -134,6 +134,8 @@ class _Run:
 
 def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
     started = time.perf_counter()
+    if is_toy(config.model.path, config.data.train):
+        log.warning(TOY_WARNING, config.model.name)
     data = load_data(config.data, config.training.max_steps)
     train, val = fingerprints(data)
     require_same_data(start, train, val)
@@ -200,6 +202,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
             quantize=quantize,
             new_head=True,
         )
+    assert config.max_length is not None, "checked with the options"
     return BradleyTerryRM.from_config(
         config.architecture,
         train_tokenizer(rendered_texts(train.pairs), config.vocab_size),

@@ -83,9 +83,9 @@ def test_the_ablation_starts_from_nothing_and_ends_with_everything():
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["lora_r8", "lora_r16"])
-def test_lora_takes_ten_times_the_learning_rate_and_no_decay(name, model):
+def test_lora_takes_its_own_learning_rate_and_no_decay(name, model):
     config = options(f"experiment={name}", f"model={model}")
-    assert config["optimizer.lr"] == pytest.approx(10 * config["model.adamw_lr"])
+    assert config["optimizer.lr"] == config["model.lora_lr"]
     assert config["optimizer.weight_decay"] == 0
     assert config["adapter.alpha"] == 2 * config["adapter.rank"]
 
