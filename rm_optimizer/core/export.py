@@ -58,6 +58,7 @@ def save_export(
     *,
     probe: Sequence[tuple[Prompt, str]] | None = None,
     statistics: Mapping[str, Any] | None = None,
+    beside: Sequence[Path] = (),
 ) -> ParityCertificate:
     """Write weights, configuration, tokenizer and `export.json`; see `BradleyTerryRM.save_pretrained`.
 
@@ -67,7 +68,7 @@ def save_export(
         CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
     """
     tolerance = MERGED_TOLERANCE if has_adapter(reward_model.model) else TOLERANCE
-    return _save(reward_model, folder, probe, statistics, _Form(_write_whole, _read_plain, dict, tolerance))
+    return _save(reward_model, folder, probe, statistics, _Form(_write_whole, _read_plain, dict, tolerance), beside)
 
 
 def save_adapter(
@@ -114,11 +115,14 @@ def _save(
     probe: Sequence[tuple[Prompt, str]] | None,
     statistics: Mapping[str, Any] | None,
     form: _Form,
+    beside: Sequence[Path] = (),
 ) -> ParityCertificate:
     try:
         with _written_aside(folder) as aside, _no_progress_bars():
             form.write(reward_model.model, aside)
             reward_model.tokenizer.save_pretrained(aside)
+            for file in beside:
+                shutil.copyfile(file, aside / file.name)
             certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe), form)
             record = _record(reward_model, certificate, statistics) | form.record() | {DIGESTS: weight_digests(aside)}
             record["plain_rendering"] = _renders_plainly(reward_model, aside, certificate)

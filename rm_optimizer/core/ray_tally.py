@@ -9,6 +9,7 @@ from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.ray_blocks import Block
 from rm_optimizer.core.ray_tokens import BlockTokens
 from rm_optimizer.core.tokens import TruncationReport
+from rm_optimizer.core.trained_pairs import TrainedPairs
 
 LISTED_ROWS = 10_000
 """Skipped rows that are kept to be listed; further ones are only counted."""
@@ -16,7 +17,7 @@ _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
 class StreamTally:
-    """Counts of the blocks seen, in memory that does not grow with the pairs.
+    """Counts of the blocks seen, and 16 bytes of fingerprints for each of their pairs.
 
     Attributes:
         skipped: the first rows that gave no pair.
@@ -27,6 +28,7 @@ class StreamTally:
         self.skipped: list[SkippedRow] = []
         self.num_skipped = 0
         self._kept: dict[Block, int] = {}
+        self._fingerprints: list[NDArray[np.uint64]] = []
         self._num_pairs = 0
         self._prompt_cut = 0
         self._response_cut = 0
@@ -38,6 +40,10 @@ class StreamTally:
         """Pairs of the blocks seen, those identical after cutting left out."""
         return sum(self._kept.values())
 
+    def trained(self) -> TrainedPairs:
+        """Fingerprints of the pairs of the blocks seen."""
+        return TrainedPairs.of(*self._fingerprints)
+
     def kept(self, block: Block) -> int | None:
         """Pairs of one block, or None if it was not seen yet."""
         return self._kept.get(block)
@@ -47,6 +53,7 @@ class StreamTally:
         if block in self._kept:
             return
         self._kept[block] = len(tokens.pairs)
+        self._fingerprints.append(tokens.fingerprints)
         self.num_skipped += len(tokens.skipped)
         self.skipped += tokens.skipped[: LISTED_ROWS - len(self.skipped)]
         self._num_pairs += len(tokens.lengths)

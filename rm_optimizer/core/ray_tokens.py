@@ -16,6 +16,7 @@ from rm_optimizer.core.chat import ConversationRenderer, Encoding
 from rm_optimizer.core.columns import renamed
 from rm_optimizer.core.data_sources import SkippedRow, numbered_pairs, stop_at
 from rm_optimizer.core.ray_blocks import Block, StreamFile
+from rm_optimizer.core.trained_pairs import pair_fingerprints
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
@@ -87,12 +88,14 @@ class BlockTokens:
         lengths: tokens of both sequences of every pair before cutting, shape (all pairs, 2).
         cuts: tokens cut from prompt and response of both, shape (all pairs, 2, 2).
         skipped: its rows that gave no pair.
+        fingerprints: `pair_fingerprints` of its pairs, shape (all pairs, 2).
     """
 
     pairs: PairArrays
     lengths: NDArray[np.int64]
     cuts: NDArray[np.int32]
     skipped: tuple[SkippedRow, ...]
+    fingerprints: NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +166,16 @@ class BlockTokenizer:
         texts = [text for _, pair in numbered for text in (pair.chosen, pair.rejected)]
         encodings = self.renderer.encode_batch(prompts, texts)
         rows = np.array([block.stream_row + number - 1 for number, _ in numbered], dtype=np.int64)
-        return _block_tokens(encodings, rows, PairValues.of(pair for _, pair in numbered), tuple(skipped))
+        marks = pair_fingerprints(pair for _, pair in numbered)
+        return _block_tokens(encodings, rows, PairValues.of(pair for _, pair in numbered), tuple(skipped), marks)
 
 
 def _block_tokens(
-    encodings: Sequence[Encoding], rows: NDArray[np.int64], values: PairValues, skipped: tuple[SkippedRow, ...]
+    encodings: Sequence[Encoding],
+    rows: NDArray[np.int64],
+    values: PairValues,
+    skipped: tuple[SkippedRow, ...],
+    marks: NDArray[np.uint64],
 ) -> BlockTokens:
     cuts = np.array([(side.prompt_cut, side.response_cut) for side in encodings], dtype=np.int32).reshape(-1, 2, 2)
     lengths = np.array([len(side.ids) for side in encodings], dtype=np.int64).reshape(-1, 2)
@@ -177,6 +185,5 @@ def _block_tokens(
         chain.from_iterable(side.ids for i, side in enumerate(encodings) if kept[i // 2]), dtype=np.int32
     )
     numbers = PairValues(*(column[kept] for column in vars(values).values()))
-    return BlockTokens(
-        PairArrays(tokens, lengths[kept], rows[kept], numbers), lengths + cuts.sum(axis=2), cuts, skipped
-    )
+    pairs = PairArrays(tokens, lengths[kept], rows[kept], numbers)
+    return BlockTokens(pairs, lengths + cuts.sum(axis=2), cuts, skipped, marks)

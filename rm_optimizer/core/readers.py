@@ -267,6 +267,18 @@ _READERS: dict[str, Callable[[Path, Report], Iterator[tuple[int, Row]]]] = {
 _GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
 
 
+def is_saved_folder(folder: Path) -> bool:
+    """Whether `datasets` has written the folder."""
+    return any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The data files of a folder and those below it, all of one kind: Parquet before JSON Lines, JSON and CSV."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith((".", "_"))]
+    of_kind = ([path for path in files if _suffix(path) == suffix] for suffix in _READERS)
+    return next((found for found in of_kind if found), [])
+
+
 def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
     splits = path / "dataset_dict.json"
     if splits.exists():

@@ -387,6 +387,7 @@ class BradleyTerryRM(BaseRewardModel):
         *,
         probe: Sequence[tuple[Prompt, str]] | None = None,
         statistics: Mapping[str, Any] | None = None,
+        beside: Sequence[Path] = (),
     ) -> ParityCertificate:
         """Write a folder that plain `transformers` scores alike, with `export.json` to prove it.
 
@@ -394,11 +395,12 @@ class BradleyTerryRM(BaseRewardModel):
             folder: where to; an earlier export there is replaced, anything else is not.
             probe: prompts and responses to compare on; None takes a fixed set.
             statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+            beside: files to copy into the folder.
 
         Raises:
             CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
         """
-        return save_export(self, Path(folder), probe=probe, statistics=statistics)
+        return save_export(self, Path(folder), probe=probe, statistics=statistics, beside=beside)
 
     def _encoded(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[int, ...]]:
         return [encoding.ids for encoding in self.encode(prompts, responses)]

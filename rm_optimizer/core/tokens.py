@@ -54,7 +54,8 @@ class TruncationReport:
     Args:
         max_length: the limit, in tokens.
         num_pairs: pairs given.
-        num_identical_dropped: pairs dropped because their two sequences are the same tokens after cutting.
+        num_identical_dropped: pairs whose two sequences are the same tokens after cutting; training drops them, an
+            evaluation counts them as ties.
         num_prompt_cut: pairs of which a side lost prompt tokens.
         num_response_cut: pairs of which a side lost response tokens.
         tokens_cut_share: tokens cut over tokens there were, in [0, 1].
@@ -246,7 +247,7 @@ def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: Conversation
     _write(folder, "pair_index", pair_index)
     _write(folder, "prompt_cut", all_cuts[pair_index, :, 0])
     _write(folder, "response_cut", all_cuts[pair_index, :, 1])
-    report = _truncation_report(renderer.max_length, all_lengths, all_cuts, len(kept))
+    report = truncation_report(renderer.max_length, all_lengths, all_cuts, len(kept))
     checksums = {name: _checksum(folder / f"{name}.bin") for name in _ARRAYS}
     (folder / "meta.json").write_text(json.dumps({"report": asdict(report), "checksums": checksums}))
 
@@ -263,9 +264,17 @@ def _encoded(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) ->
         yield from zip(sides[0::2], sides[1::2], strict=True)
 
 
-def _truncation_report(
+def truncation_report(
     max_length: int, lengths: NDArray[np.int64], cuts: NDArray[np.int32], num_kept: int
 ) -> TruncationReport:
+    """What cutting did to pairs.
+
+    Args:
+        max_length: the limit, in tokens.
+        lengths: tokens of both sequences of each pair after cutting, shape (pairs, 2).
+        cuts: tokens cut from prompt and response of both, shape (pairs, 2, 2).
+        num_kept: pairs whose two sequences still differ.
+    """
     before = lengths + cuts.sum(axis=2)
     quantiles = np.quantile(before, (0.5, 0.9, 0.99, 1.0)) if before.size else np.zeros(4)
     return TruncationReport(

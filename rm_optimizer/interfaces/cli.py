@@ -76,8 +76,12 @@ def train(
 @app.command()
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs to evaluate on; may be repeated.")],
+    data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs: file, folder, pattern; may be repeated.")],
     output: Annotated[Path | None, typer.Option("--output", help="Folder for JSON and plots.")] = None,
+    by: Annotated[
+        list[str], typer.Option("--by", metavar="COLUMN", help="Also report by this column; may be repeated.")
+    ] = [],  # noqa: B006
+    max_length: MaxLength = None,
     token_budget: TokenBudget = 16384,
     bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the resamples.")] = 0,
@@ -86,8 +90,11 @@ def evaluate(
     on_bad_row: OnBadRow = "error",
     winner: Winner = None,
     max_bad_share: MaxBadShare = MAX_BAD_SHARE,
+    kwise_rule: Annotated[
+        str, typer.Option("--kwise-rule", help="Pairs of a list of responses: all, best_worst or adjacent.")
+    ] = "all",
 ) -> None:
-    """Measure a reward model on preference pairs: table, JSON and plots."""
+    """Measure a reward model on preference pairs: table, JSON and plots; a stopped run continues when repeated."""
     from rm_optimizer.interfaces.evaluation import evaluate_and_print
     from rm_optimizer.interfaces.pairs import Reading
 
@@ -95,11 +102,20 @@ def evaluate(
         format=data_format,
         columns=tuple(columns),
         on_bad_row=on_bad_row,
+        kwise_rule=kwise_rule,
         winner=winner,
         max_bad_share=max_bad_share,
     )
     evaluate_and_print(
-        checkpoint, data, reading, output_dir=output, token_budget=token_budget, num_bootstrap=bootstrap, seed=seed
+        checkpoint,
+        data,
+        reading,
+        by=by,
+        output_dir=output,
+        max_length=max_length,
+        token_budget=token_budget,
+        num_bootstrap=bootstrap,
+        seed=seed,
     )
 
 

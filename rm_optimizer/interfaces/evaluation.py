@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from rm_optimizer.interfaces.local_model import load_local
 from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.progress import progress
 from rm_optimizer.reporting.pictures import draw_evaluation, print_evaluation
-from rm_optimizer.training.evaluate import evaluate_checkpoint
+from rm_optimizer.training.evaluation import Evaluation, evaluate_model
+
+RESULTS = Path("outputs", "evaluate")
+"""Folder of the results of evaluations for which none is named."""
+_OF_OTHERS = ("options.json", "run.json", "config.json")
 
 
 def evaluate_and_print(
@@ -18,7 +26,9 @@ def evaluate_and_print(
     sources: Sequence[str],
     reading: Reading,
     *,
+    by: Sequence[str],
     output_dir: Path | None,
+    max_length: int | None,
     token_budget: int,
     num_bootstrap: int,
     seed: int,
@@ -29,7 +39,9 @@ def evaluate_and_print(
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
         sources: pairs to evaluate on, together.
         reading: how rows are read.
+        by: columns whose values are reported separately, beside source and subset.
         output_dir: the folder; None names one below `outputs/evaluate` by date and time.
+        max_length: tokens kept of a sequence; None takes the stored number, or the model's.
         token_budget: tokens, padding included, of one pass.
         num_bootstrap: resamples over prompts for the intervals.
         seed: seed of the resamples.
@@ -37,18 +49,47 @@ def evaluate_and_print(
     Raises:
         DataError: if the pairs cannot be read.
         CheckpointError: if the model cannot be loaded.
-        ConfigError: if the folder cannot be written.
+        ConfigError: if the folder cannot be written, or a column of `by` is unknown.
     """
     data = reading.load(sources)
-    folder = _made(output_dir or Path("outputs", "evaluate", f"{datetime.now():%Y-%m-%d/%H-%M-%S}"))
-    metrics = evaluate_checkpoint(
-        checkpoint, data, output_dir=folder, token_budget=token_budget, num_bootstrap=num_bootstrap, seed=seed
-    )
-    draw_evaluation(folder, metrics)
-    print_evaluation(f"{checkpoint} on {', '.join(sources)}", metrics)
-    if data.skipped:
-        print(f"{len(data.skipped)} bad rows dropped")
+    _require_columns(data, by)
+    folder = _made(output_dir or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    try:
+        model = load_local(checkpoint, max_length=max_length)
+        with progress("evaluating", "responses") as show:
+            evaluation = evaluate_model(
+                model,
+                data,
+                checkpoint=checkpoint,
+                output_dir=folder,
+                partial_dir=output_dir or RESULTS,
+                token_budget=token_budget,
+                num_bootstrap=num_bootstrap,
+                seed=seed,
+                by=by,
+                on_progress=show,
+            )
+    except (RMOptimizerError, KeyboardInterrupt):
+        with suppress(OSError):
+            folder.rmdir()  # only where it is still empty
+        raise
+    draw_evaluation(folder, evaluation.metrics)
+    _print(checkpoint, sources, evaluation, folder)
+
+
+def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, folder: Path) -> None:
+    what = ", ".join(sources) if len(sources) <= 3 else f"{len(sources)} sources"
+    print_evaluation(f"{checkpoint} on {what}", evaluation)
+    if evaluation.num_skipped:
+        print(f"{evaluation.num_skipped} bad rows dropped")
     print(f"metrics, rewards and plots: {folder}")
+
+
+def _require_columns(data: PreferenceDataset, by: Sequence[str]) -> None:
+    known = {name for pair in data.pairs for name in pair.metadata}
+    for column in by:
+        if column not in known:
+            raise ConfigError(did_you_mean("--by column", column, known))
 
 
 def _made(folder: Path) -> Path:
@@ -60,4 +101,8 @@ def _made(folder: Path) -> Path:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"--output must be a folder that can be written, got '{folder}' (read-only)")
+    if found := [name for name in _OF_OTHERS if (folder / name).exists()]:
+        raise ConfigError(
+            f"--output must not be the folder of a run or a model, got '{folder}' (it holds {found[0]}); name another"
+        )
     return folder

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.data import MAX_BAD_SHARE, OnBadRow, Spelling
+from rm_optimizer.core.readers import data_files, is_saved_folder, source_name
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Reading:
         on_bad_row: `error` or `drop`.
         winner: values of the winner column as typed, or None.
         max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
+        kwise_rule: pairs that a list of scored responses gives: all, best_worst or adjacent.
     """
 
     format: str
@@ -27,26 +32,53 @@ class Reading:
     on_bad_row: str
     winner: str | None = None
     max_bad_share: float = MAX_BAD_SHARE
+    kwise_rule: str = KwiseRule.all
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set.
 
+        A source is what `PreferenceDataset.load` takes, a pattern such as `sets/*.parquet`, or a folder of files, which
+        are then one source under the folder's name. Files of one name get their paths as the pairs' source.
+
         Raises:
             ConfigError: if a flag's value is unknown.
-            DataError: if the source cannot be used.
+            DataError: if the source cannot be used, or a pattern or folder names no file.
         """
-        known = [choice.value for choice in OnBadRow]
-        if self.on_bad_row not in known:
-            raise ConfigError(did_you_mean("--on-bad-row", self.on_bad_row, known))
-        return PreferenceDataset.load(
-            source if isinstance(source, str) else list(source),
+        for flag, value, kind in (
+            ("--on-bad-row", self.on_bad_row, OnBadRow),
+            ("--kwise-rule", self.kwise_rule, KwiseRule),
+        ):
+            if value not in (known := [choice.value for choice in kind]):
+                raise ConfigError(did_you_mean(flag, value, known))
+        found = [item for name in ([source] if isinstance(source, str) else source) for item in _sources(name)]
+        files = Counter(file for _, _, own in found for file in own)
+        if twice := [file for file, count in files.items() if count > 1]:
+            raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
+        shared = Counter(label for label, _, _ in found)
+        parts = [self._part(file, path if shared[label] > 1 else label) for label, path, own in found for file in own]
+        pairs = tuple(pair for part in parts for pair in part.pairs)
+        return PreferenceDataset(pairs, tuple(row for part in parts for row in part.skipped))
+
+    def _part(self, file: str, label: str) -> PreferenceDataset:
+        """The pairs of one file, those without a source of their own under `label`."""
+        part = PreferenceDataset.load(
+            file,
             format=self.format,
             columns=self.column_mapping(),
             winner=self.winner,
+            kwise_rule=self.kwise_rule,
             on_bad_row=self.on_bad_row,
             max_bad_share=self.max_bad_share,
             spelling=Spelling.flags,
         )
+        name = source_name(file)
+        if label == name:
+            return part
+        pairs = (
+            replace(pair, metadata={**pair.metadata, "source": label}) if pair.metadata.get("source") == name else pair
+            for pair in part.pairs
+        )
+        return PreferenceDataset(tuple(pairs), part.skipped)
 
     def column_mapping(self) -> dict[str, str | None] | None:
         """`{ours: theirs}`, or None where no column is mapped; `OURS=null` leaves a column out.
@@ -59,3 +91,18 @@ class Reading:
             if not (ours and equals and theirs):
                 raise ConfigError(f"--columns takes OURS=THEIRS, such as prompt=question, got '{ours}{equals}{theirs}'")
         return {ours: None if theirs == "null" else theirs for ours, _, theirs in items} or None
+
+
+def _sources(source: str) -> list[tuple[str, str, list[str]]]:
+    """Short name, path and files of what `--data` names: a file, a hub name, a folder of files or a pattern."""
+    path = Path(source).expanduser()
+    if path.is_dir() and not is_saved_folder(path):
+        if not (files := data_files(path)):
+            raise DataError(f"{source}: the folder holds no Parquet, JSON Lines, JSON or CSV file")
+        return [(path.resolve().name, source, [str(file) for file in files])]
+    if not path.exists() and glob.has_magic(source):
+        matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"{source}: no file matches this pattern")
+        return [item for match in matches for item in _sources(match)]
+    return [(source_name(source), source, [source])]

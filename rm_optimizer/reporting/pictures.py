@@ -11,8 +11,16 @@ from rich.console import Console
 
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
-from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, output_console, summary_table
+from rm_optimizer.reporting.tables import (
+    Cell,
+    evaluation_rows,
+    group_table,
+    metrics_rows,
+    output_console,
+    summary_table,
+)
 from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE
+from rm_optimizer.training.evaluation import Evaluation
 from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.result import TOY_WARNING, RunResult, is_toy
 
@@ -50,18 +58,18 @@ def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
     return folder / PICTURES
 
 
-def print_evaluation(title: str, metrics: PairwiseMetrics, console: Console | None = None) -> None:
-    """Print the metrics of one evaluation, and of its groups.
+def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:
+    """Print one evaluation, and the metrics of its groups.
 
     Args:
         title: what was evaluated.
-        metrics: of the evaluation.
+        evaluation: what was found.
         console: where to; standard output unless given.
     """
     console = console or output_console()
-    console.print(summary_table(title, metrics_rows(metrics)))
-    for column in metrics.groups:
-        console.print(group_table(metrics, column))
+    console.print(summary_table(title, evaluation_rows(evaluation)))
+    for column in evaluation.metrics.groups:
+        console.print(group_table(evaluation.metrics, column))
 
 
 def read_margins(path: Path) -> np.ndarray:

@@ -13,6 +13,7 @@ from rich.text import Text
 from rm_optimizer.core.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.core.metrics import PairwiseMetrics
+from rm_optimizer.training.evaluation import Evaluation
 
 Cell = str | int | float | Estimate | None
 
@@ -67,6 +68,43 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
             "pairs / prompts": f"{metrics.num_pairs:,} / {metrics.num_prompts:,}",
         }
         | _weight_row(metrics)
+    )
+
+
+def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
+    """Rows for `summary_table`: the metrics of an evaluation, and what must be known to read them."""
+    rows = metrics_rows(evaluation.metrics)
+    best = evaluation.best_of_n
+    if best is not None:
+        rows[f"best of {best.mean_responses:.3g} ({best.num_lists:,} lists)"] = (
+            f"{best.accuracy} (random {best.random:.3f}, longest {best.longest:.3f})"
+        )
+    rows["cut"] = _cut(evaluation)
+    rows["trained on"] = _trained_on(evaluation)
+    return rows
+
+
+def _cut(evaluation: Evaluation) -> str:
+    report = evaluation.truncation
+    default = " (a default: the model records none; set --max-length)" if evaluation.has_default_length else ""
+    text = f"at {report.max_length:,} tokens{default}"
+    if not (report.num_prompt_cut or report.num_response_cut or report.num_identical_dropped):
+        return f"none, {text}"
+    return (
+        f"{text}: {report.num_prompt_cut:,} of {report.num_pairs:,} pairs lost prompt tokens, "
+        f"{report.num_response_cut:,} response tokens; {report.num_identical_dropped:,} became equal and count as ties"
+    )
+
+
+def _trained_on(evaluation: Evaluation) -> str:
+    seen, metrics = evaluation.trained_on, evaluation.metrics
+    if seen is None:
+        return "unknown: nothing is recorded with the model"
+    if not seen.num_pairs_of_prompts:
+        return "none of these pairs or prompts"
+    return (
+        f"WARNING: {seen.num_pairs:,} of {metrics.num_pairs:,} pairs were trained on, and {seen.num_prompts:,} of "
+        f"{metrics.num_prompts:,} prompts ({seen.num_pairs_of_prompts:,} pairs), case and blanks aside"
     )
 
 
@@ -205,4 +243,4 @@ def _cell(value: Cell) -> Text:
     if isinstance(value, Estimate) and value.num_samples == 1 and value.low is None:
         return Text(f"{value} (1 prompt: no interval)")
     text = str(value)
-    return Text(text, "bold red" if text.startswith("collapsed") else "")
+    return Text(text, "bold red" if text.startswith(("collapsed", "WARNING")) else "")

@@ -9,7 +9,7 @@ _HOME = {
     "RewardModelLightning": "rm_optimizer.training.lightning_module",
     "PreferenceDataModule": "rm_optimizer.training.datamodule",
     "RunResult": "rm_optimizer.training.result",
-    "evaluate_checkpoint": "rm_optimizer.training.evaluate",
+    "evaluate_checkpoint": "rm_optimizer.training.evaluation",
     "train_reward_model": "rm_optimizer.training.run",
 }
 __all__ = ["PreferenceDataModule", "RewardModelLightning", "RunResult", "evaluate_checkpoint", "train_reward_model"]

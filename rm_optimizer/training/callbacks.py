@@ -150,7 +150,7 @@ class Evaluation(pl.Callback):
     def _write(self, trainer: pl.Trainer, rewards: PairRewards, evaluated: Evaluated) -> None:
         folder = self.run_dir / "evaluations" / f"step-{evaluated.step:08d}"
         with writing(folder):
-            write_evaluation(folder, rewards, evaluated.metrics, evaluated.step)
+            write_evaluation(folder, rewards, evaluated.metrics, self.datamodule.val_tokens.report, evaluated.step)
         shown = {"chosen_reward": rewards.chosen, "rejected_reward": rewards.rejected, "margin": rewards.margin}
         for name, values in shown.items():
             log_histogram(trainer.loggers, f"val/{name}", values, evaluated.step)

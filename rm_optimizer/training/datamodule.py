@@ -20,6 +20,7 @@ from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.macro_loader import MacroBatchLoader
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.trained_pairs import TrainedPairs, pair_fingerprints
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import BatchingConfig, DataConfig
 from rm_optimizer.training.evaluate import PairRewards, score_pairs
@@ -175,6 +176,10 @@ class PreferenceDataModule(pl.LightningDataModule):
         """How many rows gave no pair."""
         return len(self.skipped)
 
+    def trained_pairs(self) -> TrainedPairs:
+        """Fingerprints of the training pairs, to be kept with the model."""
+        return TrainedPairs.of(pair_fingerprints(self.data.train.pairs))
+
     def truncation(self) -> dict[str, Any]:
         """Token and truncation counts of both splits."""
         return {"train": asdict(self.train_tokens.report), "val": asdict(self.val_tokens.report)}
@@ -190,14 +195,15 @@ def _tokenized(
             f"to model.max_length={renderer.max_length} tokens; raise it"
         )
     cut = tokens.report
-    if cut.num_prompt_cut or cut.num_identical_dropped:
+    if cut.num_prompt_cut or cut.num_response_cut or cut.num_identical_dropped:
         log.info(
-            "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d, %d response tokens, %d become equal",
+            "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d, %d response tokens; %d become equal and %s",
             split,
             cut.num_pairs,
             cut.num_prompt_cut,
             cut.max_length,
             cut.num_response_cut,
             cut.num_identical_dropped,
+            "are dropped" if split == "training" else "count as ties",
         )
     return tokens

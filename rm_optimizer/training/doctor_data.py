@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from rm_optimizer.core.audit import DataAudit, SplitAudit, audit_pairs
-from rm_optimizer.core.base import PreferencePair, as_messages, digest
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.estimate import wilson_interval
+from rm_optimizer.core.trained_pairs import folded_prompt_id
 from rm_optimizer.training.diagnosis import Check, Measured, Status, skipped
 
 MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01
@@ -44,7 +44,7 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     if len(data) < 2:
         return skipped("split_leakage", expected, "there is one data set; give training and validation data to compare")
     exact = {name: set(dataset.prompt_ids) for name, dataset in data.items()}
-    alike = {name: {_folded(pair) for pair in dataset.pairs} for name, dataset in data.items()}
+    alike = {name: {folded_prompt_id(pair.prompt) for pair in dataset.pairs} for name, dataset in data.items()}
     couples = list(itertools.combinations(data, 2))
     details: dict[str, Measured] = {f"{a} / {b}": len(alike[a] & alike[b]) for a, b in couples}
     num_exact = len(set().union(*(exact[a] & exact[b] for a, b in couples)))
@@ -55,11 +55,6 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     explanation = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
     status = Status.fail if num_exact else Status.warn
     return Check("split_leakage", status, num_alike, "prompts", expected, explanation, details)
-
-
-def _folded(pair: PreferencePair) -> str:
-    """Identity of a prompt that ignores case and spacing."""
-    return digest([(message.role, message.content.casefold().split()) for message in as_messages(pair.prompt)])
 
 
 def audit_checks(audit: DataAudit) -> list[Check]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,15 @@ from rm_optimizer.core.batching import AnyPairBatch, evaluation_batches
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.packing import length_batches, pad_sequences
 from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.scoring import require_finite
-from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
-from rm_optimizer.errors import DataError
-from rm_optimizer.schema.config import PrefixSharing
+from rm_optimizer.core.tokens import TokenizedPairs, TruncationReport
 from rm_optimizer.training.sharding import in_step, is_sharded, most_over_ranks, spare_batch
-from rm_optimizer.training.sharing import shares_prefixes
 
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
 """One line a pair, in the folder of an evaluation."""
-
-GROUP_KEYS = ("source", "subset")
-"""Metadata by which metrics are broken down."""
+METRICS_FILE = "metrics.json"
+"""The metrics of an evaluation, in its folder."""
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -68,7 +65,9 @@ def score_pairs(
     after_batch: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> PairRewards:
-    """Rewards of all tokenised pairs, computed once over all ranks and equal on each of them.
+    """Rewards of all pairs, computed once over all ranks and equal on each of them.
+
+    Pairs that are equal after truncation, which have no place in `tokenized`, are ties: both sides get one reward.
 
     Args:
         model: the reward model, on its device; its training mode is restored.
@@ -84,8 +83,6 @@ def score_pairs(
     """
     rank, world_size = _rank_and_world()
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    was_training = model.training
-    model.eval()
     done, stopped = 0, False
     batches = evaluation_batches(
         tokenized,
@@ -97,25 +94,57 @@ def score_pairs(
         world_size=world_size,
     )
     # FSDP2 keeps the tensors that it gathers into; made in inference mode, they could not be trained on.
-    with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+    with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
         for batch, is_ours in _passes(model, batches):
             if should_stop is not None and (stopped := _stops(model, should_stop())):
                 break
-            moved = batch.to(model.device)
-            rewards = model.rewards_of(moved)
+            rewards = model.rewards_of(batch.to(model.device))
             if not is_ours:
                 continue
             parts.append((batch.pair_index.cpu(), rewards.view(-1, 2).double().cpu()))
             done += len(batch.pair_index)
             if after_batch is not None:
                 after_batch(done)
-    model.train(was_training)
-    return _gathered(parts, world_size, stopped=stopped)
+        found = _gathered(parts, world_size, stopped=stopped)
+        return _with_ties(found, _tied_rewards(model, tokenized, dataset, token_budget))
+
+
+@contextmanager
+def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
+    """Evaluation mode; the mode it had comes back."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _stops(model: BradleyTerryRM, requested: bool) -> bool:
     """Whether to stop before this pass; under FSDP2, whose ranks pass together, if any of them is asked to."""
     return bool(most_over_ranks(int(requested), model.device)) if is_sharded(model) else requested
+
+
+def _tied_rewards(
+    model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Indices of the pairs that are equal after truncation, and the reward that both of their sides get."""
+    assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
+    index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
+    pairs = [dataset[int(i)] for i in index]
+    encodings = model.encode([pair.prompt for pair in pairs], [pair.chosen for pair in pairs])
+    rewards = np.zeros(len(index))
+    for batch in length_batches([len(encoding.ids) for encoding in encodings], token_budget):
+        input_ids, mask = pad_sequences([encodings[i].ids for i in batch], model.renderer.pad_token_id)
+        rewards[batch] = model(input_ids.to(model.device), mask.to(model.device)).double().cpu().numpy()
+    return index, rewards
+
+
+def _with_ties(rewards: PairRewards, ties: tuple[NDArray[np.int64], NDArray[np.float64]]) -> PairRewards:
+    index = np.concatenate([rewards.pair_index, ties[0]])
+    order = np.argsort(index)
+    chosen, rejected = (np.concatenate([side, ties[1]])[order] for side in (rewards.chosen, rewards.rejected))
+    return PairRewards(chosen, rejected, index[order])
 
 
 def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
@@ -148,9 +177,24 @@ def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: in
 
 
 def metrics_of(
-    rewards: PairRewards, dataset: PreferenceDataset, *, beta: float, num_bootstrap: int, seed: int
+    rewards: PairRewards,
+    dataset: PreferenceDataset,
+    *,
+    beta: float,
+    num_bootstrap: int,
+    seed: int,
+    by: Sequence[str] = (),
 ) -> PairwiseMetrics:
-    """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts."""
+    """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts.
+
+    Args:
+        rewards: of the pairs.
+        dataset: the pairs.
+        beta: inverse temperature of the preference probability.
+        num_bootstrap: resamples for the intervals; 0 gives standard errors only.
+        seed: seed of the resamples.
+        by: columns of the metadata to group by, beside source and subset.
+    """
     pairs = [dataset[int(index)] for index in rewards.pair_index]
     return evaluate_pairs(
         rewards.chosen,
@@ -160,15 +204,23 @@ def metrics_of(
         weight=np.array([pair.weight for pair in pairs]),
         length_gap=np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
         prompt_ids=[pair.prompt_id for pair in pairs],
-        groups=_groups([pair.metadata for pair in pairs]),
+        groups=_groups([pair.metadata for pair in pairs], by),
         num_bootstrap=num_bootstrap,
         seed=seed,
     )
 
 
-def _groups(metadata: Sequence[Any]) -> dict[str, list[str]]:
-    columns = {key: [str(row.get(key, "")) for row in metadata] for key in GROUP_KEYS}
-    return {key: column for key, column in columns.items() if len(set(column)) > 1}
+def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:
+    """Source, subset and the columns asked for; where there are several sources, other groups stay within theirs."""
+    sources = [str(row.get("source", "")) for row in metadata]
+    groups = {"source": sources} if len(set(sources)) > 1 else {}
+    for column in dict.fromkeys(("subset", *by)):
+        values = [str(row.get(column, "(none)")) for row in metadata]
+        if column == "source" or (column not in by and len(set(values)) < 2):
+            continue
+        within = [f"{source} / {value}" for source, value in zip(sources, values, strict=True)]
+        groups[column] = within if len(set(sources)) > 1 else values
+    return groups
 
 
 def reward_distribution(rewards: PairRewards, step: int | None = None) -> dict[str, Any]:
@@ -189,73 +241,33 @@ def _distribution(values: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def write_evaluation(folder: Path, rewards: PairRewards, metrics: PairwiseMetrics, step: int | None = None) -> None:
-    """Write `metrics.json` and `reward_distributions.json` into a folder."""
-    write_text(folder / "metrics.json", metrics.to_json() + "\n")
+def write_evaluation(
+    folder: Path, rewards: PairRewards, metrics: PairwiseMetrics, truncation: TruncationReport, step: int | None = None
+) -> None:
+    """Write `metrics.json` and `reward_distributions.json` into a folder, with what truncation did to the pairs."""
+    values = json.loads(metrics.to_json()) | {"truncation": asdict(truncation)}
+    write_text(folder / METRICS_FILE, json.dumps(values) + "\n")
+    write_distributions(folder, rewards, step)
+
+
+def write_distributions(folder: Path, rewards: PairRewards, step: int | None = None) -> None:
+    """Write `reward_distributions.json` into a folder."""
     text = json.dumps(reward_distribution(rewards, step), indent=1)
     write_text(folder / "reward_distributions.json", text + "\n")
 
 
-def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset) -> None:
-    """Write one JSON line a pair: ids, source and both rewards, for paired comparisons later."""
+def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:
+    """Write one JSON line a pair: ids (the row's own as `id`), groups and both rewards, for comparisons later."""
     lines = []
     for index, chosen, rejected in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
         pair = dataset[int(index)]
         row = {
             "pair_id": pair.pair_id,
             "prompt_id": pair.prompt_id,
-            "source": pair.metadata.get("source"),
+            **{name: pair.metadata.get(name) for name in dict.fromkeys(("id", "source", "subset", *by))},
             "label": pair.label,
             "chosen": float(chosen),
             "rejected": float(rejected),
         }
         lines.append(json.dumps(row))
     write_text(path, "\n".join(lines) + "\n")
-
-
-def evaluate_checkpoint(
-    source: str,
-    data: PreferenceDataset,
-    *,
-    output_dir: Path,
-    token_budget: int,
-    num_bootstrap: int,
-    seed: int,
-    after_batch: Callable[[int], None] | None = None,
-) -> PairwiseMetrics:
-    """Evaluate a saved model on pairs and write metrics, distributions and per-pair rewards.
-
-    Args:
-        source: anything `BradleyTerryRM.from_pretrained` loads.
-        data: the pairs.
-        output_dir: where `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl` go.
-        token_budget: tokens, padding included, of one pass.
-        num_bootstrap: resamples over prompts for the intervals.
-        seed: seed of the resamples.
-        after_batch: called with the pairs done so far.
-
-    Raises:
-        CheckpointError: if the model cannot be loaded, is not what it recorded of itself, or gives rewards that are not
-            finite.
-        DataError: if no pair is left after truncation.
-    """
-    model = BradleyTerryRM.from_pretrained(source)
-    if torch.cuda.is_available():
-        model.to("cuda")
-    tokenized = tokenize_pairs(data.pairs, model.renderer, None)
-    if len(tokenized) == 0:
-        raise DataError(f"no pair of {len(data)} is left: the two responses of each are equal after truncation")
-    rewards = score_pairs(
-        model,
-        tokenized,
-        data,
-        token_budget=token_budget,
-        prefix_sharing=shares_prefixes(model, tokenized, PrefixSharing.auto),
-        after_batch=after_batch,
-    )
-    sides = np.stack([rewards.chosen, rewards.rejected], axis=1).ravel().tolist()
-    require_finite(sides, lambda index: f"pair {data[int(rewards.pair_index[index // 2])].pair_id}")
-    metrics = metrics_of(rewards, data, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed)
-    write_evaluation(output_dir, rewards, metrics)
-    write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data)
-    return metrics

@@ -44,7 +44,7 @@ class DataSummary:
 
     Args:
         train_pairs: training pairs after dropping bad rows and pairs identical after truncation.
-        val_pairs: validation pairs, likewise.
+        val_pairs: validation pairs after dropping bad rows; those identical after truncation count as ties.
         val_origin: where validation came from, in words.
         train_fingerprint: digest of the training pairs.
         val_fingerprint: digest of the validation pairs.

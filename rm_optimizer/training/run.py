@@ -29,6 +29,7 @@ from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import BEST_FOLDER
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
+from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import CheckpointError, Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
@@ -177,7 +178,18 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
     )
     if config.hardware.compile:
         compile_backbone(model)
-    return _Run(config, run_dir, started, module, datamodule, evaluation, record)
+    run = _Run(config, run_dir, started, module, datamodule, evaluation, record)
+    _keep_trained_pairs(run)
+    return run
+
+
+def _keep_trained_pairs(run: _Run) -> None:
+    """Write fingerprints of the training pairs, with those of the base model and of the run before it was resumed."""
+    found, path = run.datamodule.trained_pairs(), run.run_dir / TRAINED_PAIRS_FILE
+    for source in (run.config.model.path, path.parent if path.is_file() else None):
+        earlier = None if source is None else TrainedPairs.recorded(source)
+        found = found if earlier is None else found.merged(earlier)
+    found.write(path)
 
 
 def _list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:
@@ -235,6 +247,8 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
         trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
     finally:
         close_loggers(trainer.loggers)
+        if trainer.is_global_zero and config.data.streaming != Streaming.off:  # only now have its rows been read
+            _keep_trained_pairs(run)
     run.fit_seconds = time.perf_counter() - before
     run.steps = trainer.global_step
     run.is_first_rank = trainer.is_global_zero
@@ -344,10 +358,12 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
     if run.is_first_rank:
         if config.data.streaming != Streaming.off:  # only now have its rows been read
             _list_skipped(run.datamodule.skipped, run.run_dir)
-        write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, run.evaluation.best.step)
+        report, step = run.datamodule.val_tokens.report, run.evaluation.best.step
+        write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, report, step)
         write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
         exported = _whole_model(model, best, config.model)
-        exported.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta))
+        seen = [run.run_dir / TRAINED_PAIRS_FILE]
+        exported.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta), beside=seen)
         result.save()
     return result
 
@@ -410,7 +426,7 @@ def _data_summary(datamodule: PreferenceDataModule) -> DataSummary:
     data = datamodule.data
     return DataSummary(
         train_pairs=datamodule.num_train_pairs,
-        val_pairs=len(datamodule.val_tokens),
+        val_pairs=len(data.val),
         val_origin=data.val_origin,
         train_fingerprint=datamodule.train_fingerprint,
         val_fingerprint=data.val.fingerprint,

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from rm_optimizer.core.checkpoint import read_checkpoint
+from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import Resume
@@ -29,6 +30,7 @@ log = logging.getLogger("rm_optimizer")
 LEFT = (
     *(RESULT_FILE, "best", "checkpoints", "evaluations", "landscape", "plots", "figures", "tensorboard", "wandb"),
     *("metrics.csv", "profile.csv", "profile.json", "pair_rewards.jsonl", "skipped_rows.txt"),
+    TRAINED_PAIRS_FILE,
     *(OPTIONS_FILE, IDENTITY_FILE),
 )
 """What a run leaves in its folder, in the order of removal: the result first, so that a kill leaves no finished run."""

@@ -15,6 +15,7 @@ from rm_optimizer.core.ray_dataset import RayPreferenceDataset
 from rm_optimizer.core.ray_stream import MacroBatchStream, StreamPosition
 from rm_optimizer.core.ray_tally import StreamTally
 from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.trained_pairs import TrainedPairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import BatchingConfig, DataConfig
 from rm_optimizer.schema.data import Streaming
@@ -210,6 +211,10 @@ class StreamingDataModule(PreferenceDataModule):
     def num_skipped(self) -> int:
         """How many rows gave no pair, as far as they were read."""
         return self._tally.num_skipped + len(self.data.val.skipped)
+
+    def trained_pairs(self) -> TrainedPairs:
+        """Fingerprints of the training pairs read by this process."""
+        return self._tally.trained()
 
     def truncation(self) -> dict[str, Any]:
         """Token and truncation counts of the pairs read, and of validation."""

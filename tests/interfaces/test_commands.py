@@ -63,6 +63,43 @@ def test_evaluate_prints_a_table_and_leaves_json_and_plots(checkpoint, pairs):
     }
 
 
+def test_evaluate_reads_patterns_and_folders_and_names_equal_files_by_their_path(checkpoint, pairs):
+    for folder in ("a", "b", "shards"):
+        Path(folder).mkdir()
+        shutil.copy(pairs, Path(folder, "test.jsonl"))
+    shutil.copy(pairs, "shards/more.jsonl")
+    options = ["--bootstrap", "0", "--output", "found"]
+    rm_opt("evaluate", checkpoint, "--data", "[ab]/*.jsonl", "--data", "shards", *options)
+    found = PairwiseMetrics.from_json(Path("found/metrics.json").read_text())
+    sizes = {name: group.num_pairs for name, group in found.groups["source"].items()}
+    assert sizes == {"a/test.jsonl": 12, "b/test.jsonl": 12, "shards": 24}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--data", "pairs.jsonl", "--by", "sorce"], "unknown --by column 'sorce'; did you mean 'source'?"),
+        (["--data", "*.parquet"], r"*.parquet: no file matches this pattern"),
+        (["--data", "empty"], "empty: the folder holds no Parquet, JSON Lines, JSON or CSV file"),
+        (["--data", "pairs.jsonl", "--data", "pairs.jsonl"], "--data must name each file once, got 'pairs.jsonl'"),
+        (["--data", "pairs.jsonl", "--kwise-rule", "best"], "unknown --kwise-rule 'best'"),
+        (
+            ["--data", "pairs.jsonl", "--output", "run"],
+            "--output must not be the folder of a run or a model, got 'run'",
+        ),
+        (["--data", "pairs.jsonl", "--max-length", "5000", "--output", "o"], "--max-length must be at most 2048"),
+    ],
+)
+def test_a_mistake_in_an_evaluation_is_one_sentence_and_leaves_nothing(checkpoint, pairs, arguments, sentence):
+    Path("empty").mkdir()
+    Path("run").mkdir()
+    Path("run/options.json").touch()
+    result = CliRunner().invoke(app, ["evaluate", checkpoint, *arguments])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert not Path("o").exists()
+
+
 def test_score_gives_the_same_reward_on_the_terminal_and_in_a_file(checkpoint, pairs):
     model = BradleyTerryRM.from_pretrained(checkpoint)
     expected = model.score(["What is 1 + 1?"] * 2, ["It is 2.", "Maybe 1?"]).tolist()

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.core.data_loader import load_training_data
+from rm_optimizer.core.trained_pairs import TrainedPairs
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, evaluate_checkpoint, train_reward_model
@@ -154,7 +155,14 @@ def test_evaluation_uses_the_beta_a_model_was_trained_with(
     data = load_training_data(small_config(tmp_path).data).val
     options = {"token_budget": 4096, "num_bootstrap": 100, "seed": 0}
     again = evaluate_checkpoint(str(tmp_path / "run"), data, output_dir=tmp_path / "eval", **options)
+    again = again.metrics
     assert again.beta == result.metrics.beta == 2.5
+    train = load_training_data(small_config(tmp_path).data).train
+    for source in ("run", "run/best", "run/checkpoints/best.ckpt"):
+        trained = TrainedPairs.recorded(tmp_path / source)
+        assert trained is not None
+        assert trained.count(train.pairs).num_pairs == len(train)
+        assert trained.count(data.pairs).num_prompts == 0
     (tmp_path / "moved.ckpt").write_bytes((tmp_path / "run" / "checkpoints" / "best.ckpt").read_bytes())
     (tmp_path / "link").symlink_to(tmp_path / "run" / "best")
     monkeypatch.setenv("HOME", str(tmp_path))
