@@ -357,8 +357,9 @@ def evaluation_batches(
     rank: int = 0,
     world_size: int = 1,
     prefix_sharing: bool = False,
+    positions: NDArray[np.int64] | None = None,
 ) -> Iterator[AnyPairBatch]:
-    """Every pair once, in batches of like length, longest first, for scoring.
+    """Every pair once, or those at `positions`, in batches of like length, longest first, for scoring.
 
     The batches, of at most `token_budget` tokens with padding, are the same for every number of ranks. Ranks take them
     in turn: shares are disjoint and complete, and one rank may have a batch more than another.
@@ -368,7 +369,7 @@ def evaluation_batches(
     """
     _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
     collator = pair_collator(tokenized, pairs, pad_token_id, prefix_sharing=prefix_sharing)
-    batches = collator.micro_batches(np.arange(len(tokenized)), token_budget)
+    batches = collator.micro_batches(np.arange(len(tokenized)) if positions is None else positions, token_budget)
     return map(collator, batches[rank::world_size])
 
 

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
+from numpy.typing import NDArray
 from pytorch_lightning.callbacks import RichProgressBar
 
 from rm_optimizer.core.metrics import PairwiseMetrics
@@ -24,6 +26,7 @@ from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.disk import writing
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.evaluate import PairRewards, ScoringStopped, metrics_of, write_evaluation
+from rm_optimizer.training.evaluation_plan import EvaluationPlan
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.log_media import log_histogram
@@ -50,13 +53,13 @@ class Evaluated:
 
 
 class Evaluation(pl.Callback):
-    """Evaluates the whole validation set every `every` steps and after the last, and keeps the best weights.
+    """Evaluates every `plan.every` steps and after the last, under the training's precision; keeps the best weights.
 
     Args:
         datamodule: the run's pairs.
         run_dir: the run folder.
         config: the loop's options.
-        every: optimizer steps between evaluations.
+        plan: how often, and of how many pairs.
         beta: inverse temperature of the preference probability.
     """
 
@@ -66,14 +69,16 @@ class Evaluation(pl.Callback):
         run_dir: Path,
         config: TrainingConfig,
         *,
-        every: int,
+        plan: EvaluationPlan,
         beta: float,
     ) -> None:
         self.datamodule = datamodule
         self.run_dir = run_dir
         self.config = config
-        self.every = every
+        self.plan = plan
+        self.every = plan.every
         self.beta = beta
+        self._sample = plan.positions(datamodule.seed)
         self.best = BestSoFar(better_mode(config.monitor, config.mode), config.early_stopping.min_delta)
         self.latest: Evaluated | None = None
         self.stopped_early = False
@@ -120,21 +125,24 @@ class Evaluation(pl.Callback):
                 self.missed = True
         self.seconds += time.perf_counter() - started
 
-    def rewards(self, model: BradleyTerryRM) -> PairRewards:
-        """Rewards of the validation pairs, with lines of progress where the run has them.
+    def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
+        """Rewards of the validation pairs, or a sample of them, with lines of progress where the run has them.
 
         Raises:
             ScoringStopped: if the run is asked to stop.
         """
+        total = len(self.datamodule.val_tokens if sample is None else sample)
         return self.datamodule.score_validation(
             model,
-            after_batch=None if self.lines is None else partial(self.lines.evaluated, len(self.datamodule.val_tokens)),
+            after_batch=None if self.lines is None else partial(self.lines.evaluated, total),
             should_stop=lambda: self.stop.requested,
+            positions=sample,
         )
 
     def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RewardModelLightning) -> None:
         step = trainer.global_step
-        rewards = self.rewards(pl_module.model)
+        with trainer.precision_plugin.forward_context():
+            rewards = self.rewards(pl_module.model, sample=self._sample)
         require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
         metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from numpy.typing import NDArray
 
 from rm_optimizer.core.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.chat import ConversationRenderer
@@ -107,6 +108,11 @@ class PreferenceDataModule(pl.LightningDataModule):
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
         self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
 
+    def train_tokens_of_run(self) -> float:
+        """Tokens of the sequences that all steps pass over, the mean length of the pairs known taken for all."""
+        pairs_a_step = min(self.batching.batch_size, len(self.train_tokens))
+        return float(self.train_tokens.lengths.sum(axis=1).mean()) * pairs_a_step * self.num_steps
+
     def train_dataloader(self) -> StepLoader:
         """The run's macro-batches, one an optimizer step."""
         return StepLoader(self, self.num_steps)
@@ -136,8 +142,9 @@ class PreferenceDataModule(pl.LightningDataModule):
         *,
         after_batch: Callable[[int], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        positions: NDArray[np.int64] | None = None,
     ) -> PairRewards:
-        """Rewards of all validation pairs; the callables are those of `score_pairs`."""
+        """Rewards of the validation pairs; the arguments are those of `score_pairs`."""
         return score_pairs(
             model,
             self.val_tokens,
@@ -146,6 +153,7 @@ class PreferenceDataModule(pl.LightningDataModule):
             prefix_sharing=self.shares_prefixes,
             after_batch=after_batch,
             should_stop=should_stop,
+            positions=positions,
         )
 
     def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:

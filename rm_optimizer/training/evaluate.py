@@ -64,6 +64,7 @@ def score_pairs(
     prefix_sharing: bool,
     after_batch: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    positions: NDArray[np.int64] | None = None,
 ) -> PairRewards:
     """Rewards of all pairs, computed once over all ranks and equal on each of them.
 
@@ -77,6 +78,7 @@ def score_pairs(
         prefix_sharing: compute each prompt once for both responses.
         after_batch: called with the pairs done so far on this rank.
         should_stop: asked before each pass; where it is true on any rank, all of them stop.
+        positions: which of the tokenised pairs; None is all.
 
     Raises:
         ScoringStopped: if `should_stop` was true.
@@ -92,6 +94,7 @@ def score_pairs(
         pad_token_id=model.renderer.pad_token_id,
         rank=rank,
         world_size=world_size,
+        positions=positions,
     )
     # FSDP2 keeps the tensors that it gathers into; made in inference mode, they could not be trained on.
     with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():

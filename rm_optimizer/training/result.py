@@ -90,6 +90,7 @@ class RunResult:
         config: the composed configuration.
         run_id: the run's id, which its checkpoints carry; None in results of earlier versions.
         extensions: later changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
+        evaluations: their plan (`EvaluationPlan`) and the seconds that those during training took.
     """
 
     status: RunStatus
@@ -112,6 +113,7 @@ class RunResult:
     config: dict[str, Any]
     run_id: str | None = None
     extensions: tuple[dict[str, int], ...] = ()
+    evaluations: dict[str, float] | None = None
 
     @property
     def objective(self) -> float:

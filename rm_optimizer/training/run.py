@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import warnings
@@ -51,6 +52,7 @@ from rm_optimizer.training.evaluate import (
     write_evaluation,
     write_pair_rewards,
 )
+from rm_optimizer.training.evaluation_plan import PER_EPOCH, plan_of
 from rm_optimizer.training.extension import extension_at
 from rm_optimizer.training.interrupt import StopNow, StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
@@ -173,7 +175,7 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
         datamodule,
         run_dir,
         config.training,
-        every=max(1, datamodule.steps_per_epoch // config.training.evals_per_epoch),
+        plan=plan_of(config, datamodule),
         beta=config.loss.beta,
     )
     if config.hardware.compile:
@@ -228,7 +230,9 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
 
 def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observers) -> RunStatus:
     config = run.config
-    every = config.training.checkpoint_every or run.evaluation.every
+    every = config.training.checkpoint_every or max(
+        1, run.datamodule.steps_per_epoch // (config.training.evals_per_epoch or PER_EPOCH)
+    )
     callbacks: list[Callback] = [
         *watching(config, observers, run.datamodule, run.evaluation, run.run_dir),
         Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
@@ -419,6 +423,7 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
         config=run.record.options,
         run_id=run.record.run_id,
         extensions=run.record.extensions,
+        evaluations=dataclasses.asdict(run.evaluation.plan) | {"seconds": run.evaluation.seconds},
     )
 
 
