@@ -148,6 +148,14 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option("--api-key", envvar="RM_OPT_API_KEY", help="Key every request must bring.")
     ] = None,
+    update_key: Annotated[
+        str | None,
+        typer.Option("--update-key", envvar="RM_OPT_UPDATE_KEY", help="Key of weight updates instead of --api-key."),
+    ] = None,
+    no_updates: Annotated[bool, typer.Option("--no-updates", help="Let nobody replace the weights.")] = False,
+    transports: Annotated[
+        str, typer.Option("--transports", help="Of weight updates: inline, path, gloo, nccl.")
+    ] = "inline,path",
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     token_budget: Annotated[
         int | None, typer.Option("--token-budget", min=1, help="Tokens of one pass; measured if absent.")
@@ -164,8 +172,8 @@ def serve(
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the model.")] = None,
 ) -> None:
     """Serve a reward model over HTTP until SIGTERM; rewards are raw unless a request asks for their sigmoid."""
-    from rm_optimizer.interfaces.serve import ServeOptions
     from rm_optimizer.interfaces.serve import serve as run_server
+    from rm_optimizer.interfaces.serve_options import ServeOptions
 
     run_server(
         ServeOptions(
@@ -174,6 +182,9 @@ def serve(
             host=host,
             port=port,
             api_key=api_key,
+            update_key=update_key,
+            takes_updates=not no_updates,
+            transports=transports,
             dtype=dtype,
             token_budget=token_budget,
             max_queued_tokens=max_queued_tokens,

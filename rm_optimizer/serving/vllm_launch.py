@@ -9,11 +9,10 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.parent_death import end_with_parent
 from rm_optimizer.serving.restart_limit import RestartLimit
 from rm_optimizer.serving.vllm_folder import VllmModel, prepare_model
@@ -38,6 +37,11 @@ class VllmOptions:
         host: address to bind.
         port: port to bind.
         api_key: what every request must bring; None asks for nothing.
+        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
+        takes_updates: whether weights may be replaced at all.
+        transport_names: transports of weight updates.
+        checks_host: whether requests must name this machine.
+        url: where the server answers.
         dtype: type of the backbone's weights.
         token_budget: tokens of one pass; None leaves vLLM's own number.
         max_queued_tokens: most tokens of unanswered requests.
@@ -50,6 +54,11 @@ class VllmOptions:
     host: str
     port: int
     api_key: str | None
+    update_key: str | None
+    takes_updates: bool
+    transport_names: tuple[str, ...]
+    checks_host: bool
+    url: str
     dtype: str
     token_budget: int | None
     max_queued_tokens: int
@@ -58,20 +67,12 @@ class VllmOptions:
     threads: int | None
 
 
-def is_installed() -> bool:
-    """Whether there is a vLLM, of either distribution."""
-    return find_spec("vllm") is not None
-
-
 def serve_with_vllm(options: VllmOptions) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
-        MissingExtra: if vLLM is not installed.
         RMOptimizerError: if the model cannot be prepared, or the server does not start.
     """
-    if not is_installed():
-        raise MissingExtra("vLLM", "vllm")
     with tempfile.TemporaryDirectory(prefix="rm-vllm-") as work:
         print(f"rm-opt serve: preparing {options.checkpoint} for vLLM; its start takes a minute", flush=True)
         model = prepare_model(options.checkpoint, Path(work), options.dtype)
@@ -87,8 +88,12 @@ def _settings(options: VllmOptions, model: VllmModel, work: Path) -> VllmSetting
         adapter=model.adapter,
         description=model.description,
         model_name=options.model_name,
-        url=f"http://{options.host}:{options.port}",
+        url=options.url,
         api_key=options.api_key,
+        update_key=options.update_key,
+        takes_updates=options.takes_updates,
+        transport_names=options.transport_names,
+        checks_host=options.checks_host,
         max_queued_tokens=options.max_queued_tokens,
         weights_root=None if options.weights_root is None else options.weights_root.resolve(),
     )

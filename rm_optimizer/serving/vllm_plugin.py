@@ -20,10 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rm_optimizer.serving.api_errors import NotReady
 from rm_optimizer.serving.app import create_app
 from rm_optimizer.serving.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.connections import ConnectionLimits, report_lack_of_files_once
 from rm_optimizer.serving.error_answers import error_answer
 from rm_optimizer.serving.parent_death import end_with_parent
 from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.receiver import WeightReceiver
+from rm_optimizer.serving.server_log import show_server_log
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.vllm_engine import VllmEngine
 from rm_optimizer.serving.vllm_settings import SETTINGS_VARIABLE, VllmSettings
@@ -66,8 +68,16 @@ class RewardEndpoint:
         settings = VllmSettings.read()
         engine = VllmEngine(engine_client, settings)
         service = RewardService(engine, model_name=settings.model_name, max_queued_tokens=settings.max_queued_tokens)
-        receiver = WeightReceiver(service, root=settings.weights_root, transports=frozenset(Transport))
-        state.reward_app = create_app(service, api_key=settings.api_key, routers=[weight_router(receiver)])
+        transports = frozenset(map(Transport, settings.transport_names))
+        receiver = WeightReceiver(service, root=settings.weights_root, transports=transports)
+        show_server_log()
+        state.reward_app = create_app(
+            service,
+            api_key=settings.api_key,
+            update_key=settings.update_key,
+            local_only=settings.checks_host,
+            routers=[weight_router(receiver)] if settings.takes_updates else [],
+        )
         await service.start()
         await engine.restore()
         settings.started_file.touch()
@@ -104,7 +114,12 @@ class RewardApplication:
         """Pass the request to our application, unless the server is stopping."""
         if scope["type"] == "lifespan":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
-            scope["app"].state.server.config.http_protocol_class = BoundedHeaders  # looked up for each connection
+            state = scope["app"].state
+            protocol = BoundedHeaders.limited(
+                ConnectionLimits.of_process().open, state.reward_app.state.service.metrics
+            )
+            state.server.config.http_protocol_class = protocol  # looked up for each connection
+            report_lack_of_files_once(asyncio.get_running_loop())
             await self.app(scope, receive, send)
             return
         if self._ending is not None and scope["type"] == "http":

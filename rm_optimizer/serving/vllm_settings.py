@@ -31,6 +31,10 @@ class VllmSettings:
         model_name: what requests call it.
         url: where it answers.
         api_key: what every request must bring; None asks for nothing.
+        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
+        takes_updates: whether weights may be replaced at all.
+        transport_names: transports of weight updates.
+        checks_host: whether requests must name this machine.
         max_queued_tokens: most tokens of unanswered requests.
         weights_root: folder below which weight updates may name files; None allows none.
         num_restarts: times that the server was restarted.
@@ -43,6 +47,10 @@ class VllmSettings:
     model_name: str
     url: str
     api_key: str | None
+    update_key: str | None
+    takes_updates: bool
+    transport_names: tuple[str, ...]
+    checks_host: bool
     max_queued_tokens: int
     weights_root: Path | None
     num_restarts: int = 0
@@ -87,4 +95,5 @@ class VllmSettings:
         }
         restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
         description = description_from_json(values["description"])
+        values["transport_names"] = tuple(values["transport_names"])
         return cls(**{**values, **paths, "description": description, "num_restarts": restarts})

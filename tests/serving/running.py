@@ -87,7 +87,17 @@ def serve_process(checkpoint: Path, *options: str, port: int | None = None) -> I
     with free_socket() as taken:
         port = port or taken.getsockname()[1]
     command = [sys.executable, "-c", "from rm_optimizer.interfaces.cli import app; app()", "serve", str(checkpoint)]
-    command += ["--port", str(port), "--threads", "1", "--token-budget", "512", *options]
+    command += [
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+        "--token-budget",
+        "512",
+        "--transports",
+        "inline,path,gloo",
+        *options,
+    ]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     state = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
     try:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.interfaces.serve import ServeOptions
+from rm_optimizer.interfaces.serve_options import ServeOptions, bound_socket, name_of
 from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
 from tests.serving.engines import exported
 from tests.serving.test_openapi import free_port
@@ -67,8 +67,73 @@ def test_wrong_options_are_told_by_name(tmp_path):
         ServeOptions("model", dtype="bfloat61")
     with pytest.raises(ConfigError, match="--weights-root must be a folder"):
         ServeOptions("model", weights_root=tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="--api-key must not be empty"):
-        ServeOptions("model", api_key=" ")
+    for key in ("", " ", "a b", " a", "clé", "a\n"):
+        for option in ("api_key", "update_key"):
+            with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} must be ASCII characters without"):
+                ServeOptions("model", **{option: key})
+    with pytest.raises(ConfigError, match="unknown --transports 'glo'; did you mean 'gloo'"):
+        ServeOptions("model", transports="inline,glo")
+    with pytest.raises(ConfigError, match="--update-key and --no-updates exclude each other"):
+        ServeOptions("model", update_key="a", takes_updates=False)
+    for name in ("", " rm", "a\nb", "\udcff", "x" * 257):
+        with pytest.raises(ConfigError, match="--served-model-name must be 1 to 256 printable"):
+            ServeOptions("model", served_model_name=name)
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "warned", "checked"),
+    [
+        ("127.0.0.1", {}, None, True),
+        ("localhost", {"api_key": "a"}, None, False),
+        ("::1", {}, None, True),
+        ("0.0.0.0", {"api_key": "a"}, None, False),
+        ("0.0.0.0", {}, "may score and replace the weights: set --api-key, or --no-updates", False),
+        ("10.0.0.1", {"takes_updates": False}, "may score: set --api-key", False),
+        ("::", {"update_key": "b"}, "may score: set --api-key", False),
+    ],
+)
+def test_an_open_server_is_warned_of_and_a_local_one_checks_the_host(host, options, warned, checked):
+    told = ServeOptions("model", host=host, **options)
+    assert (told.warning is None) == (warned is None)
+    assert warned is None or warned in told.warning
+    assert told.checks_host == checked
+
+
+def test_a_model_is_named_by_its_run_where_its_folder_says_nothing(tmp_path, monkeypatch):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    assert name_of(str(tmp_path / "run" / "best")) == name_of(f"{tmp_path}/run/") == "run"
+    assert name_of("Qwen/Qwen2.5-0.5B") == "Qwen2.5-0.5B"
+    monkeypatch.chdir(tmp_path / "run" / "best")
+    assert name_of(".") == "run"
+
+
+def test_a_taken_port_is_told_in_one_sentence_before_anything_is_loaded(capsys):
+    with bound_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, ["serve", "no-such-model", "--port", str(port)])
+    said = done.output + "".join(capsys.readouterr())
+    assert done.exit_code == 2
+    assert f"cannot listen on 127.0.0.1:{port} (address already in use); choose another --port" in said
+    assert "loading" not in said
+    with pytest.raises(RMOptimizerError, match=r"cannot listen on 203\.0\.113\.7:8000"):
+        bound_socket("203.0.113.7", 8000)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_while_it_loads_ends_well(tmp_path):
+    exported("llama", tmp_path / "model")
+    start = "from rm_optimizer.interfaces.cli import app; app()"
+    command = [sys.executable, "-c", start, "serve", str(tmp_path / "model"), "--port", str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert "loading" in server.stdout.readline()
+            time.sleep(0.3)
+            server.send_signal(signal.SIGTERM)
+            out, error = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert (server.returncode, out.strip(), error) == (0, "rm-opt serve: stopped", "")
 
 
 def test_missing_packages_name_the_extra(monkeypatch, capsys):

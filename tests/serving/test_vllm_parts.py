@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import AbstractAsyncContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +22,14 @@ from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.export import save_adapter
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
-from rm_optimizer.interfaces.serve import ServeOptions, serve
+from rm_optimizer.interfaces.serve import serve
+from rm_optimizer.interfaces.serve_options import ServeOptions
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving import vllm_launch
 from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
 from rm_optimizer.serving.live_weights import checked_tensors, checkpoint_version, tensor_specs
+from rm_optimizer.serving.metrics import ServerMetrics
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.sent_tensors import manifest
 from rm_optimizer.serving.vllm_folder import prepare_model, suits_vllm
@@ -167,6 +170,8 @@ def test_a_load_that_fails_half_way_ends_with_the_old_weights(tmp_path):
 def options_for(checkpoint: Path, **changes: object) -> VllmOptions:
     values = {"host": "127.0.0.1", "port": 8123, "api_key": "sesame", "dtype": "float32", "token_budget": None}
     values |= {"max_queued_tokens": 1000, "weights_root": None, "model_name": "rm", "threads": None}
+    values |= {"update_key": None, "takes_updates": True, "transport_names": ("inline", "path"), "checks_host": False}
+    values |= {"url": "http://127.0.0.1:8123"}
     return VllmOptions(checkpoint=str(checkpoint), **(values | changes))
 
 
@@ -222,7 +227,7 @@ def test_auto_gives_only_decoders_in_folders_to_vllm(tmp_path):
     assert not suits_vllm(str(tmp_path / "bert"))
 
 
-@pytest.mark.skipif(vllm_launch.is_installed(), reason="vLLM is installed")
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_asking_for_a_vllm_that_is_missing_names_the_extra(tmp_path):
     with pytest.raises(MissingExtra, match=r"vLLM is not installed; pip install 'rm-optimizer\[vllm\]'"):
         serve(ServeOptions(str(tmp_path), engine="vllm"))
@@ -344,9 +349,10 @@ def test_vllm_hears_of_sigterm_when_open_requests_are_answered():
         outer = RewardApplication(nothing)
         config = SimpleNamespace(http_protocol_class=None)
         state = SimpleNamespace(reward_app=reward_app, server=SimpleNamespace(config=config))
+        reward_app.state = SimpleNamespace(service=SimpleNamespace(metrics=ServerMetrics()))  # type: ignore[attr-defined]
         scope = {"type": "http", "app": SimpleNamespace(state=state)}
         await outer(scope | {"type": "lifespan"}, nothing, nothing)
-        assert config.http_protocol_class is BoundedHeaders
+        assert issubclass(config.http_protocol_class, BoundedHeaders)
         early = asyncio.create_task(outer(scope, nothing, nothing))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
