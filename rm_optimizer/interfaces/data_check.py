@@ -11,6 +11,7 @@ from rm_optimizer.core.audit import audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.files import write_text
+from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.interfaces.pairs import Reading
@@ -62,6 +63,8 @@ def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> Pre
     if source is None:
         pairs = (pair for data in datasets for pair in data.pairs)
         return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)
+    if not Path(source).expanduser().exists() and (obstacle := hub_obstacle(source, "model")):
+        raise CheckpointError(f"no tokenizer at '{source}': {obstacle}")
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:

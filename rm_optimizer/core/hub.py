@@ -1,0 +1,73 @@
+"""One quick question to the Hugging Face hub before its libraries ask it with retries of half a minute."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+import httpx
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import repo_folder_name
+
+Kind = Literal["model", "dataset"]
+_SECONDS = 5.0
+_REFUSALS = (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, DisabledRepoError, HFValidationError)
+_log = logging.getLogger("rm_optimizer")
+
+
+def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | None:
+    """Why a name that is no path cannot be had from the hub, in words; None where its libraries may try.
+
+    Where the hub cannot be reached and the name is in the cache, the process goes on offline, which is logged.
+
+    Args:
+        name: hub id, such as `owner/name`.
+        kind: what it should be.
+        revision: branch, tag or commit; None is the default branch.
+    """
+    if constants.is_offline_mode():
+        if kind == "dataset" or _is_cached(name, kind):
+            return None
+        return f"nothing of that name is here, and of the hub only its cache is used (HF_HUB_OFFLINE), without {name}"
+    try:
+        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=_SECONDS)
+    except _REFUSALS as error:
+        if isinstance(error, GatedRepoError):
+            return f"the hub gives {name} only to accounts that asked for it; ask on its page, then run hf auth login"
+        if isinstance(error, RevisionNotFoundError):
+            return f"the hub has {name}, but no revision {revision!r} of it"
+        return (
+            f"nothing of that name is here, and the hub has no public {kind} {name}; check the spelling, or run "
+            "hf auth login if it is private"
+        )
+    except HfHubHTTPError:
+        return None  # a mirror that does not answer this question may still have the files
+    except (httpx.HTTPError, OSError) as error:
+        if not _is_cached(name, kind):
+            return f"nothing of that name is here, and the hub cannot be reached ({error or type(error).__name__})"
+        _log.warning("the hub cannot be reached; %s is taken from the cache", name)
+        constants.HF_HUB_OFFLINE = True
+        if kind == "dataset":
+            import datasets
+
+            datasets.config.HF_HUB_OFFLINE = True
+    return None
+
+
+def _is_cached(name: str, kind: Kind) -> bool:
+    if kind == "dataset":
+        import datasets
+
+        prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___").lower()
+        if prepared.is_dir():
+            return True
+    return (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "snapshots").is_dir()
