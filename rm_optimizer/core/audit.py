@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rm_optimizer.core.base import PreferencePair, Prompt
-from rm_optimizer.core.data_loader import PreferenceDataset, prompt_ids
+from rm_optimizer.core.data_loader import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.core.estimate import Estimate, cluster_bootstrap, with_honest_width
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -63,12 +63,14 @@ class SplitAudit:
         num_contradictions: comparisons that stand in both orders.
         num_identical: pairs whose two sides are the same tokens after truncation; training drops them.
         num_truncated: pairs of which a side lost tokens.
+        num_uneven_cut: pairs whose two sides lost different parts of their common prompt.
         num_response_cut: pairs of which a response lost tokens.
         chosen_tokens: quantiles `QUANTILES` of the tokens of prompt and chosen together, before truncation.
         rejected_tokens: the same of prompt and rejected.
         longer_wins: accuracy of calling the longer response better, ties one half.
         num_margins: pairs with a margin.
-        num_soft_labels: pairs whose label is not 1.
+        num_zero_labels: pairs with label 0, of which the rejected response is the better one.
+        num_soft_labels: pairs whose label is neither 0 nor 1.
         sources: the same by source, largest first.
     """
 
@@ -79,11 +81,13 @@ class SplitAudit:
     num_contradictions: int
     num_identical: int
     num_truncated: int
+    num_uneven_cut: int
     num_response_cut: int
     chosen_tokens: tuple[float, ...]
     rejected_tokens: tuple[float, ...]
     longer_wins: Estimate
     num_margins: int
+    num_zero_labels: int
     num_soft_labels: int
     sources: Mapping[str, SourceAudit]
 
@@ -103,6 +107,8 @@ class PromptOverlap:
         num_prompts: different prompts in both.
         num_pairs_first: pairs of the first on them.
         num_pairs_second: pairs of the second on them.
+        num_continued_second: pairs of the second, on other prompts, of a conversation of which the first has an earlier
+            or a later turn.
     """
 
     first: str
@@ -110,6 +116,7 @@ class PromptOverlap:
     num_prompts: int
     num_pairs_first: int
     num_pairs_second: int
+    num_continued_second: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,8 +181,8 @@ def audit_pairs(datasets: Mapping[str, PreferenceDataset], renderer: Renderer) -
 
 def _overlap(first: tuple[str, PreferenceDataset], second: tuple[str, PreferenceDataset]) -> PromptOverlap:
     shared = set(first[1].prompt_ids) & set(second[1].prompt_ids)
-    counts = [sum(identity in shared for identity in data.prompt_ids) for _, data in (first, second)]
-    return PromptOverlap(first[0], second[0], len(shared), *counts)
+    on_first, on_second = (sum(identity in shared for identity in data.prompt_ids) for _, data in (first, second))
+    return PromptOverlap(first[0], second[0], len(shared), on_first, on_second, num_leaked_pairs(first[1], second[1]))
 
 
 def _audit_split(dataset: PreferenceDataset, renderer: Renderer) -> SplitAudit:
@@ -191,12 +198,14 @@ def _audit_split(dataset: PreferenceDataset, renderer: Renderer) -> SplitAudit:
         num_contradictions=num_contradictions,
         num_identical=sum(chosen.ids_hash == rejected.ids_hash for chosen, rejected in sides),
         num_truncated=sum(chosen.is_cut or rejected.is_cut for chosen, rejected in sides),
+        num_uneven_cut=sum(chosen.prompt_cut != rejected.prompt_cut for chosen, rejected in sides),
         num_response_cut=sum(chosen.response_cut or rejected.response_cut for chosen, rejected in sides),
         chosen_tokens=tuple(quantiles[0].tolist()),
         rejected_tokens=tuple(quantiles[1].tolist()),
         longer_wins=length_baseline(dataset.pairs),
         num_margins=sum(pair.margin is not None for pair in dataset.pairs),
-        num_soft_labels=sum(pair.label != 1.0 for pair in dataset.pairs),
+        num_zero_labels=sum(pair.label == 0.0 for pair in dataset.pairs),
+        num_soft_labels=sum(0.0 < pair.label < 1.0 for pair in dataset.pairs),
         sources=_audit_sources(dataset),
     )
 
@@ -207,6 +216,7 @@ class _Side:
 
     length: int
     is_cut: bool
+    prompt_cut: int
     response_cut: bool
     ids_hash: int
 
@@ -220,7 +230,9 @@ def _encoded_sides(dataset: PreferenceDataset, renderer: Renderer) -> list[tuple
         if key not in known:
             encoded = renderer.encode(pair.prompt, response)
             cut = encoded.prompt_cut + encoded.response_cut
-            known[key] = _Side(len(encoded.ids) + cut, cut > 0, encoded.response_cut > 0, hash(tuple(encoded.ids)))
+            known[key] = _Side(
+                len(encoded.ids) + cut, cut > 0, encoded.prompt_cut, encoded.response_cut > 0, hash(tuple(encoded.ids))
+            )
         return known[key]
 
     return [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from rm_optimizer.core.base import PreferencePair, Prompt, prompt_id
 from rm_optimizer.core.columns import Columns
+from rm_optimizer.core.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.data_sources import SkippedRow, load_source, mixed, parse_sources
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.synthetic import synthetic_world
@@ -169,9 +170,10 @@ class PreferenceDataset(Sequence[PreferencePair]):
         return PreferenceDataset(tuple(self.pairs[index] for index in kept), self.skipped)
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
-        """Two data sets without a common prompt; the second has `fraction` of the prompts, at least one.
+        """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
 
-        Which prompts it has depends on the seed and on the set of prompts, not on the order of the rows.
+        Prompts of which one continues the other, or that differ in case and blanks only, stay together. Which prompts
+        are held out depends on the seed and on the set of prompts, not on the order of the rows.
 
         Args:
             fraction: share of prompts to hold out, in (0, 1).
@@ -179,21 +181,35 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
         Raises:
             ValueError: if the fraction lies outside (0, 1).
-            DataError: if there are fewer than two prompts.
+            DataError: if there are fewer than two conversations.
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
-        prompts = sorted(set(self.prompt_ids), key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
-        if len(prompts) < 2:
-            raise DataError(
-                f"splitting validation off by prompt needs at least 2 different prompts, got {len(prompts)}; give more "
-                "training data, or validation data as data.val"
-            )
-        held_out = set(prompts[: min(max(1, round(fraction * len(prompts))), len(prompts) - 1)])
+        held_out = self._held_out(fraction, seed)
         sides: tuple[list[PreferencePair], list[PreferencePair]] = ([], [])
         for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
             sides[identity in held_out].append(pair)
         return PreferenceDataset(tuple(sides[0]), self.skipped), PreferenceDataset(tuple(sides[1]))
+
+    def _held_out(self, fraction: float, seed: int) -> set[str]:
+        """Prompt ids of whole conversations, drawn until the share is reached."""
+        prompt_of = {identity: pair.prompt for identity, pair in zip(self.prompt_ids, self.pairs, strict=True)}
+        order = sorted(prompt_of, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+        members: dict[int, list[str]] = {}
+        for identity, group in zip(order, conversation_groups([prompt_of[name] for name in order]), strict=True):
+            members.setdefault(group, []).append(identity)
+        if len(members) < 2:
+            raise DataError(
+                f"splitting validation off by prompt needs at least 2 different prompts, got {len(members)}; prompts "
+                "of one conversation count once; give more training data, or validation data as data.val"
+            )
+        wanted = min(max(1, round(fraction * len(order))), len(order) - 1)
+        held_out: set[str] = set()
+        for names in members.values():
+            if len(held_out) + len(names) <= wanted:
+                held_out.update(names)
+        smallest: list[str] = min(members.values(), key=len)
+        return held_out or set(smallest)
 
 
 def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -> None:
@@ -203,16 +219,28 @@ def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -
         DataError: if any prompt stands in both; the text tells how many, gives one and names the option that permits
             it.
     """
-    seen = set(train.prompt_ids)
-    shared = {identity: pair for identity, pair in zip(val.prompt_ids, val.pairs, strict=True) if identity in seen}
+    seen = frozenset(prompt_keys(distinct_prompts(train)))
+    prompts = distinct_prompts(val)
+    shared = [prompt for prompt, key in zip(prompts, prompt_keys(prompts), strict=True) if key in seen]
     if not shared:
         return
-    prompt = next(iter(shared.values())).prompt
-    text = prompt if isinstance(prompt, str) else prompt[-1].content
+    text = shared[0] if isinstance(shared[0], str) else shared[0][-1].content
     raise DataError(
-        f"{len(shared)} of {len(set(val.prompt_ids))} validation prompts also stand in the training data, such as "
-        f"{text[:80]!r}; remove them from one, or set data.allow_prompt_overlap=true"
+        f"{len(shared)} of {len(prompts)} validation prompts also stand in the training data (case and blanks aside), "
+        f"such as {text[:80]!r}; remove them from one, or set data.allow_prompt_overlap=true"
     )
+
+
+def distinct_prompts(data: PreferenceDataset) -> list[Prompt]:
+    """The different prompts of a data set, in order."""
+    return list({identity: pair.prompt for identity, pair in zip(data.prompt_ids, data.pairs, strict=True)}.values())
+
+
+def num_leaked_pairs(train: PreferenceDataset, val: PreferenceDataset) -> int:
+    """Validation pairs of a conversation of which training has an earlier or a later turn."""
+    prompts = distinct_prompts(val)
+    is_leaked = dict(zip(map(prompt_id, prompts), continued(distinct_prompts(train), prompts), strict=True))
+    return sum(is_leaked[identity] for identity in val.prompt_ids)
 
 
 @dataclass(frozen=True)
@@ -230,6 +258,42 @@ class TrainVal:
     val: PreferenceDataset
     val_origin: str
     ceiling: float | None = None
+
+    def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
+        """Sentences on what a user may not expect: labels, unused margins and conversations in both splits.
+
+        Args:
+            uses_margins: whether the loss reads margins.
+        """
+        found = [
+            f"{name}: {note}"
+            for name, data in (("training", self.train), ("validation", self.val))
+            if (note := label_note(data.pairs)) is not None
+        ]
+        num_margins = sum(pair.margin is not None for pair in self.train.pairs)
+        if num_margins and not uses_margins:
+            found.append(f"{num_margins} training pairs have a margin, which is not used; loss.margin_scale uses it")
+        if leaked := num_leaked_pairs(self.train, self.val):
+            found.append(
+                f"{leaked} of {len(self.val)} validation pairs ({leaked / len(self.val):.1%}) are of conversations of "
+                "which an earlier or later turn is trained on; their accuracy is too good. Split by conversation"
+            )
+        return tuple(found)
+
+
+def label_note(pairs: Sequence[PreferencePair]) -> str | None:
+    """The counts of a label column in a sentence; None where every label is 1.
+
+    Example:
+        >>> label_note([PreferencePair("a?", "b", "c"), PreferencePair("a?", "b", "d", label=0.0)])
+        'labels: 1 ones, 1 zeros, 0 between; chosen loses in 1 of 2 pairs'
+    """
+    ones, zeros = sum(pair.label == 1.0 for pair in pairs), sum(pair.label == 0.0 for pair in pairs)
+    if ones == len(pairs):
+        return None
+    losing = sum(pair.label < 0.5 for pair in pairs)
+    between = len(pairs) - ones - zeros
+    return f"labels: {ones} ones, {zeros} zeros, {between} between; chosen loses in {losing} of {len(pairs)} pairs"
 
 
 def load_training_data(config: DataConfig) -> TrainVal:

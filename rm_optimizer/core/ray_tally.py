@@ -31,6 +31,7 @@ class StreamTally:
         self._fingerprints: list[NDArray[np.uint64]] = []
         self._num_pairs = 0
         self._prompt_cut = 0
+        self._uneven_cut = 0
         self._response_cut = 0
         self._tokens_cut = 0
         self._of_length: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
@@ -58,6 +59,7 @@ class StreamTally:
         self.skipped += tokens.skipped[: LISTED_ROWS - len(self.skipped)]
         self._num_pairs += len(tokens.lengths)
         self._prompt_cut += int((tokens.cuts[:, :, 0] > 0).any(axis=1).sum())
+        self._uneven_cut += int((tokens.cuts[:, 0, 0] != tokens.cuts[:, 1, 0]).sum())
         self._response_cut += int((tokens.cuts[:, :, 1] > 0).any(axis=1).sum())
         self._tokens_cut += int(tokens.cuts.sum())
         counts = np.bincount(tokens.lengths.ravel(), minlength=len(self._of_length))
@@ -75,6 +77,7 @@ class StreamTally:
             num_pairs=self._num_pairs,
             num_identical_dropped=self._num_pairs - self.num_kept,
             num_prompt_cut=self._prompt_cut,
+            num_uneven_prompt_cut=self._uneven_cut,
             num_response_cut=self._response_cut,
             tokens_cut_share=self._tokens_cut / max(1, num_tokens),
             length_quantiles={f"{q:g}": float(length) for q, length in zip(_QUANTILES, lengths, strict=True)},

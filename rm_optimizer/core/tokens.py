@@ -35,7 +35,7 @@ from rm_optimizer.core.base import PreferencePair, as_messages, digest
 from rm_optimizer.core.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import DataError
 
-_LAYOUT = 1
+_LAYOUT = 2
 _CHUNK = 1024
 _PROGRESS_FROM = 20_000
 _ARRAYS: Mapping[str, type[np.integer[Any]]] = {
@@ -57,6 +57,8 @@ class TruncationReport:
         num_identical_dropped: pairs whose two sequences are the same tokens after cutting; training drops them, an
             evaluation counts them as ties.
         num_prompt_cut: pairs of which a side lost prompt tokens.
+        num_uneven_prompt_cut: pairs whose two sides lost different parts of their common prompt, so that a header or
+            system turn may stand on one side only.
         num_response_cut: pairs of which a side lost response tokens.
         tokens_cut_share: tokens cut over tokens there were, in [0, 1].
         length_quantiles: tokens of a sequence before cutting, at 0.5, 0.9, 0.99 and 1.
@@ -66,6 +68,7 @@ class TruncationReport:
     num_pairs: int
     num_identical_dropped: int
     num_prompt_cut: int
+    num_uneven_prompt_cut: int
     num_response_cut: int
     tokens_cut_share: float
     length_quantiles: dict[str, float]
@@ -282,6 +285,7 @@ def truncation_report(
         num_pairs=len(lengths),
         num_identical_dropped=len(lengths) - num_kept,
         num_prompt_cut=int((cuts[:, :, 0] > 0).any(axis=1).sum()),
+        num_uneven_prompt_cut=int((cuts[:, 0, 0] != cuts[:, 1, 0]).sum()),
         num_response_cut=int((cuts[:, :, 1] > 0).any(axis=1).sum()),
         tokens_cut_share=float(cuts.sum() / max(1, before.sum())),
         length_quantiles=dict(zip(("0.5", "0.9", "0.99", "1"), quantiles.tolist(), strict=True)),

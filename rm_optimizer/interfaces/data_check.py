@@ -9,13 +9,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rm_optimizer.core.audit import audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.data_loader import PreferenceDataset, label_note
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.interfaces.pairs import Reading
-from rm_optimizer.reporting.tables import print_audit
+from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
 TINY_VOCABULARY = 2048
 """Tokens of the tokenizer that is trained when none is named; that of `model=tiny`."""
@@ -46,7 +46,10 @@ def audit_and_print(
     renderer = ConversationRenderer(_tokenizer(tokenizer, datasets.values()), max_length)
     audit = audit_pairs(datasets, renderer)
     print_audit(audit)
-    for dataset in datasets.values():
+    for name, dataset in datasets.items():
+        output_console().print(example_table(name, dataset.pairs[0]))
+        if (note := label_note(dataset.pairs)) is not None:
+            print(f"{name}: {note}")
         for row in dataset.skipped:
             print(f"dropped {row.path}, row {row.row}: {row.reason}")
     if json_file is not None:

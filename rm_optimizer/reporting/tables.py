@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rm_optimizer.core.audit import QUANTILES, DataAudit, SplitAudit
+from rm_optimizer.core.base import PreferencePair, as_messages
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.training.evaluation import Evaluation
@@ -168,8 +169,34 @@ def audit_tables(audit: DataAudit) -> Group:
     for overlap in audit.overlaps:
         share = f"{overlap.num_pairs_first:,} and {overlap.num_pairs_second:,} pairs"
         found = f"{overlap.num_prompts:,} prompts in both ({share})" if overlap.num_prompts else "no prompt in both"
-        parts.append(Text(f"{overlap.first} / {overlap.second}: {found}", "bold red" if overlap.num_prompts else ""))
+        if overlap.num_continued_second:
+            found += f"; {overlap.num_continued_second:,} pairs of {overlap.second} are of conversations that both hold"
+        is_leak = overlap.num_prompts or overlap.num_continued_second
+        parts.append(Text(f"{overlap.first} / {overlap.second}: {found}", "bold red" if is_leak else ""))
     return Group(*parts)
+
+
+def example_table(name: str, pair: PreferencePair) -> Table:
+    """One pair as it was understood: who says what before the responses, and which of them is the better one.
+
+    Args:
+        name: the split it is from.
+        pair: the pair.
+    """
+    table = _new_table(f"{name}: the first pair as it was understood", "", "")
+    table.columns[1].justify = "left"
+    for message in as_messages(pair.prompt):
+        table.add_row(Text(message.role), Text(_beginning(message.content)))
+    better = {1.0: "better", 0.0: "worse"}.get(pair.label, f"better with P={pair.label:g}")
+    worse = {1.0: "worse", 0.0: "better"}.get(pair.label, "other")
+    table.add_row(Text(f"chosen ({better})"), Text(_beginning(pair.chosen)))
+    table.add_row(Text(f"rejected ({worse})"), Text(_beginning(pair.rejected)))
+    return table
+
+
+def _beginning(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"
 
 
 def print_audit(audit: DataAudit, console: Console | None = None) -> None:
@@ -194,15 +221,18 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
         "contradictions": counted(split.num_contradictions),
         "identical after truncation": counted(split.num_identical),
         "truncated": counted(split.num_truncated),
+        "prompt cut unevenly": counted(split.num_uneven_cut),
         "response truncated": counted(split.num_response_cut),
         f"chosen tokens ({_QUANTILE_NAMES})": _quantiles(split.chosen_tokens),
         f"rejected tokens ({_QUANTILE_NAMES})": _quantiles(split.rejected_tokens),
         "accuracy of \"longer wins\"": split.longer_wins,
         "with a margin": counted(split.num_margins),
+        "label 0 (rejected is better)": counted(split.num_zero_labels),
         "with a soft label": counted(split.num_soft_labels),
     }  # fmt: skip
 
 
+_SHOWN_CHARACTERS = 160
 _SHOWN_QUANTILES = {0.5: "median", 0.95: "95%", 1.0: "most"}
 _QUANTILE_NAMES = ", ".join(_SHOWN_QUANTILES.values())
 

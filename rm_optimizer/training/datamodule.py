@@ -205,11 +205,13 @@ def _tokenized(
     cut = tokens.report
     if cut.num_prompt_cut or cut.num_response_cut or cut.num_identical_dropped:
         log.info(
-            "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d, %d response tokens; %d become equal and %s",
+            "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d (%d more on one side than on the other), "
+            "%d response tokens; %d become equal and %s",
             split,
             cut.num_pairs,
             cut.num_prompt_cut,
             cut.max_length,
+            cut.num_uneven_prompt_cut,
             cut.num_response_cut,
             cut.num_identical_dropped,
             "are dropped" if split == "training" else "count as ties",

@@ -52,6 +52,7 @@ class DataSummary:
         truncation: token and truncation counts of each split.
         length_baseline: accuracy on validation of calling the longer response better.
         ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
+        notes: sentences on labels, unused margins and conversations that stand in both splits.
     """
 
     train_pairs: int
@@ -63,6 +64,7 @@ class DataSummary:
     truncation: dict[str, Any]
     length_baseline: float
     ceiling: float | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

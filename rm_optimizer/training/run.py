@@ -129,6 +129,7 @@ class _Run:
     datamodule: PreferenceDataModule
     evaluation: Evaluation
     record: RunRecord
+    notes: tuple[str, ...]
     device: torch.device | None = None
     fit_seconds: float = 0.0
     steps: int = 0
@@ -144,6 +145,9 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
     require_same_data(start, train, val)
     require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
+    notes = data.notes(uses_margins=config.loss.margin_scale > 0)
+    for note in notes:
+        log.warning(note)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
     model.beta = config.loss.beta
     if count := add_adapter(model, config.adapter, seed=config.seed):
@@ -180,7 +184,7 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
     )
     if config.hardware.compile:
         compile_backbone(model)
-    run = _Run(config, run_dir, started, module, datamodule, evaluation, record)
+    run = _Run(config, run_dir, started, module, datamodule, evaluation, record, notes)
     _keep_trained_pairs(run)
     return run
 
@@ -413,7 +417,7 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
         monitor=config.training.monitor,
         export=str(run.run_dir / BEST_FOLDER),
         metrics=metrics,
-        data=_data_summary(run.datamodule),
+        data=_data_summary(run.datamodule, run.notes),
         parameters=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
         wall_seconds=time.perf_counter() - run.started,
         pairs_per_second=run.module.pairs_seen / max(run.fit_seconds - run.evaluation.seconds, 1e-9),
@@ -427,7 +431,7 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
     )
 
 
-def _data_summary(datamodule: PreferenceDataModule) -> DataSummary:
+def _data_summary(datamodule: PreferenceDataModule, notes: tuple[str, ...]) -> DataSummary:
     data = datamodule.data
     return DataSummary(
         train_pairs=datamodule.num_train_pairs,
@@ -439,4 +443,5 @@ def _data_summary(datamodule: PreferenceDataModule) -> DataSummary:
         truncation=datamodule.truncation(),
         length_baseline=length_baseline(data.val.pairs).value,
         ceiling=data.ceiling,
+        notes=notes,
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -12,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rm_optimizer.core.base import Message, PreferencePair
+from rm_optimizer.core.conversations import conversation_groups
 from rm_optimizer.core.data_loader import (
     PreferenceDataset,
+    TrainVal,
     load_pairs,
     load_training_data,
+    num_leaked_pairs,
     prompt_ids,
     require_disjoint_prompts,
 )
@@ -197,3 +201,57 @@ def test_raw_transcripts_and_framed_prompts_give_the_same_pairs(split: str) -> N
 def test_the_real_splits_share_no_prompt() -> None:
     config = DataConfig(train=str(REAL_DATA / "pairs_train.parquet"), val=str(REAL_DATA / "pairs_val.parquet"))
     assert len(load_training_data(config).train) == 15320
+
+
+def conversation(*texts: str) -> PreferencePair:
+    roles = itertools.cycle(("user", "assistant"))
+    messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=False))
+    return PreferencePair(messages, f"good {texts}", f"bad {texts}")
+
+
+def test_a_split_keeps_conversations_together() -> None:
+    pairs = [
+        pair
+        for i in range(40)
+        for pair in (
+            conversation(f"Question {i}?"),
+            conversation(f"question {i}? ", f"Answer {i}", "Why?"),
+            conversation(f"Question {i}?", f"Answer {i}", "Why?", "Because.", "Really?"),
+        )
+    ]
+    train, val = PreferenceDataset.from_pairs(pairs).split_by_prompt(0.25, seed=0)
+    assert (len(train), len(val)) == (90, 30)
+    assert num_leaked_pairs(train, val) == 0
+    require_disjoint_prompts(train, val)
+
+
+def test_prompts_of_one_conversation_cannot_be_split() -> None:
+    data = PreferenceDataset.from_pairs([conversation("Hi"), conversation("Hi", "Hello!", "Bye")])
+    with pytest.raises(DataError, match=r"at least 2 different prompts, got 1; prompts of one conversation"):
+        data.split_by_prompt(0.5, seed=0)
+
+
+def test_validation_prompts_that_differ_in_case_and_blanks_are_the_same() -> None:
+    train, val = (PreferenceDataset.from_pairs([PreferencePair(text, "a", "b")]) for text in ("Why so?", " why  SO?"))
+    with pytest.raises(DataError, match="1 of 1 validation prompts also stand in the training data"):
+        require_disjoint_prompts(train, val)
+
+
+def test_conversations_in_both_splits_are_told_with_their_share(tmp_path: Path) -> None:
+    early, late = PreferencePair("Hi", "a", "b"), conversation("Hi", "Hello!", "Bye")
+    fresh = PreferencePair("Other?", "a", "b", label=0.0, margin=1.0)
+    for train, val in (([early, fresh], [late]), ([late, fresh], [early])):
+        data = TrainVal(PreferenceDataset.from_pairs(train), PreferenceDataset.from_pairs(val), "given")
+        labels, margins, leak = data.notes(uses_margins=False)
+        assert labels == "training: labels: 1 ones, 1 zeros, 0 between; chosen loses in 1 of 2 pairs"
+        assert margins.startswith("1 training pairs have a margin, which is not used")
+        assert leak.startswith("1 of 1 validation pairs (100.0%) are of conversations")
+        assert len(data.notes(uses_margins=True)) == 2
+
+
+def test_many_prompts_are_grouped_in_linear_time() -> None:
+    prompts = [f"Question {i % 5000}?\n" * (1 + i % 3) for i in range(20_000)]
+    started = time.perf_counter()
+    groups = conversation_groups(prompts)
+    assert len(set(groups)) == 5000
+    assert time.perf_counter() - started < 5

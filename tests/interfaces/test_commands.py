@@ -182,3 +182,15 @@ def test_data_check_takes_the_tokenizer_that_is_named(checkpoint, pairs):
     assert "trained on this data" not in printed
     result = CliRunner().invoke(app, ["data", "check", pairs, "--tokenizer", "./nowhere"])
     assert result.stderr.startswith("error: no tokenizer at './nowhere'")
+
+
+def test_data_check_prints_a_pair_as_it_was_understood_and_counts_labels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [pair | {"label": i % 2, "system": "Be exact."} for i, pair in enumerate(PAIRS)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = rm_opt("data", "check", "pairs.jsonl")
+    shown = [line.split() for line in printed.splitlines()]
+    assert ["│", "system", "│", "Be", "exact.", "│"] in shown
+    assert any(line[1:4] == ["rejected", "(better)", "│"] for line in shown)
+    assert "pairs.jsonl: labels: 6 ones, 6 zeros, 0 between; chosen loses in 6 of 12 pairs" in printed
+    assert any("label" in line and "0" in line and "(50.0%)" in line for line in shown)

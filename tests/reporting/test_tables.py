@@ -130,11 +130,13 @@ def split(num_pairs: int = 200) -> SplitAudit:
         num_contradictions=1,
         num_identical=2,
         num_truncated=50,
+        num_uneven_cut=1,
         num_response_cut=10,
         chosen_tokens=tokens,
         rejected_tokens=tokens,
         longer_wins=Estimate(0.61, 0.02, 150),
         num_margins=0,
+        num_zero_labels=2,
         num_soft_labels=5,
         sources={"hh": SourceAudit(num_pairs, 150, Estimate(0.61, 0.02, 150))},
     )
