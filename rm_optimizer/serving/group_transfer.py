@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,7 +25,12 @@ from rm_optimizer.serving.weight_file import WeightFileWriter, num_bytes
 SENDER, RECEIVER = 0, 1
 PIECE_BYTES = 64 * 2**20
 """Bytes sent at once, and held at once by the receiver."""
+PIECE_SECONDS = 60.0
+"""Longest that one piece may take, as gloo's wait cannot be interrupted."""
+CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0005
+_KEY_SECONDS = 0.02
+_SENDER_KEY = "sender"
 
 
 class TransferFailed(RMOptimizerError):
@@ -64,18 +69,40 @@ def connect_store(rendezvous: str, timeout_seconds: float) -> TCPStore:
     """The receiver's connection to a sender's store at `host:port`.
 
     Raises:
-        TransferFailed: if nobody listens there.
+        TransferFailed: if nobody listens there; in the same words whatever the reason, as a server connects for others.
     """
     host, _, port = rendezvous.rpartition(":")
     if not host or not port.isdigit():
         raise TransferFailed(f"rendezvous must be host:port, got {rendezvous!r}")
     try:
-        socket.create_connection((host, int(port)), timeout=min(10.0, timeout_seconds)).close()  # TCPStore insists long
-        return TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
-        )
-    except (DistError, OSError, OverflowError, ValueError) as error:
-        raise TransferFailed(f"no sender can be reached at {rendezvous}: {error}") from error
+        seconds = min(CONNECT_SECONDS, timeout_seconds)
+        socket.create_connection((host, int(port)), timeout=seconds).close()  # TCPStore insists long
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except (DistError, OSError, OverflowError, ValueError):
+        raise TransferFailed(f"no sender can be reached at {rendezvous}") from None
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
+
+
+def wait_for_sender(store: TCPStore, timeout_seconds: float, is_given_up: Callable[[], bool]) -> None:
+    """Return once the sender has begun to form the group, which nothing could interrupt.
+
+    Args:
+        store: of `connect_store`.
+        timeout_seconds: longest wait.
+        is_given_up: asked all the time; the update was dropped.
+
+    Raises:
+        TransferFailed: if it does not come, or the update was given up.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while not store.check([_SENDER_KEY]):
+            if is_given_up() or time.monotonic() > deadline:
+                raise TransferFailed("the sender did not begin to send")
+            time.sleep(_KEY_SECONDS)
+    except DistError:
+        raise TransferFailed("the sender went away") from None
 
 
 class GroupLink:
@@ -97,6 +124,8 @@ class GroupLink:
         self.device = torch.device("cpu" if transport is Transport.gloo else "cuda")
         timeout = timedelta(seconds=timeout_seconds)
         try:
+            if rank == SENDER:
+                store.set(_SENDER_KEY, "1")
             self.group = _gloo(store, rank, timeout) if transport is Transport.gloo else _nccl(store, rank, timeout)
         except (DistError, RuntimeError) as error:
             raise TransferFailed(f"the {transport.value} group did not form: {_first_line(error)}") from error
@@ -130,7 +159,7 @@ class GroupLink:
         """Wait for one piece. NCCL's own timeout would end the process, so it is polled and given up by ourselves."""
         try:
             if self.device.type == "cpu":
-                left = max(0.001, self.deadline - time.monotonic())
+                left = min(PIECE_SECONDS, max(0.001, self.deadline - time.monotonic()))
                 work.wait(timedelta(seconds=left))  # type: ignore[attr-defined]
                 return
             while not work.is_completed():  # type: ignore[attr-defined]

@@ -235,13 +235,14 @@ class FromGroup:
             future.cancel()
 
     def _run(self) -> None:
-        from rm_optimizer.serving.group_transfer import RECEIVER, GroupLink, connect_store
+        from rm_optimizer.serving.group_transfer import RECEIVER, GroupLink, connect_store, wait_for_sender
         from rm_optimizer.serving.weight_file import WeightFileWriter
 
         begin = self._begin
         try:
             store = connect_store(self._rendezvous, begin.timeout_seconds)
             self._tell(_done, self._standing)
+            wait_for_sender(store, begin.timeout_seconds, lambda: self._dropped)
             link = GroupLink(store, RECEIVER, begin.transport, begin.timeout_seconds)
             with WeightFileWriter(self._landing, begin.tensors) as writer:
                 link.receive(begin.tensors, writer)

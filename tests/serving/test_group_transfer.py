@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -15,6 +16,7 @@ from rm_optimizer.serving.group_transfer import (
     TransferFailed,
     connect_store,
     open_store,
+    wait_for_sender,
 )
 from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.sent_tensors import manifest
@@ -81,3 +83,31 @@ def test_a_receiver_whose_sender_falls_silent_gives_up_in_time(tmp_path):
 def test_a_sender_whose_receiver_never_comes_gives_up_in_time():
     with pytest.raises(TransferFailed, match="the gloo group did not form"):
         GroupLink(open_store("127.0.0.1", 0.5), SENDER, Transport.gloo, 0.5)
+
+
+def test_a_receiver_that_is_given_up_ends_at_once():
+    store, given_up = open_store("127.0.0.1", 60.0), threading.Event()
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            wait_for_sender(connect_store(f"127.0.0.1:{store.port}", 60.0), 3600.0, given_up.is_set)
+        except TransferFailed as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    given_up.set()
+    thread.join(timeout=5)
+    assert [str(failure) for failure in failures] == ["the sender did not begin to send"]
+
+
+def test_an_address_without_a_sender_is_refused_in_the_same_words_whatever_is_there():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # bound and not listening
+        port = silent.getsockname()[1]
+        for rendezvous in (f"127.0.0.1:{port}", "no-such-host.invalid:80", "127.0.0.1:99999"):
+            with pytest.raises(TransferFailed, match=f"^no sender can be reached at {rendezvous}$"):
+                connect_store(rendezvous, 0.5)
