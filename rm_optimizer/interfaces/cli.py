@@ -226,6 +226,7 @@ def doctor(
     checkpoint: Checkpoint,
     data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis here.")] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Also print the checks that are ok.")] = False,
     max_length: MaxLength = None,
     max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, help="Pairs, over all splits, to score.")] = 256,
     token_budget: TokenBudget = 8192,
@@ -255,6 +256,7 @@ def doctor(
         max_pairs=max_pairs,
         token_budget=token_budget,
         seed=seed,
+        show_all=show_all,
     )
     raise typer.Exit(code)
 

@@ -12,7 +12,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.local_model import load_local
+from rm_optimizer.interfaces.local_model import length_note, load_local
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 from rm_optimizer.training.diagnosis import Diagnosis
@@ -29,6 +29,7 @@ def diagnose_and_print(
     max_pairs: int,
     token_budget: int,
     seed: int,
+    show_all: bool = False,
 ) -> int:
     """Print the diagnosis, write it as JSON where asked, and return the exit code.
 
@@ -41,6 +42,7 @@ def diagnose_and_print(
         max_pairs: pairs, over all sources, whose rewards are computed.
         token_budget: tokens, padding included, of one pass.
         seed: of samples, folds, random labels and bootstraps.
+        show_all: print the checks that are ok as well.
 
     Returns:
         0 if nothing failed, warnings or not; `diagnosis.FAILED_EXIT_CODE` otherwise.
@@ -53,7 +55,9 @@ def diagnose_and_print(
     data = _datasets(sources, reading)
     model = load_local(checkpoint, max_length=max_length, seed=seed)
     diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
-    print_diagnosis(diagnosis)
+    print_diagnosis(diagnosis, show_all=show_all)
+    if note := length_note(model):
+        print(f"note: {note}")
     if json_file is not None:
         _write(json_file, diagnosis.to_json() + "\n")
     return diagnosis.exit_code

@@ -12,26 +12,36 @@ from rm_optimizer.training.diagnosis import Check, Diagnosis, Status
 _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", Status.skipped: "dim"}
 
 
-def diagnosis_table(diagnosis: Diagnosis) -> Group:
-    """One row for each check that was made, those that were skipped in a line, and the verdict."""
+def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
+    """One row for each check that is not ok, those that are and those that were skipped in a line, and the verdict.
+
+    Args:
+        diagnosis: what was found.
+        show_all: give the checks that are ok rows as well.
+    """
     table = Table(title=Text(f"Doctor: {diagnosis.model}", "bold"), title_justify="left", header_style="bold")
     for name in ("", "check", "measured", "what it means"):
-        table.add_column(Text(name))
+        table.add_column(Text(name), no_wrap=name == "check")
+    hidden = {Status.skipped} if show_all else {Status.skipped, Status.ok}
     for check in diagnosis.checks:
-        if check.status is not Status.skipped:
+        if check.status not in hidden:
             style = _STYLES[check.status]
             table.add_row(Text(check.status, style), Text(check.name), Text(_measured(check)), Text(check.explanation))
-    return Group(table, *_skipped_lines(diagnosis), *_sample_lines(diagnosis), _verdict(diagnosis))
+    head = [table] if table.row_count else [Text(f"Doctor: {diagnosis.model}", "bold")]
+    num_ok = len(diagnosis.names(Status.ok))
+    fine = [] if show_all else [Text(f"{num_ok} checks ok (--all shows them)", _STYLES[Status.ok])]
+    return Group(*head, *fine, *_skipped_lines(diagnosis), *_sample_lines(diagnosis), _verdict(diagnosis))
 
 
-def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
+def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None, *, show_all: bool = False) -> None:
     """Print `diagnosis_table`.
 
     Args:
         diagnosis: what was found.
         console: where to; standard output unless given.
+        show_all: give the checks that are ok rows as well.
     """
-    (console or output_console()).print(diagnosis_table(diagnosis))
+    (console or output_console()).print(diagnosis_table(diagnosis, show_all=show_all))
 
 
 def _measured(check: Check) -> str:

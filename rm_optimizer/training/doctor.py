@@ -20,6 +20,7 @@ Stage = tuple[str, Callable[[], Iterable[Check]]]
 _NEEDS_DATA = (
     "split_leakage",
     "labels",
+    "margins",
     "repeated_pairs",
     "contradictions",
     "truncation_rate",
@@ -27,6 +28,7 @@ _NEEDS_DATA = (
     "identical_pairs",
     "longer_wins",
     "label_agreement",
+    "beats_length",
     "reward_length",
     "prompt_only",
     "label_signal",
@@ -144,7 +146,7 @@ class _Examination:
         ]
 
     def _splits(self) -> list[Check]:
-        return [doctor_data.split_leakage(self.data), doctor_data.labels(self.data)]
+        return [doctor_data.split_leakage(self.data), doctor_data.labels(self.data), doctor_data.margins(self.data)]
 
     def _audit(self) -> list[Check]:
         renderer, most = self.model.renderer, self.max_audited_pairs
@@ -161,7 +163,7 @@ class _Examination:
         self.num_scored = scored.num_scored
         spread = doctor_rewards.reward_spread(scored.rewards[:, 0], scored.rewards[:, 1])
         if not np.isfinite(scored.rewards).all():
-            names = ("label_agreement", "reward_length", "prompt_only", "label_signal", "label_shuffle")
+            names = ("label_agreement", "beats_length", "reward_length", "prompt_only", "label_signal", "label_shuffle")
             return [spread, *(skipped(name, "", "rewards are not finite") for name in names)]
         is_fresh = doctor_head.is_head_fresh(self.model)
         return [
@@ -174,8 +176,12 @@ class _Examination:
     def _learned(self, scored: doctor_rewards.ScoredPairs, is_fresh: bool) -> list[Check]:
         if is_fresh:
             reason = "the head is at its random start, so its rewards mean nothing yet"
-            return [skipped(name, "", reason) for name in ("label_agreement", "reward_length")]
-        return [doctor_rewards.label_agreement(scored, self.seed), doctor_rewards.reward_length(scored)]
+            return [skipped(name, "", reason) for name in ("label_agreement", "beats_length", "reward_length")]
+        return [
+            doctor_rewards.label_agreement(scored, self.seed),
+            doctor_rewards.beats_length(scored, self.seed),
+            doctor_rewards.reward_length(scored),
+        ]
 
     def _probe_rewards(self) -> list[Check]:
         with running(self.model, training=False):

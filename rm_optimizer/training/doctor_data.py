@@ -129,29 +129,33 @@ def _longer_wins(audit: DataAudit) -> Check:
 
 
 def labels(data: Mapping[str, PreferenceDataset]) -> Check:
-    """Labels decide, and margins agree with them."""
-    expected = "most pairs are decided, and no margin contradicts its label"
+    """Labels decide which response is better."""
     pairs = [pair for dataset in data.values() for pair in dataset.pairs]
-    num_undecided = sum(pair.label == 0.5 for pair in pairs)
-    with_margin = [pair for pair in pairs if pair.margin is not None]
-    num_contrary = sum((pair.margin or 0.0) * (pair.label - 0.5) < 0 for pair in with_margin)
-    undecided = num_undecided / max(1, len(pairs))
+    undecided = sum(pair.label == 0.5 for pair in pairs) / max(1, len(pairs))
     details: dict[str, Measured] = {
         "rejected_preferred": sum(pair.label < 0.5 for pair in pairs),
         "soft_labels": sum(pair.label not in (0.0, 0.5, 1.0) for pair in pairs),
-        "with_margin": len(with_margin),
-        "contrary_margins": num_contrary,
     }
     status, explanation = Status.ok, f"{1 - undecided:.1%} of the pairs have a better response"
-    if num_contrary:
-        status = Status.warn
-        explanation = f"{num_contrary} margins contradict their labels; check the margin's sign and column"
-    elif 0 < len(with_margin) < len(pairs):
-        status = Status.warn
-        explanation = f"{len(with_margin)} of {len(pairs)} pairs have a margin; give one to all pairs, or to none"
     if undecided > 0.5:
         status = Status.fail if undecided == 1 else Status.warn
         explanation = f"{undecided:.1%} of the pairs have label 0.5 and teach no preference; check the label column"
-    return Check(
-        "labels", status, undecided, "share of pairs without a better response", expected, explanation, details
-    )
+    unit, expected = "share of pairs without a better response", "at most 0.5"
+    return Check("labels", status, undecided, unit, expected, explanation, details)
+
+
+def margins(data: Mapping[str, PreferenceDataset]) -> Check:
+    """Margins agree with the labels, and all pairs have one or none has."""
+    pairs = [pair for dataset in data.values() for pair in dataset.pairs]
+    with_margin = [pair for pair in pairs if pair.margin is not None]
+    num_contrary = sum((pair.margin or 0.0) * (pair.label - 0.5) < 0 for pair in with_margin)
+    details: dict[str, Measured] = {"with_margin": len(with_margin), "contrary_margins": num_contrary}
+    status, explanation = Status.ok, f"{len(with_margin)} of {len(pairs)} pairs have a margin, none against its label"
+    if 0 < len(with_margin) < len(pairs):
+        status = Status.warn
+        explanation = f"{len(with_margin)} of {len(pairs)} pairs have a margin; give one to all pairs, or to none"
+    if num_contrary:
+        status = Status.warn
+        explanation = f"{num_contrary} margins contradict their labels; check the margin's sign and column"
+    expected = "0, and a margin for all pairs or none"
+    return Check("margins", status, num_contrary, "margins against their label", expected, explanation, details)

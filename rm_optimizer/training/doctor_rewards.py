@@ -17,7 +17,7 @@ from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.collapse import detect_collapse
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.core.metrics import evaluate_pairs
+from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.packing import length_batches, pad_sequences
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.training.diagnosis import Check, Measured, Status, skipped
@@ -41,17 +41,40 @@ class ScoredPairs:
         rewards: of both sides, `(pairs, 2)`.
         features: what the head reads of both sides, `(pairs, 2, hidden)`.
         num_scored: pairs of each data set.
+        cut_pairs: pairs that are equal after truncation, which count as ties.
     """
 
     pairs: tuple[PreferencePair, ...]
     rewards: NDArray[np.float64]
     features: NDArray[np.float64]
     num_scored: Mapping[str, int]
+    cut_pairs: tuple[PreferencePair, ...] = ()
 
     @property
     def margin(self) -> NDArray[np.float64]:
         """Reward of `chosen` less that of `rejected`."""
         return np.asarray(self.rewards[:, 0] - self.rewards[:, 1])
+
+    def metrics(self, seed: int, *, length_sign: float) -> PairwiseMetrics:
+        """Agreement of the rewards with the labels, and of length alone, with intervals over prompts.
+
+        Args:
+            seed: seed of the resamples.
+            length_sign: 1 for the baseline that takes the longer response, -1 for the shorter one.
+        """
+        pairs = (*self.pairs, *self.cut_pairs)
+        margin = np.concatenate([self.margin, np.zeros(len(self.cut_pairs))])
+        return evaluate_pairs(
+            margin,
+            np.zeros_like(margin),
+            beta=1.0,
+            label=np.array([pair.label for pair in pairs]),
+            weight=np.array([pair.weight for pair in pairs]),
+            length_gap=length_sign * np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
+            prompt_ids=[pair.prompt_id for pair in pairs],
+            num_bootstrap=NUM_BOOTSTRAP,
+            seed=seed,
+        )
 
     def accuracy(self, margin: NDArray[np.float64], seed: int) -> Estimate:
         """Agreement of margins with the labels, ties one half, with an interval over prompts."""
@@ -89,6 +112,7 @@ def score_sample(
         rewards.reshape(len(kept), 2),
         features.reshape(len(kept), 2, features.shape[1]),
         {name: len(sample) for name, sample in samples.items()},
+        tuple(pair for i, pair in enumerate(pairs) if ids[2 * i] == ids[2 * i + 1]),
     )
 
 
@@ -144,18 +168,55 @@ def reward_spread(chosen: NDArray[np.float64], rejected: NDArray[np.float64]) ->
 
 def label_agreement(scored: ScoredPairs, seed: int) -> Check:
     """A trained model ranks pairs as the labels do, beyond chance."""
-    estimate = scored.accuracy(scored.margin, seed)
+    estimate = scored.metrics(seed, length_sign=1.0).accuracy
     low, high = _interval(estimate)
-    status, explanation = Status.ok, f"rewards agree with {estimate:.3f} of the labels"
+    status, explanation = Status.ok, f"rewards agree with {estimate.value:.3f} of the labels"
     if not low > 0.5:
         status = Status.warn
         explanation = (
-            f"agreement with the labels, {estimate:.3f}, is not above chance; train longer, or give more pairs"
+            f"agreement with the labels, {estimate.value:.3f}, is not shown to be above chance{_power(estimate)}; if "
+            "label_signal is ok, train longer or on more pairs; on a set made to mislead, a better base helps instead"
         )
     if high < 0.5:
         status = Status.fail
         explanation = f"rewards rank {1 - estimate.value:.1%} of the pairs against the labels; swap chosen and rejected"
     return Check("label_agreement", status, estimate.value, "accuracy", "above 0.5", explanation, _details(estimate))
+
+
+def beats_length(scored: ScoredPairs, seed: int) -> Check:
+    """A trained model agrees with the labels more often than a rule that counts characters, on the same pairs.
+
+    The rule takes the longer response, or the shorter one where that is right more often. The interval is of the
+    difference, from resamples of prompts.
+    """
+    expected = "above 0, beyond its interval"
+    longer = scored.metrics(seed, length_sign=1.0)
+    is_longer = not longer.longer_wins.value < 0.5
+    metrics = longer if is_longer else scored.metrics(seed, length_sign=-1.0)
+    above, rule = metrics.over_length, f"the {'longer' if is_longer else 'shorter'} response wins"
+    if above.low is None or above.high is None:
+        return skipped("beats_length", expected, "the pairs with a better response are of fewer than two prompts")
+    compared = (
+        f'rewards agree with {metrics.accuracy.value:.3f} of the labels, "{rule}" with {metrics.longer_wins.value:.3f}'
+    )
+    status, explanation = Status.ok, compared
+    if not above.low > 0:
+        status = Status.warn
+        verdict = "is worse than" if above.high < 0 else "is no better than"
+        explanation = (
+            f"the model {verdict} counting characters, as far as these pairs can tell: {compared}{_power(above)}; "
+            "compare on pairs of like length, or train on data where length does not decide"
+        )
+    details = {**_details(above), "accuracy": metrics.accuracy.value, "length_rule": metrics.longer_wins.value}
+    return Check("beats_length", status, above.value, "accuracy above length", expected, explanation, details)
+
+
+def _power(estimate: Estimate) -> str:
+    """The smallest difference that is found in four of five such samples: `(z(0.975) + z(0.8))` standard errors."""
+    if not estimate.standard_error:
+        return ""
+    smallest, num = (1.960 + 0.842) * estimate.standard_error, estimate.num_samples
+    return f" ({num} prompts find a difference of {smallest:.2f} in 4 of 5 cases; --max-pairs scores more)"
 
 
 def reward_length(scored: ScoredPairs) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import random
@@ -12,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from rm_optimizer.core import reward_model as reward_model_module
 from rm_optimizer.core.base import PreferencePair
@@ -22,6 +24,7 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.doctor import diagnose_and_print
 from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.reporting.doctor_table import print_diagnosis
 from rm_optimizer.training import doctor_head, doctor_model, doctor_rewards, doctor_text
 from rm_optimizer.training.diagnosis import Diagnosis, Status
 from rm_optimizer.training.doctor import _Examination, diagnose
@@ -105,7 +108,7 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
     diagnosis = diagnose(model, data, seed=0, max_pairs=60)
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
-    skipped = {"label_agreement", "reward_length"} | ({"prefix_sharing"} if family == "bert" else set())
+    skipped = {"label_agreement", "beats_length", "reward_length"} | ({"prefix_sharing"} if family == "bert" else set())
     assert set(diagnosis.names(Status.skipped)) == skipped
 
 
@@ -294,8 +297,8 @@ def test_margins_against_the_labels_warn(model, data):
     negative = [replace(pair, margin=-1.0) for pair in data["train"]]
     positive = [replace(pair, margin=1.0) for pair in data["val"]]
     diagnosis = on_pairs(model, data, train=negative, val=positive)
-    assert warned(diagnosis) == {"labels"}
-    assert diagnosis.check("labels").details["contrary_margins"] == len(negative)
+    assert warned(diagnosis) == {"margins"}
+    assert diagnosis.check("margins").measured == len(negative)
 
 
 def test_labels_that_prefer_length_warn(model, data):
@@ -306,12 +309,65 @@ def test_labels_that_prefer_length_warn(model, data):
     assert not failed(diagnosis)
 
 
+def by_characters(pairs, sign, num_wrong):
+    """Scored pairs of a model that counts characters, whose labels length gets wrong so often."""
+    texts = [("a good deal longer", "short")[::sign] for _ in pairs]
+    made = [
+        PreferencePair(str(pair.prompt), *(texts[i][::-1] if i < num_wrong else texts[i]))
+        for i, pair in enumerate(pairs)
+    ]
+    rewards = np.array([[sign * len(pair.chosen), sign * len(pair.rejected)] for pair in made], dtype=np.float64)
+    return doctor_rewards.ScoredPairs(tuple(made), rewards, np.zeros((len(made), 2, 1)), {"train": len(made)})
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["longer", "shorter"])
+def test_a_model_that_counts_characters_does_not_beat_length(sign):
+    scored = by_characters(made_pairs(60), sign, num_wrong=15)
+    assert doctor_rewards.label_agreement(scored, 0).status is Status.ok
+    check = doctor_rewards.beats_length(scored, 0)
+    assert (check.status, check.measured) == (Status.warn, 0.0)
+    assert "no better than counting characters" in check.explanation
+    assert f"the {'longer' if sign > 0 else 'shorter'} response wins" in check.explanation
+
+
+def test_a_model_that_also_ranks_what_length_gets_wrong_beats_length(model):
+    scored = by_characters(made_pairs(60), 1, num_wrong=30)
+    better = replace(scored, rewards=np.array([[1.0, 0.0]] * 60))
+    check = doctor_rewards.beats_length(better, 0)
+    assert (check.status, check.measured) == (Status.ok, 0.5)
+
+
+def test_agreement_that_is_not_above_chance_says_what_could_have_been_found():
+    scored = by_characters(made_pairs(60), 1, num_wrong=30)
+    check = doctor_rewards.label_agreement(scored, 0)
+    assert check.status is Status.warn
+    assert "60 prompts find a difference of 0.18 in 4 of 5 cases" in check.explanation
+
+
+def test_pairs_equal_after_truncation_are_ties_of_the_agreement():
+    scored = by_characters(made_pairs(60), 1, num_wrong=0)
+    cut = tuple(made_pairs(20))
+    check = doctor_rewards.label_agreement(replace(scored, cut_pairs=cut), 0)
+    assert check.measured == pytest.approx((60 + 10) / 80)
+
+
+def test_what_is_ok_is_counted_and_shown_when_asked_for(model):
+    diagnosis = diagnose(model, seed=0)
+    target = io.StringIO()
+    print_diagnosis(diagnosis, Console(file=target, width=200))
+    num_ok = len(diagnosis.names(Status.ok))
+    assert f"{num_ok} checks ok (--all shows them)" in target.getvalue()
+    assert "save_reload" not in target.getvalue().partition("checks ok")[0]
+    print_diagnosis(diagnosis, Console(file=target, width=200), show_all=True)
+    assert all(name in target.getvalue() for name in diagnosis.names(Status.ok))
+
+
 def test_a_limit_that_cuts_the_difference_away_fails(model, data):
     far = " ".join(["on and on"] * 200)
     alike = [replace(pair, chosen=f"{far} yes", rejected=f"{far} not") for pair in data["train"]]
     diagnosis = on_pairs(model, data, train=alike)
     assert failed(diagnosis) == {"identical_pairs"}
-    assert warned(diagnosis) == {"truncation_rate", "response_truncation"}
+    assert warned(diagnosis) == {"truncation_rate", "response_truncation", "beats_length"}
     assert diagnosis.check("response_truncation").details == {"train": 1.0, "val": 0.0}
     with pytest.raises(DataError, match="no pair is left"):
         on_pairs(model, {}, train=alike)
@@ -325,7 +381,7 @@ def test_reversed_labels_fail(model, data):
 def test_shuffled_labels_are_no_signal(model):
     coin = random.Random(1)
     diagnosis = on_pairs(model, {}, train=[pair if coin.random() < 0.5 else swapped(pair) for pair in made_pairs(256)])
-    assert failed(diagnosis) | warned(diagnosis) == {"label_signal", "label_agreement"}
+    assert failed(diagnosis) | warned(diagnosis) == {"label_signal", "label_agreement", "beats_length"}
     assert diagnosis.check("label_signal").measured == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(256))
 
 
