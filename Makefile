@@ -16,11 +16,12 @@ CUDA_BUILDS := torchvision torchaudio torchcodec triton
 # Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
 WORKERS ?= 2
 
-.PHONY: help quickstart test test-vllm check format clean
+.PHONY: help quickstart test zoo test-vllm check format clean
 
 help:
 	@echo "make quickstart   install, train model=tiny on the embedded world, evaluate, export"
 	@echo "make test         install what the tests need and run them all"
+	@echo "make zoo          hold every text-classification family of transformers to one contract (two minutes)"
 	@echo "make test-vllm    install vLLM for the CPU in an environment of its own and run the tests that need it"
 	@echo "make check        ruff and mypy"
 	@echo "make format       let ruff format and sort the code"
@@ -30,6 +31,9 @@ quickstart: $(USED)
 
 test: $(DEV)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+zoo: $(DEV)
+	ZOO=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/zoo
 
 test-vllm: $(VLLM)
 	$(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py

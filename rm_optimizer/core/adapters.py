@@ -7,6 +7,7 @@ head's name and its backbone, so pooling, prefix sharing and the optimizer's rol
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 ADAPTER_NAME = "default"
 """peft's name for the one adapter a reward model has."""
 _ROUTERS = ("gate", "router")
+_WITHOUT_GRADIENT = re.compile(r"indexer|w2e_query|e2w_query|e2e_query|layout_.*|dt_proj")
+"""Parts of names of layers whose factors no gradient reaches.
+
+These choose keys (DeepSeek-V3.2), read entities (LUKE) or boxes (LiLT), or are used by their weight alone (Mamba).
+"""
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
 """Initialisations of the factors that leave the frozen weights as they were; the others rewrite them."""
 
@@ -191,7 +197,9 @@ def _keep_factors_exact(model: PreTrainedModel) -> None:
 
 def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
     """Dotted names of the modules that an adapted classifier trains and saves in full."""
-    return modules_named(model, lora_config(model).modules_to_save or ())
+    beside = parts_beside_text(model)
+    named = modules_named(model, lora_config(model).modules_to_save or ())
+    return tuple(name for name in named if not _under(name, beside))
 
 
 def modules_named(model: PreTrainedModel, wanted: Collection[str]) -> tuple[str, ...]:
@@ -245,6 +253,8 @@ def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module]) -> se
         and not _under(name, beside)
         and any(part.isdigit() for part in name.split("."))
         and name.rpartition(".")[2] not in _ROUTERS
+        and not name.rpartition(".")[2].isdigit()
+        and not any(_WITHOUT_GRADIENT.fullmatch(part) for part in name.split("."))
         and getattr(module, "out_features", 2) > 1
     }
     if not picked:

@@ -81,6 +81,7 @@ def refuse_measured(
     finally:
         hook.remove()
     alone, beside = (states.flatten(1)[0].double() for states in seen)
+    beside = beside[: len(alone)]  # some heads read every token, those of the short sequence come first
     change = float((beside - alone).norm() / alone.norm().clamp(min=1e-30))
     if not change <= _TOLERANCE[dtype] and bool(alone.isfinite().all()):
         raise ConfigError(_sentence(name, f"padding changes what it reads of a sequence by {change:.2g} of its length"))

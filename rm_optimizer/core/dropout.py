@@ -20,7 +20,7 @@ def disable_dropout(config: PretrainedConfig) -> None:
         if isinstance(value, PretrainedConfig):
             disable_dropout(value)
         elif isinstance(value, int | float) and not isinstance(value, bool) and any(word in name for word in _WORDS):
-            setattr(config, name, 0.0)
+            setattr(config, name, type(value)(0))
 
 
 def disable_dropout_modules(model: nn.Module) -> None:

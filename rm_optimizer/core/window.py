@@ -41,15 +41,19 @@ def exact_length(config: PretrainedConfig) -> int | None:
     """Longest sequences whose rewards do not depend on those beside them, or None where all are such.
 
     Rotary embeddings of the kind `longrope` (Phi-3) take other factors for a whole batch once one of its sequences is
-    longer than the original length.
+    longer than the original length. Sparse attention (`index_topk`, DeepSeek-V3.2) picks tokens from among the padding
+    once there are more than it picks.
     """
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     lengths = [
         int(kind["original_max_position_embeddings"])
         for kind in kinds
         if kind.get("rope_type") == "longrope" and kind.get("original_max_position_embeddings")
     ]
+    if getattr(text, "index_topk", None):
+        lengths.append(int(text.index_topk))
     return min(lengths, default=None)
 
 
@@ -71,6 +75,6 @@ def check_window(config: PretrainedConfig, max_length: int) -> None:
     exact = exact_length(config)
     if exact is not None and max_length > exact:
         raise ConfigError(
-            f"model.max_length must be at most {exact} with the longrope scaling of this model, got {max_length}: "
+            f"model.max_length must be at most {exact}, to which this model's attention is exact, got {max_length}: "
             "beyond, one long sequence changes the rewards of all that are scored beside it"
         )

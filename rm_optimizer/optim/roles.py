@@ -39,7 +39,7 @@ class Role(StrEnum):
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 GATES = ("gate", "router")
 """Names of the linear layers that choose experts."""
-STATES = ("A_log",)
+STATES = ("A_log", "D")
 """Names of parameters that hold a vector for each channel of a state-space layer, which its authors do not decay."""
 
 

@@ -76,7 +76,7 @@ def test_longrope_is_bounded_by_its_original_length() -> None:
     assert exact_length(config) == 32
     assert default_max_length(config, decoder_tokenizer()) == 32
     built("phi3", LONGROPE, max_length=32)
-    with pytest.raises(ConfigError, match=r"model\.max_length must be at most 32 with the longrope scaling.*got 33"):
+    with pytest.raises(ConfigError, match=r"model\.max_length must be at most 32, to which this model.*got 33"):
         built("phi3", LONGROPE, max_length=33)
 
 

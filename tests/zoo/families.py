@@ -65,6 +65,7 @@ VISION = {
     "patch_size": 16,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SECTIONS = {"mrope_section": [1, 1, 2]}
 HYBRID = ["linear_attention", "full_attention"]
 LINEAR = {name: size for name, size in SMALL.items() if name.startswith("linear_")}
 TEXT = {
@@ -77,9 +78,19 @@ TEXT = {
     "pad_token_id": 2,
 }
 PARTICULAR: dict[str, dict[str, Any]] = {
-    "axk2": {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2, "gated_norm_rank": 4, "qk_rope_head_dim": 8},
+    "axk1": {"num_key_value_heads": 4},
+    "axk2": {
+        "num_key_value_heads": 4,
+        "index_topk": 64,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "gated_norm_rank": 4,
+        "qk_rope_head_dim": 8,
+    },
     "big_bird": {"attention_type": "original_full"},
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE | SECTIONS)},
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4},
     "doge": {"keep_window_size": 64},
     "esmc": {"num_key_value_heads": 4},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -87,12 +98,15 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "funnel": {"block_sizes": [1, 1], "d_model": 32, "n_head": 4, "vocab_size": 300},
     "gemma3": {"text_config": TEXT | {"model_type": "gemma3_text", "head_dim": 8}, "vision_config": VISION},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"kv_channels": 8},
     "layoutlm": {"max_2d_position_embeddings": 16},
     "layoutlmv3": {"max_2d_position_embeddings": 16, "coordinate_size": 4, "shape_size": 8, "input_size": 32},
-    "lilt": {"max_2d_position_embeddings": 16},
+    "lilt": {"max_2d_position_embeddings": 16, "hidden_size": 48},
     "longformer": {"attention_window": [16, 16]},
     "markuplm": {"max_xpath_tag_unit_embeddings": 220, "max_xpath_subs_unit_embeddings": 1002, "max_depth": 2},
+    "minicpm3": {"num_key_value_heads": 4},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16},
     "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
     "modernvbert": {
         "text_config": TEXT | {"model_type": "modernbert"},
@@ -131,6 +145,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
         "pronunciation_vocab_size": 384,
     },
     "tapas": {"type_vocab_sizes": [3, 8, 8, 2, 8, 8, 4]},
+    "xmod": {"default_language": "en_XX"},
     "yoso": {"use_expectation": True},
     "zamba": {
         "attention_hidden_size": 64,
