@@ -6,6 +6,7 @@ import this module again, need neither Hydra nor torch.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
 from rm_optimizer.interfaces.exits import one_exit, rank, report
+from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,16 +27,34 @@ if TYPE_CHECKING:
     from rm_optimizer.training.result import RunResult
 
 
+SWEEP = Sweep()
+"""The jobs of this process, where it runs a sweep."""
+
+
 def main() -> None:
     """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     with one_exit():
         sys.argv[1:] = _in_order(sys.argv[1:])
-        if (config := check_command(sys.argv[1:])) is not None and _has_ended(config):
-            return
+        if (config := check_command(sys.argv[1:])) is not None:
+            if _has_ended(config):
+                return
+            _require_devices(config)
         sys.argv[1:] = _with_model_preset(sys.argv[1:])
         sys.argv += _among_processes(sys.argv[1:])
-        _launch()
+        try:
+            _launch()
+        finally:
+            if SWEEP.jobs:
+                print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
+        if SWEEP.exit_code:
+            sys.exit(SWEEP.exit_code)
+
+
+def _require_devices(config: TrainConfig) -> None:
+    from rm_optimizer.training.processes import require_devices
+
+    require_devices(config.hardware)
 
 
 def show(result: RunResult) -> None:
@@ -111,7 +131,14 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     name = flags.config_name or "config"
     for overrides in cells(flags.overrides) if flags.multirun else [flags.overrides]:
-        config = checked(overrides, TrainConfig, name=name, config_dir=flags.config_dir, writable=flags.cfg is None)
+        config = checked(
+            overrides,
+            TrainConfig,
+            name=name,
+            config_dir=flags.config_dir,
+            writable=flags.cfg is None,
+            sweeps=flags.multirun or flags.cfg is not None,
+        )
         if flags.multirun and config.hardware.devices > 1:
             raise ConfigError(
                 f"--multirun takes hardware.devices=1, got {config.hardware.devices}; start one command a configuration"
@@ -169,28 +196,55 @@ def _launch() -> None:
 
 
 def run(config: DictConfig) -> float:
-    """Train what the composed configuration says and return what a sweep minimises.
+    """Train what the composed configuration says and return what a sweep minimizes.
+
+    A job of a sweep that fails ends with its sentence and an infinite objective, and the next one starts.
 
     Raises:
         SystemExit: with the error's code, after its sentence. Hydra lets it pass; an error it would first announce
             in a line of its own.
     """
-    from rm_optimizer.schema import TrainConfig, typed
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        sweep = Path(hydra.sweep.dir)
+        return _job(config, list(hydra.overrides.task), sweep, str(sweep / str(hydra.sweep.subdir)))
     try:
-        from rm_optimizer.training.disk import writing
-        from rm_optimizer.training.run import train_reward_model
-        from rm_optimizer.training.run_start import finished_result
-
-        options = typed(config, TrainConfig)
-        ended = finished_result(options) is not None
-        with writing(Path(options.output_dir)):
-            result = train_reward_model(options, observers=observers(options))
-            if rank() == 0 and not ended:
-                show(result)
-        return result.objective
+        return _trained(config)
     except RMOptimizerError as error:
         sys.exit(report(error))
+
+
+def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> float:
+    try:
+        objective = _trained(config)
+    except Exception as error:
+        SWEEP.add(failed_job(overrides, folder, error), sweep)
+        if not isinstance(error, RMOptimizerError):
+            raise  # a bug, which Hydra keeps and raises after the last job
+        code = report(error)
+        if isinstance(error, Interrupted):
+            sys.exit(code)
+        return math.inf
+    SWEEP.add(Job(overrides=tuple(overrides), status="finished", objective=objective, folder=folder), sweep)
+    return objective
+
+
+def _trained(config: DictConfig) -> float:
+    from rm_optimizer.schema import TrainConfig, typed
+    from rm_optimizer.training.disk import writing
+    from rm_optimizer.training.run import train_reward_model
+    from rm_optimizer.training.run_start import finished_result
+
+    options = typed(config, TrainConfig)
+    ended = finished_result(options) is not None
+    with writing(Path(options.output_dir)):
+        result = train_reward_model(options, observers=observers(options))
+        if rank() == 0 and not ended:
+            show(result)
+    return result.objective
 
 
 if __name__ == "__main__":

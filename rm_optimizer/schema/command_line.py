@@ -33,6 +33,7 @@ def checked(
     name: str = "config",
     config_dir: str | None = None,
     writable: bool = True,
+    sweeps: bool = False,
 ) -> ConfigT:
     """The options that these overrides compose, every name and value checked.
 
@@ -42,6 +43,7 @@ def checked(
         name: main file.
         config_dir: the user's own folder of presets, searched before ours.
         writable: also require that the run folder can be made.
+        sweeps: take presets of a sweep, which need --multirun to be more than their first value.
 
     Raises:
         ConfigError: in one sentence, whatever is wrong.
@@ -54,11 +56,21 @@ def checked(
             lines = [*search, *completed(overrides)]
             config = hydra_compose(config_name=name, overrides=lines, return_hydra_config=True)
             refuse_unread_rates(overrides, config)
+            if not sweeps:
+                _require_no_sweep(config, overrides)
             return _finished(config, kind, writable)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error
     finally:
         HydraConfig.instance().cfg = None
+
+
+def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a preset that holds a sweep where one run is to start: it would run once, with none of its values."""
+    if config.hydra.sweeper.get("params"):
+        swept = ", ".join(map(str, config.hydra.sweeper.params))
+        given = next((item for item in overrides if item.lstrip("+").startswith("experiment=")), "this preset")
+        raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
 
 
 def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:

@@ -1,0 +1,89 @@
+"""The jobs of a `--multirun` sweep: what each came to, as a table at the end and as `sweep.json` after each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rm_optimizer.errors import Interrupted, RMOptimizerError, TrainingDiverged
+
+SWEEP_FILE = "sweep.json"
+"""In the folder of the sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job of a sweep.
+
+    Args:
+        overrides: its own options.
+        status: finished, diverged, stopped or failed.
+        objective: validation NLL; None where the job has none.
+        folder: its run folder.
+        error: the sentence that ended it.
+        exit_code: that of the sentence; 0 for a finished job.
+    """
+
+    overrides: tuple[str, ...]
+    status: str
+    objective: float | None
+    folder: str
+    error: str | None = None
+    exit_code: int = 0
+
+
+def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
+    """The job that an error ended; a bug, which is none of our errors, has exit code 1."""
+    status = "failed"
+    if isinstance(error, TrainingDiverged | Interrupted):
+        status = "diverged" if isinstance(error, TrainingDiverged) else "stopped"
+    code = error.exit_code if isinstance(error, RMOptimizerError) else 1
+    return Job(
+        overrides=tuple(overrides), status=status, objective=None, folder=folder, error=str(error), exit_code=code
+    )
+
+
+@dataclass
+class Sweep:
+    """The jobs so far.
+
+    Args:
+        folder: the folder of the sweep; None before its first job.
+    """
+
+    folder: Path | None = None
+    jobs: list[Job] = field(default_factory=list)
+
+    def add(self, job: Job, folder: Path) -> None:
+        """Take in a job, and write all of them."""
+        from rm_optimizer.core.files import write_text  # needs torch, which a mistyped option does not wait for
+
+        self.folder = folder
+        self.jobs.append(job)
+        write_text(folder / SWEEP_FILE, json.dumps([asdict(each) for each in self.jobs], indent=1) + "\n")
+
+    @property
+    def exit_code(self) -> int:
+        """The code of the first job that did not finish; 0 where all did."""
+        return next((job.exit_code for job in self.jobs if job.exit_code), 0)
+
+    def table(self) -> str:
+        """The jobs by line: number, status, objective, folder, the options in which they differ, and the sentence."""
+        shared = set.intersection(*(set(job.overrides) for job in self.jobs)) if len(self.jobs) > 1 else set()
+        rows = [("job", "status", "val/nll", "folder", "options")]
+        rows += [
+            (
+                str(number),
+                job.status,
+                "-" if job.objective is None else f"{job.objective:.4f}",
+                job.folder,
+                " ".join(item for item in job.overrides if item not in shared) or "-",
+            )
+            for number, job in enumerate(self.jobs)
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]
+        lines += [f"job {number}: {job.error}" for number, job in enumerate(self.jobs) if job.error]
+        return "\n".join(lines)
