@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         CheckpointError: if the file is torn, needs code to load, or was not written by RM-Optimizer.
     """
+    if Path(path).is_file() and not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it is torn, or is none (such files are zip archives, and this one "
+            "has no table of contents); give another file"
+        )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -9,11 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema import HardwareConfig
 
 FOLDER_KEY = "rm_optimizer/run_dir"
 """Where torchrun's store keeps the folder; it outlives restarts of the processes, so that they resume in it."""
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+"""Values of `hardware.accelerator`."""
 
 INTERACTIVE = ("bash", "interactive")
 """Job names of SLURM sessions in which a command is one process, whatever the allocation."""
@@ -57,6 +60,40 @@ def require_launched(hardware: HardwareConfig) -> None:
         f"hardware.devices times hardware.num_nodes must be the {processes.world_size} processes that "
         f"{processes.launcher} started, got {hardware.devices} times {hardware.num_nodes}"
     )
+
+
+def require_devices(hardware: HardwareConfig) -> None:
+    """Refuse devices that this machine does not have; imports torch only where its answer is needed.
+
+    Raises:
+        ConfigError: naming what there is.
+    """
+    accelerator, wanted = hardware.accelerator, hardware.devices
+    if accelerator not in ACCELERATORS:
+        raise ConfigError(did_you_mean("hardware.accelerator", accelerator, ACCELERATORS))
+    if hardware.num_nodes > 1 and launched_processes() is None and "NODE_RANK" not in os.environ:
+        raise ConfigError(
+            f"hardware.num_nodes={hardware.num_nodes} needs torchrun or SLURM to start the processes of each machine; "
+            "start the command with one of them, or set hardware.num_nodes=1"
+        )
+    if accelerator == "cpu" or (accelerator == "auto" and wanted == 1):
+        found, kind = _num_cores() if wanted > 1 else 1, "processor cores"
+    else:
+        import torch
+
+        num_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+        if accelerator != "auto" and not num_gpus:
+            raise ConfigError(
+                f"hardware.accelerator={accelerator} (as hardware=h100 sets it) needs a GPU, and torch finds none "
+                "on this machine; write hardware=cpu or hardware=auto, or install a torch with CUDA"
+            )
+        found, kind = (num_gpus, "GPUs") if num_gpus else (_num_cores(), "processor cores")
+    if wanted > found:
+        raise ConfigError(f"hardware.devices must be at most {found}, the {kind} of this machine, got {wanted}")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_overrides(processes: Processes, run_folder: str, overrides: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -31,10 +32,11 @@ from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.sources import BEST_FOLDER
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
-from rm_optimizer.errors import CheckpointError, Interrupted
+from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
+from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.run_folder import require_usable
 from rm_optimizer.training.best import require_monitored, warn_of_unmeasured
@@ -57,6 +59,7 @@ from rm_optimizer.training.extension import extension_at
 from rm_optimizer.training.interrupt import StopNow, StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.observers import Observers, csv_loggers, watching
+from rm_optimizer.training.processes import require_devices
 from rm_optimizer.training.progress import ProgressLines, shows_bars
 from rm_optimizer.training.provenance import commit, machine, versions
 from rm_optimizer.training.result import TOY_WARNING, DataSummary, RunResult, RunStatus, is_toy
@@ -96,6 +99,8 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
     observers = observers or Observers()
     observers.require(config)
     check_compatible(config.optimizer, config.hardware, config.schedule)
+    require_devices(config.hardware)
+    require_wandb_key(config.logger)
     run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     is_first_rank = getattr(rank_zero_only, "rank", 0) == 0
@@ -329,6 +334,23 @@ def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
             WandbLogger(project=config.project, name=run_dir.name, save_dir=str(run_dir), mode=config.wandb_mode.value)
         )
     return loggers
+
+
+def require_wandb_key(config: LoggerConfig) -> None:
+    """Refuse W&B online without a key, before a model is loaded.
+
+    Raises:
+        ConfigError: saying how to log in or to stay offline.
+    """
+    if not config.wandb or config.wandb_mode != WandbMode.online or os.environ.get("WANDB_API_KEY"):
+        return
+    import wandb
+
+    if not wandb.api.api_key:
+        raise ConfigError(
+            "logger.wandb_mode=online needs a W&B API key, and there is none on this machine; run wandb login, set "
+            "WANDB_API_KEY, or write logger.wandb_mode=offline"
+        )
 
 
 def close_loggers(loggers: list[Logger]) -> None:

@@ -7,17 +7,21 @@ import struct
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.reporting.plots import plot_reliability
-from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema import LoggerConfig, TrainConfig
+from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.log_media import log_figure, log_histogram
 from rm_optimizer.training.observers import Observers
 from rm_optimizer.training.recorder import MetricsCSV, read_rows
+from rm_optimizer.training.run import require_wandb_key
 
 Build = Callable[..., TrainConfig]
 OBSERVERS = Observers(draw_reliability=plot_reliability)
@@ -64,6 +68,17 @@ def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
             items = record.history.item
             history.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
     return history
+
+
+def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LoggerConfig(wandb=True, wandb_mode=WandbMode.online)
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    require_wandb_key(config)
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setattr("wandb.api", SimpleNamespace(api_key=None))
+    with pytest.raises(ConfigError, match=r"wandb_mode=online needs .* wandb login.*wandb_mode=offline"):
+        require_wandb_key(config)
+    require_wandb_key(LoggerConfig(wandb=True))
 
 
 def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from torch.distributed import TCPStore
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import HardwareConfig, TrainConfig, compose, typed
 from rm_optimizer.train import check_command
-from rm_optimizer.training.processes import Processes, launched_processes, process_overrides, require_launched
+from rm_optimizer.training import processes
+from rm_optimizer.training.processes import (
+    Processes,
+    launched_processes,
+    process_overrides,
+    require_devices,
+    require_launched,
+)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}
@@ -22,7 +29,7 @@ SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "7", "SLURM_S
 @pytest.fixture(autouse=True)
 def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "NODE_RANK"):
             monkeypatch.delenv(name)
 
 
@@ -104,3 +111,28 @@ def test_example_scripts_start_a_training_whose_options_compose(tmp_path: Path, 
     assert {*expected, *own, "resume=auto"} <= set(overrides)
     config = typed(compose([word for word in overrides if not word.startswith("hydra.")]), TrainConfig)
     assert (config.hardware.devices, config.output_dir, config.resume) == (2, "with a space", "auto")
+
+
+def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_num_cores", lambda: 2)
+    require_devices(HardwareConfig(accelerator="cpu", devices=2))
+    with pytest.raises(ConfigError, match=r"^hardware\.devices must be at most 2, the processor cores .*, got 64$"):
+        require_devices(HardwareConfig(accelerator="cpu", devices=64))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"at most 1, the GPUs of this machine, got 2"):
+        require_devices(HardwareConfig(accelerator="auto", devices=2))
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
+def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"^hardware\.accelerator={accelerator} .*hardware=h100.*hardware=cpu"):
+        require_devices(HardwareConfig(accelerator=accelerator))
+
+
+def test_an_unknown_accelerator_and_machines_without_a_launcher_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown hardware\.accelerator 'gpus'; did you mean 'gpu'"):
+        require_devices(HardwareConfig(accelerator="gpus"))
+    with pytest.raises(ConfigError, match=r"hardware\.num_nodes=2 needs torchrun or SLURM"):
+        require_devices(HardwareConfig(num_nodes=2))
