@@ -161,7 +161,8 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
 @router.get("/health", responses=_READING)
 async def health(service: Service) -> dict[str, str]:
     """200 while the server lives, also while it loads; whether it may answer is `/ready`'s to say."""
-    return {"status": "alive"}
+    engine = service.engine
+    return {"status": "alive", "version": engine.version, "revision": str(engine.revision)}
 
 
 @router.get("/ready", responses=_READING)
@@ -169,7 +170,7 @@ async def ready(service: Service) -> dict[str, str]:
     """200 once the weights are loaded and the parity probe has passed."""
     if service.obstacle is not None:
         raise NotReady(service.obstacle)
-    return {"status": "ready", "version": service.engine.version}
+    return {"status": "ready", "version": service.engine.version, "revision": str(service.engine.revision)}
 
 
 @router.get("/version", responses=_READING)

@@ -42,6 +42,7 @@ class VllmEngine:
         self._swap = self._make_swap(settings)
         self._staged: StagedWeights | None = None
         self._is_stopped = False
+        self._watcher: asyncio.Task[None] | None = None
 
     def _make_swap(self, settings: VllmSettings) -> Swap:
         version = self.description.version
@@ -78,6 +79,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Make the checkpoint's own weights answer; vLLM has loaded them."""
         await self._swap.start()
+        self._watcher = asyncio.create_task(self._pooling.watch(), name="rm-vllm-watch")
 
     async def restore(self) -> None:
         """Put the updates that an earlier process of this server took on top of the checkpoint.
@@ -91,6 +93,8 @@ class VllmEngine:
     async def stop(self) -> None:
         """Take no more batches; vLLM's server ends the engine."""
         self._is_stopped = True
+        if self._watcher is not None:
+            self._watcher.cancel()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences, all of one version.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,8 @@ CPU_BLOCK_SIZE = 32
 """Tokens of a cached block on a CPU, vLLM's least there: its default of 128 shares only every 128th token."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What `--max-lora-rank` may be."""
+TRACKER_SECONDS = 1.0
+"""Time that Python's resource tracker has to remove the shared memory of a server that has ended."""
 KILL_SECONDS = 40.0
 """After which a server that was told to stop is killed."""
 
@@ -184,17 +187,17 @@ class Supervisor:
             return self._server.wait()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            _kill_group(self._server.pid)
+            _end_group(self._server.pid)
             self._server = None
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Tell the server to end; a second signal, or its own slowness, kills it."""
         server = self._server
         if server is not None and self._is_stopping:
-            _kill_group(server.pid)
+            server.kill()
         elif server is not None:
             server.terminate()
-            signal.signal(signal.SIGALRM, lambda number, frame: _kill_group(server.pid))
+            signal.signal(signal.SIGALRM, lambda number, frame: server.kill())
             signal.setitimer(signal.ITIMER_REAL, KILL_SECONDS)
         self._is_stopping = True
 
@@ -205,8 +208,13 @@ class Supervisor:
         print(f"rm-opt serve: vLLM's server ended with code {code}; starting another", file=sys.stderr, flush=True)
 
 
-def _kill_group(group: int) -> None:
+def _end_group(group: int) -> None:
+    """Kill what a server left of its processes, once its resource tracker had the time to remove shared memory."""
+    deadline = time.monotonic() + TRACKER_SECONDS
     try:
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return

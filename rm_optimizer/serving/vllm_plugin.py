@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.api_errors import NotReady
 from rm_optimizer.serving.app import create_app
 from rm_optimizer.serving.bounded_headers import BoundedHeaders
@@ -80,6 +81,8 @@ class RewardEndpoint:
         )
         await service.start()
         await engine.restore()
+        if service.obstacle is not None:
+            raise RMOptimizerError(f"{settings.folder} cannot be served: {service.obstacle}")
         settings.started_file.touch()
         print(_greeting(service, settings), flush=True)
 
@@ -87,9 +90,8 @@ class RewardEndpoint:
 def _greeting(service: RewardService, settings: VllmSettings) -> str:
     description, parity = service.engine.description, service.parity
     shown = "no certificate to compare with" if parity is None else f"parity {parity.max_difference:.2g}"
-    state = "ready" if service.obstacle is None else f"NOT READY ({service.obstacle})"
     return (
-        f"rm-opt serve: {state}: {settings.url} serves '{service.model_name}' ({description.architecture}, "
+        f"rm-opt serve: ready: {settings.url} serves '{service.model_name}' ({description.architecture}, "
         f"{description.dtype}, vLLM, version {service.engine.version}; {shown}); API at {settings.url}/docs"
     )
 

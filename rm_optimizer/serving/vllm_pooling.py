@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import uuid
@@ -15,8 +16,14 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.lora.request import LoRARequest
 
+WATCH_SECONDS = 5.0
+"""Time between two questions whether the engine is alive."""
+SILENCE_SECONDS = 60.0
+"""Longest that it may take to answer one, as it answers between two passes."""
+HUNG_EXIT_CODE = 70
 UPDATE_SECONDS = 600.0
 """Longest that the workers may take for one step of an update."""
+_log = logging.getLogger("rm_optimizer")
 
 
 class Pooling:
@@ -29,6 +36,7 @@ class Pooling:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         self._is_given_up = False
+        self._num_updating = 0
 
     @property
     def is_up(self) -> bool:
@@ -39,6 +47,25 @@ class Pooling:
         """Answer nobody any more and end the server, whose weights are unknown; its supervisor starts another."""
         self._is_given_up = True
         os.kill(os.getpid(), signal.SIGTERM)
+
+    async def watch(self, every: float = WATCH_SECONDS, silence: float = SILENCE_SECONDS) -> None:
+        """End this process, for its supervisor to start another, when the engine does not answer any more.
+
+        A stopped or hung engine is none that vLLM notices, and its orderly shutdown would wait for it.
+
+        Args:
+            every: seconds between two questions.
+            silence: seconds that an answer may take.
+        """
+        while self.is_up:
+            await asyncio.sleep(every)
+            asked = asyncio.ensure_future(self.client.is_sleeping())
+            await asyncio.wait({asked}, timeout=silence)
+            if asked.done():
+                asked.exception()  # seen; a dead engine ends the loop
+            elif not self._num_updating:
+                _log.error("vLLM's engine gave no sign of life for %.0f s; its server ends", silence)
+                os._exit(HUNG_EXIT_CODE)
 
     async def rewards(self, sequences: Sequence[Sequence[int]], adapter: LoRARequest | None) -> tuple[float, ...]:
         """Raw rewards of the sequences, no activation applied.
@@ -90,6 +117,10 @@ class Pooling:
         Raises:
             TimeoutError: if a worker did not come to an end.
         """
-        async with asyncio.timeout(UPDATE_SECONDS):
-            answers: list[str | None] = await self.client.collective_rpc(method, args=arguments)
+        self._num_updating += 1
+        try:
+            async with asyncio.timeout(UPDATE_SECONDS):
+                answers: list[str | None] = await self.client.collective_rpc(method, args=arguments)
+        finally:
+            self._num_updating -= 1
         return next((answer for answer in answers if answer is not None), None)

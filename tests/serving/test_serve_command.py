@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.interfaces import serve as serve_module
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.serve_options import ServeOptions, bound_socket, name_of
 from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
@@ -141,3 +144,33 @@ def test_missing_packages_name_the_extra(monkeypatch, capsys):
     done = CliRunner().invoke(app, ["serve", "model"])
     assert done.exit_code == 2
     assert "pip install 'rm-optimizer[serve]'" in done.output + capsys.readouterr().err
+
+
+def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
+    async def loaded(*_: object) -> None: ...
+
+    class Served:
+        """A server whose engine fails for good while it answers."""
+
+        should_exit = False
+        stopped = False
+        engine = SimpleNamespace(failure=None)
+
+        async def serve(self, sockets: object) -> None:
+            while not self.should_exit:
+                await asyncio.sleep(0.01)
+                self.engine.failure = "the worker process ended 6 times within 20 s"
+
+        async def stop(self) -> None:
+            self.stopped = True
+
+    monkeypatch.setattr(serve_module, "_load", loaded)
+    monkeypatch.setattr(serve_module, "WATCH_SECONDS", 0.02)
+    earlier = signal.getsignal(signal.SIGTERM)
+    both = Served()
+    try:
+        with pytest.raises(RMOptimizerError, match="can answer no more: the worker process ended 6 times"):
+            asyncio.run(asyncio.wait_for(serve_module._run(both, None, both, None), timeout=10))
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert both.stopped

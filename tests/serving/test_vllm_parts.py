@@ -378,10 +378,16 @@ class FakeClient:
     def __init__(self, answers: dict[str, str | None]) -> None:
         self.answers = answers
         self.calls: list[str] = []
+        self.is_awake = asyncio.Event()
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("wait", True)
         self.calls.append("pause")
+
+    async def is_sleeping(self) -> bool:
+        self.calls.append("alive")
+        await self.is_awake.wait()
+        return False
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
@@ -437,3 +443,24 @@ def test_an_engine_whose_weights_are_unknown_answers_nobody_and_ends(tmp_path):
     assert (swap.serving.version, pooling.is_up, signals) == ("v0", False, [signal.SIGTERM])
     with pytest.raises(EngineUnavailable):
         asyncio.run(pooling.rewards([[1, 2]], None))
+
+
+def test_an_engine_that_stands_still_ends_its_server(tmp_path, monkeypatch):
+    ended: list[int] = []
+
+    async def scene() -> None:
+        client = FakeClient({})
+        pooling = Pooling(client)
+        monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), pooling.give_up()))
+        monkeypatch.setattr(os, "kill", lambda *_: None)
+        client.is_awake.set()
+        watching = asyncio.create_task(pooling.watch(every=0.01, silence=0.1))
+        await asyncio.sleep(0.2)
+        assert len(client.calls) > 3
+        assert ended == []
+        client.is_awake.clear()
+        await asyncio.wait_for(watching, timeout=5)
+
+    asyncio.run(scene())
+    assert len(ended) == 1
+    assert ended[0] != 0
