@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -117,7 +118,7 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
             holds another run or is in use.
     """
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.schema.command_line import cells, checked
+    from rm_optimizer.schema.command_line import checked
     from rm_optimizer.schema.flags import only_tells, parse_flags, require_given_once
     from rm_optimizer.schema.run_folder import require_usable
     from rm_optimizer.training.processes import require_launched
@@ -130,7 +131,8 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     if flags.multirun and flags.cfg is not None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     name = flags.config_name or "config"
-    for overrides in cells(flags.overrides) if flags.multirun else [flags.overrides]:
+    folders: set[str] = set()
+    for number, overrides in enumerate(_jobs(flags) if flags.multirun else [flags.overrides]):
         config = checked(
             overrides,
             TrainConfig,
@@ -138,7 +140,10 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
             config_dir=flags.config_dir,
             writable=flags.cfg is None,
             sweeps=flags.multirun or flags.cfg is not None,
+            job=number if flags.multirun else None,
         )
+        if flags.multirun:
+            _require_own_folder(config, folders)
         if flags.multirun and config.hardware.devices > 1:
             raise ConfigError(
                 f"--multirun takes hardware.devices=1, got {config.hardware.devices}; start one command a configuration"
@@ -151,6 +156,31 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     if rank() == 0:
         require_free(Path(config.output_dir))
     return config
+
+
+def _jobs(flags: Namespace) -> list[list[str]]:
+    """Overrides of jobs that together hold every value of a sweep, all with the sweep's folder as it is now."""
+    from rm_optimizer.schema.command_line import cells, run_folder
+
+    jobs, option = cells(flags.overrides), "hydra.sweep.dir="
+    folder = run_folder(jobs[0], name=flags.config_name or "config", config_dir=flags.config_dir, of_sweep=True)
+    kept = ([line for line in job if not line.startswith(option)] for job in jobs)
+    return [[*job, f"{option}'{folder}'"] for job in kept]
+
+
+def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
+    """Refuse a sweep whose jobs share a folder, or start in one that holds another run; its folder becomes taken."""
+    from rm_optimizer.schema.config import Resume
+    from rm_optimizer.schema.run_folder import require_usable
+
+    if config.output_dir in taken:
+        raise ConfigError(
+            f"each job of a sweep needs a folder of its own, but more than one would run in {config.output_dir}; leave "
+            "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
+        )
+    taken.add(config.output_dir)
+    if config.resume == Resume.none:
+        require_usable(config)
 
 
 def _has_ended(config: TrainConfig) -> bool:

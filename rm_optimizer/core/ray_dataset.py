@@ -73,12 +73,15 @@ class RayPreferenceDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the files' names, sizes and times of change, and of how they are read."""
-        content = hashlib.sha256(repr((self.reader.kwise_rule.value, self.reader.on_bad_row.value)).encode())
+        """16 hexadecimal digits of the files' names, sizes and times of change, and of how they are read.
+
+        The treatment of bad rows is no part: it decides whether a stream goes on, not which pairs it gives until then.
+        """
+        content = hashlib.sha256(repr((self.reader.kwise_rule.value,)).encode())
         for file in self.reader.files:
             found = os.stat(file.source.path)
             known = (
-                file.source.path,
+                os.path.abspath(os.path.expanduser(file.source.path)),
                 found.st_size,
                 found.st_mtime_ns,
                 file.form.name,

@@ -34,6 +34,7 @@ def checked(
     config_dir: str | None = None,
     writable: bool = True,
     sweeps: bool = False,
+    job: int | None = None,
 ) -> ConfigT:
     """The options that these overrides compose, every name and value checked.
 
@@ -44,6 +45,7 @@ def checked(
         config_dir: the user's own folder of presets, searched before ours.
         writable: also require that the run folder can be made.
         sweeps: take presets of a sweep, which need --multirun to be more than their first value.
+        job: number of the job in a sweep, whose folder it then has; None is a run on its own.
 
     Raises:
         ConfigError: in one sentence, whatever is wrong.
@@ -58,7 +60,7 @@ def checked(
             refuse_unread_rates(overrides, config)
             if not sweeps:
                 _require_no_sweep(config, overrides)
-            return _finished(config, kind, writable)
+            return _finished(config, kind, writable, job)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error
     finally:
@@ -73,18 +75,28 @@ def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
 
 
-def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:
-    """What `hydra.run.dir` is for these overrides, times in it filled in; they have been `checked` before.
+def run_folder(
+    overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None, of_sweep: bool = False
+) -> str:
+    """The value of `hydra.run.dir` for these overrides, times in it filled in.
 
     Args:
         overrides: what the user typed, in Hydra's grammar, without sweeps.
         name: main file.
         config_dir: the user's own folder of presets, searched before ours.
+        of_sweep: take `hydra.sweep.dir` in its place.
+
+    Raises:
+        ConfigError: if an override is wrong.
     """
+    register()
     search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
-    with initialize_config_dir(config_root(), version_base="1.3"):
-        config = hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
-    return str(config.hydra.run.dir)
+    try:
+        with initialize_config_dir(config_root(), version_base="1.3"):
+            config = hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
+            return str(config.hydra.sweep.dir if of_sweep else config.hydra.run.dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, overrides)) from error
 
 
 def cells(overrides: Sequence[str]) -> list[list[str]]:
@@ -119,10 +131,13 @@ def _existing(folder: str) -> str:
     return "'" + str(Path(folder).resolve()).replace("'", "\\'") + "'"
 
 
-def _finished(config: DictConfig, kind: type[ConfigT], writable: bool) -> ConfigT:
+def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int | None) -> ConfigT:
     """Fill in what Hydra itself fills in when a run starts, and build the dataclasses."""
-    folder = config.hydra.run.dir
-    with open_dict(config):
+    with read_write(config), open_dict(config):
+        folder = config.hydra.run.dir
+        if job is not None:
+            config.hydra.job.num = job
+            folder = f"{config.hydra.sweep.dir}/{config.hydra.sweep.subdir}"
         config.hydra.runtime.output_dir = str(Path(folder).absolute())
     HydraConfig.instance().set_config(config)
     with read_write(config), open_dict(config):

@@ -20,14 +20,14 @@ FREE = (
     *("batching.micro_token_budget", "batching.eval_token_budget", "batching.prefix_sharing"),
     *("model.attn_implementation", "model.gradient_checkpointing", "model.trust_remote_code"),
     *("data.num_workers", "data.fetch_timeout", "data.cache_dir", "data.streaming_store_mb"),
-    *("model.adamw_lr", "model.batch_size", "model.gpu_tokens"),
+    *("model.adamw_lr", "model.lora_lr", "model.batch_size", "model.gpu_tokens"),
 )
 """Options, and groups of them, that change no result beyond rounding.
 
 The last line's reach a run only through the learning rate, the batch size and the token budgets, which are compared or
 free themselves.
 """
-BY_CONTENT = ("data.train", "data.val", "data.on_bad_row", "data.allow_prompt_overlap")
+BY_CONTENT = ("data.train", "data.val", "data.on_bad_row", "data.max_bad_share", "data.allow_prompt_overlap")
 """Options that may change as long as the pairs stay the same, which their fingerprints tell."""
 LENGTH = ("training.max_steps", "training.epochs")
 """Options that may only grow: the run is then extended."""

@@ -55,6 +55,7 @@ MISTAKES = [
     ("--config-name confg", r"confg"),
     ("--multirun seed=1,x", r"seed must be an integer, got 'x'$"),
     ("--multirun optimizer=adamw,moun", r"unknown optimizer 'moun'"),
+    ("--multirun optimizer=moun,adamw", r"unknown optimizer 'moun'"),
     ("--multirun hardware.devices=2", r"--multirun takes hardware\.devices=1, got 2"),
 ]
 

@@ -1,0 +1,64 @@
+"""`rm-opt train` refuses a folder of another run before Hydra writes into it, alone and in a sweep."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from rm_optimizer import train as entry
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training import train_reward_model
+from tests.training.conftest import SMALL
+
+FEW = [line for line in SMALL if "synthetic" not in line]
+FEW += ["data.synthetic.num_train=16", "data.synthetic.num_val=6", "training.max_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train_reward_model(typed(compose([*FEW, f"output_dir={folder}"]), TrainConfig))
+    return folder
+
+
+@pytest.fixture
+def used(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "used"))
+
+
+def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_used_folder_is_refused_before_anything_is_written(used: Path) -> None:
+    before = snapshot(used)
+    with pytest.raises(ConfigError, match="resume=auto continues that run"):
+        entry.check_command([*FEW, f"hydra.run.dir={used}"])
+    assert snapshot(used) == before
+
+
+def test_a_finished_run_is_shown_again_and_not_touched(
+    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(used)
+    monkeypatch.setattr(sys, "argv", ["train", *FEW, f"hydra.run.dir={used}", "resume=auto"])
+    entry.main()
+    printed = capsys.readouterr().out
+    assert "finished after step 1; nothing is changed" in " ".join(printed.split())
+    assert snapshot(used) == before
+
+
+@pytest.mark.parametrize("shared", ["output_dir=one", "hydra.sweep.subdir=one", "hydra.sweep.subdir=${optimizer.name}"])
+def test_two_jobs_of_a_sweep_in_one_folder_are_refused(shared: str) -> None:
+    with pytest.raises(ConfigError, match="each job of a sweep needs a folder of its own"):
+        entry.check_command(["--multirun", *FEW, "seed=0,1", shared])
+
+
+def test_a_sweep_over_a_used_folder_is_refused(used: Path) -> None:
+    (used.parent / "0").symlink_to(used)
+    with pytest.raises(ConfigError, match="already holds"):
+        entry.check_command(["--multirun", *FEW, "seed=0,1", f"hydra.sweep.dir={used.parent}"])
