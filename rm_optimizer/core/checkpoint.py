@@ -60,7 +60,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_fault(error)}") from error
     if not isinstance(content, dict) or PAYLOAD_KEY not in content or "state_dict" not in content:
         raise CheckpointError(f"{path} was not written by RM-Optimizer: it has no '{PAYLOAD_KEY}' entry")
     weights = {
@@ -69,6 +69,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if name.startswith(WEIGHTS_PREFIX)
     }
     return content[PAYLOAD_KEY], weights
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds objects that only code could load, so RM-Optimizer did not write it"
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return str(error.strerror)
+    return "it is torn; copy it again, or take another checkpoint of the run"
 
 
 def write_description(payload: Mapping[str, Any], folder: Path) -> None:

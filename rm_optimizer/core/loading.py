@@ -48,6 +48,7 @@ from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.modalities import freeze_beside_text
 from rm_optimizer.core.quantisation import is_quantised, quantisation_arguments
 from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind, resolve_source
+from rm_optimizer.core.torn_files import damage
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def _load(source: str | Path, options: LoadOptions) -> LoadedModel:
     except torch.OutOfMemoryError:
         raise
     except _LOAD_ERRORS as error:
-        raise CheckpointError(f"{source} cannot be loaded as a reward model: {_reason(error)}") from error
+        reason = damage(Path(found.location)) if found.kind is SourceKind.FOLDER else None
+        raise CheckpointError(f"{source} cannot be loaded as a reward model: {reason or _reason(error)}") from error
 
 
 def build_model(
@@ -250,7 +252,8 @@ def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
         load_adapter(base.model, folder, config, recorded_base)
         drawn = frozenset(name for name in base.drawn if not is_saved(base.model, name))
     except _LOAD_ERRORS as error:
-        raise CheckpointError(f"{folder} cannot be loaded as a LoRA adapter: {_reason(error)}") from error
+        reason = damage(folder) or _reason(error)
+        raise CheckpointError(f"{folder} cannot be loaded as a LoRA adapter: {reason}") from error
     require_exported_weights(folder, record)
     return LoadedModel(base.model, tokenizer, False, record, drawn)
 

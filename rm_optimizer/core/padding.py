@@ -49,7 +49,11 @@ class PadChoice:
 
 
 def choose_pad_token(
-    tokenizer: PreTrainedTokenizerBase, num_embeddings: int, last_ids: Collection[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    num_embeddings: int,
+    last_ids: Collection[int] = (),
+    *,
+    ends_freely: bool = False,
 ) -> PadChoice:
     """Give the tokenizer a pad token that never is a sequence's last token, and say which and why.
 
@@ -62,6 +66,8 @@ def choose_pad_token(
         tokenizer: changed in place; pads on the right afterwards.
         num_embeddings: rows of the model's embedding, never resized.
         last_ids: ids that end rendered sequences, beside EOS and SEP.
+        ends_freely: whether a sequence ends with its response's own last token, for want of EOS, so that no token that
+            text can hold may pad.
 
     Raises:
         CheckpointError: if the tokenizer has more tokens than the embedding has rows, or no id is free to use.
@@ -79,7 +85,7 @@ def choose_pad_token(
     why = (
         "the tokenizer has no pad token" if current is None else f"its pad token {tokenizer.pad_token!r} ends sequences"
     )
-    token, origin = _free_token(tokenizer, num_embeddings, endings)
+    token, origin = _free_token(tokenizer, num_embeddings, endings, ends_freely)
     tokenizer.add_special_tokens({"pad_token": token})
     return PadChoice(token, int(tokenizer.convert_tokens_to_ids(token)), f"{why}; took {origin}")
 
@@ -104,17 +110,24 @@ def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             yield from _configs(value)
 
 
-def _free_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, endings: set[int]) -> tuple[str, str]:
+def _free_token(
+    tokenizer: PreTrainedTokenizerBase, num_embeddings: int, endings: set[int], ends_freely: bool
+) -> tuple[str, str]:
     vocabulary = tokenizer.get_vocab()
     usable = {token: index for token, index in vocabulary.items() if index < num_embeddings and index not in endings}
     for token in RESERVED:
         if token in usable:
             return token, "a token the vocabulary reserves"
     unknown = tokenizer.unk_token
-    if unknown in usable and unknown != tokenizer.bos_token:
+    if unknown in usable and unknown != tokenizer.bos_token and not ends_freely:
         return unknown, "the unknown token"
     if max(vocabulary.values()) + 1 < num_embeddings and "<|pad|>" not in vocabulary:
         return "<|pad|>", "a new token in an unused row of the embedding"
+    if ends_freely:
+        raise CheckpointError(
+            "the tokenizer has neither EOS nor a pad token, so any token may end a sequence and none is free for "
+            "padding; set the tokenizer's eos_token or pad_token and save it with the model"
+        )
     ordinary = usable.keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
     if not ordinary:
         raise CheckpointError("expected a token that can serve as padding, but the tokenizer's vocabulary has none")

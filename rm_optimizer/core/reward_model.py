@@ -71,8 +71,9 @@ class BradleyTerryRM(BaseRewardModel):
         self.model = model
         self.tokenizer = tokenizer
         self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
-        last_ids = self.renderer.encode("a", "b").ids[-1:]
-        self.pad_choice = choose_pad_token(tokenizer, _num_embeddings(model), last_ids)
+        last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
+        ends_freely = len(last_ids) > 1
+        self.pad_choice = choose_pad_token(tokenizer, _num_embeddings(model), last_ids, ends_freely=ends_freely)
         set_pad_token_id(model, self.pad_choice.token_id)
         model.config.num_labels = 1
         model.config.problem_type = "regression"

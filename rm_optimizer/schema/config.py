@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.checks import require as require
+from rm_optimizer.schema.checks import require_in
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.monitors import Mode, better_mode
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
@@ -147,10 +148,10 @@ class LossConfig:
     """Coefficient of mean (chosen^2 + rejected^2) / 2."""
 
     def __post_init__(self) -> None:
-        require(self.beta > 0, "loss.beta", "be positive", self.beta)
+        require_in("loss.beta", self.beta, "(0, inf)")
         require(0 <= self.label_smoothing < 0.5, "loss.label_smoothing", "lie in [0, 0.5)", self.label_smoothing)
         for name in ("margin_scale", "center_rewards", "reward_l2"):
-            require(getattr(self, name) >= 0, f"loss.{name}", "not be negative", getattr(self, name))
+            require_in(f"loss.{name}", getattr(self, name), "[0, inf)")
 
 
 @dataclass(kw_only=True)

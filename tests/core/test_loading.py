@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,47 @@ def test_torn_weights_give_one_sentence(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path / "model")
 
 
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+DAMAGES = {
+    r"model\.safetensors is torn: its 5,000 bytes": lambda f: cut(f / "model.safetensors", 5000),
+    r"model\.safetensors is empty": lambda f: cut(f / "model.safetensors", 0),
+    r"config\.json is torn: it is no whole JSON": lambda f: cut(f / "config.json", 40),
+    r"config\.json is empty": lambda f: cut(f / "config.json", 0),
+    r"tokenizer\.json is torn": lambda f: cut(f / "tokenizer.json", 100),
+    "it holds no tokenizer": lambda f: [file.unlink() for file in f.glob("tokenizer*")],
+    "it holds no weights": lambda f: (f / "model.safetensors").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    reward_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("sentence", DAMAGES)
+def test_the_file_that_is_torn_or_missing_is_named(sentence: str, whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    DAMAGES[sentence](folder)
+    with pytest.raises(CheckpointError, match=sentence) as caught:
+        BradleyTerryRM.from_pretrained(folder)
+    assert str(caught.value).endswith("export the model again")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    tiny_tokenizer("llama").save_pretrained(tmp_path)
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=f"{lost.name} is missing, which model.safetensors.index.json names"):
+        BradleyTerryRM.from_pretrained(tmp_path)
+
+
 def test_a_classifier_with_two_labels_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer("bert")
     config = AutoConfig.for_model(**tiny_architecture("bert"), vocab_size=len(tokenizer), num_labels=2)
@@ -180,7 +222,7 @@ def test_foreign_and_torn_checkpoints_are_refused(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(torn)
     code = tmp_path / "code.ckpt"
     torch.save({"state_dict": {}, PAYLOAD_KEY: Path("an object that needs code to load")}, code)
-    with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
+    with pytest.raises(CheckpointError, match="cannot be read as a checkpoint: it holds objects that only code"):
         BradleyTerryRM.from_pretrained(code)
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     state.pop("model.model.score.weight")

@@ -76,6 +76,20 @@ def test_a_foreign_tokenizer_is_refused() -> None:
         choose_pad_token(tokenizer, 50)
 
 
+def test_without_eos_no_token_that_text_can_hold_pads() -> None:
+    tokenizer = decoder_tokenizer(pad=None)
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    tokenizer.eos_token = None
+    choice = choose_pad_token(tokenizer, len(tokenizer) + 1, ends_freely=True)
+    assert choice.token == "<|pad|>"
+    tokenizer = decoder_tokenizer(pad=None)
+    tokenizer.eos_token = None
+    with pytest.raises(CheckpointError, match="neither EOS nor a pad token"):
+        BradleyTerryRM(tiny_model("llama", tokenizer), tokenizer, max_length=32)
+    model = BradleyTerryRM(tiny_model("llama", tokenizer, spare_rows=1), tokenizer, max_length=32)
+    assert model.pad_choice.token == "<|pad|>"
+
+
 def test_nested_configurations_get_the_pad_id_too() -> None:
     model = tiny_model("llama", decoder_tokenizer())
     model.config.text_config = type(model.config)()

@@ -35,6 +35,8 @@ MISTAKES = [
     ("data.on_bad_row=dro", r"unknown data\.on_bad_row 'dro'; did you mean 'drop'\? Known: drop, error$"),
     ("hardware.precision=fp8", r"hardware\.precision must be 32-true or bf16-mixed.*, got fp8$"),
     ("loss.label_smoothing=0.7", r"loss\.label_smoothing must lie in \[0, 0\.5\), got 0\.7"),
+    ("loss.beta=inf", r"loss\.beta must lie in \(0, inf\), got inf"),
+    ("loss.reward_l2=inf", r"loss\.reward_l2 must lie in \[0, inf\), got inf"),
     ("seed=-1", r"seed must not be negative, got -1$"),
     ("model.max_length=???", r"model\.max_length must be given; set it with model\.max_length=VALUE$"),
     ("~optimizer", r"optimizer must be given; set it with optimizer=VALUE$"),
