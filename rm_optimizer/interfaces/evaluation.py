@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, did_you_mean
 from rm_optimizer.interfaces.local_model import load_local
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.interfaces.progress import progress
@@ -50,6 +50,7 @@ def evaluate_and_print(
         DataError: if the pairs cannot be read.
         CheckpointError: if the model cannot be loaded.
         ConfigError: if the folder cannot be written, or a column of `by` is unknown.
+        Interrupted: if the user stops it.
     """
     data = reading.load(sources)
     _require_columns(data, by)
@@ -69,9 +70,11 @@ def evaluate_and_print(
                 by=by,
                 on_progress=show,
             )
-    except (RMOptimizerError, KeyboardInterrupt):
+    except (RMOptimizerError, KeyboardInterrupt) as error:
         with suppress(OSError):
             folder.rmdir()  # only where it is still empty
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
         raise
     draw_evaluation(folder, evaluation.metrics)
     _print(checkpoint, sources, evaluation, folder)

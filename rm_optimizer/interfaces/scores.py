@@ -13,7 +13,7 @@ from rm_optimizer.core.files import write_text
 from rm_optimizer.core.identity import scorer_digest
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.scoring import CountedRewards, ScoredFile, require_finite, score_file
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, Interrupted
 from rm_optimizer.interfaces.local_model import length_note, load_local
 from rm_optimizer.interfaces.progress import progress
 
@@ -90,19 +90,23 @@ def score_to_file(
         ConfigError: unless both files are named, and nothing else.
         DataError: if a file or row is unusable.
         CheckpointError: if the model cannot be loaded.
+        Interrupted: if the user stops it.
     """
     if source is None or target is None or responses:
         raise ConfigError(USAGE)
     model = load_local(checkpoint, max_length=max_length)
     identity = scorer_digest(model)
-    with progress("scoring", "rows") as show:
-        scored = score_file(
-            LocalScorer(model, token_budget),
-            source,
-            target,
-            scorer_name=identity,
-            on_progress=lambda rows: show(rows, None),
-        )
+    try:
+        with progress("scoring", "rows") as show:
+            scored = score_file(
+                LocalScorer(model, token_budget),
+                source,
+                target,
+                scorer_name=identity,
+                on_progress=lambda rows: show(rows, None),
+            )
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
     _write_report(target, checkpoint, model, identity, scored)
     print(f"{scored.num_rows} rows scored: {target}")
     for note in _notes(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):

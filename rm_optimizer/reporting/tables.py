@@ -128,8 +128,8 @@ def _weight_row(metrics: PairwiseMetrics) -> dict[str, Cell]:
     if not metrics.num_effective_prompts < FEW_PROMPTS * metrics.num_prompts:
         return {}
     few, effective = metrics.num_prompts_of_half, metrics.num_effective_prompts
-    text = f"{few:,} of {metrics.num_prompts:,} prompts carry half of it; it says as much as {effective:.1f} equal ones"
-    return {"weight": text}
+    text = f"{few:,} of {metrics.num_prompts:,} prompts carry half of the weight of the pairs"
+    return {"few prompts": f"{text}; all say as much as {effective:.1f} prompts of equal weight"}
 
 
 def group_table(metrics: PairwiseMetrics, column: str) -> Group:

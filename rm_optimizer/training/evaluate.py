@@ -78,7 +78,7 @@ def score_pairs(
         prefix_sharing: compute each prompt once for both responses.
         after_batch: called with the pairs done so far on this rank.
         should_stop: asked before each pass; where it is true on any rank, all of them stop.
-        positions: which of the tokenised pairs; None is all.
+        positions: which of the tokenised pairs; None is all. Of the ties there are then as large a share.
 
     Raises:
         ScoringStopped: if `should_stop` was true.
@@ -109,7 +109,8 @@ def score_pairs(
             if after_batch is not None:
                 after_batch(done)
         found = _gathered(parts, world_size, stopped=stopped)
-        return _with_ties(found, _tied_rewards(model, tokenized, dataset, token_budget))
+        share = 1.0 if positions is None else len(positions) / max(1, len(tokenized))
+        return _with_ties(found, _tied_rewards(model, tokenized, dataset, token_budget, share))
 
 
 @contextmanager
@@ -129,11 +130,12 @@ def _stops(model: BradleyTerryRM, requested: bool) -> bool:
 
 
 def _tied_rewards(
-    model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int
+    model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int, share: float
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Indices of the pairs that are equal after truncation, and the reward that both of their sides get."""
+    """Indices of a share of the pairs that are equal after truncation, and the reward that both of their sides get."""
     assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
     index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
+    index = index[np.linspace(0, len(index), round(share * len(index)), endpoint=False, dtype=np.int64)]
     pairs = [dataset[int(i)] for i in index]
     encodings = model.encode([pair.prompt for pair in pairs], [pair.chosen for pair in pairs])
     rewards = np.zeros(len(index))

@@ -105,7 +105,9 @@ def test_few_prompts_that_carry_the_weight_are_said() -> None:
     prompts = [str(k) for k in range(20)]
     options: dict[str, Any] = {"beta": 1.0, "prompt_ids": prompts, "num_bootstrap": 0, "seed": 0}
     result = evaluate_pairs(np.ones(20), np.zeros(20), weight=weight, **options)
-    assert row(printed(summary_table("", metrics_rows(result))), "weight")[1].startswith("1 of 20 prompts carry half")
+    assert row(printed(summary_table("", metrics_rows(result))), "few prompts")[1].startswith(
+        "1 of 20 prompts carry half"
+    )
 
 
 def test_a_name_is_folded_and_no_number_cut_in_a_narrow_terminal() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -64,6 +65,10 @@ def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_
     rewards = score_pairs(model, tokens, data, token_budget=512, prefix_sharing=False)
     assert rewards.pair_index.tolist() == list(range(8))
     assert (rewards.margin == 0).tolist() == [True, *[False] * 6, True]
+    sample = score_pairs(
+        model, tokens, data, token_budget=512, prefix_sharing=False, positions=np.array([0, 2, 4], dtype=np.int64)
+    )
+    assert sample.pair_index.tolist() == [0, 1, 3, 5]
     evaluation = evaluated(model, data.pairs, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "pair_rewards.jsonl").read_text().splitlines()]
     assert [line["chosen"] for line in lines] == pytest.approx(rewards.chosen.tolist(), abs=1e-5)
