@@ -1,0 +1,352 @@
+"""Bad command lines: each ends within seconds with one sentence, its exit code, and nothing half-written.
+
+A row is a command as typed in the folder of `world.build`, what its sentence must hold, and its exit code. A new option
+adds its rows here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from typer.testing import CliRunner
+
+from rm_optimizer.interfaces import launch
+from rm_optimizer.interfaces.cli import app
+from tests.bad_input import world
+
+SECONDS = 5.0
+"""Processor time that an answer may take, the imports of the first row aside."""
+HANGS = 60
+"""Wall seconds, on a machine that does other work, after which an answer is not waited for."""
+TRAIN = "train model=tiny hardware=cpu training.progress=false logger.tensorboard=false training.max_steps=1"
+EVALUATE = "evaluate best --data"
+CHECK = "data check"
+
+ROWS: list[tuple[str, str]] = [
+    # the command itself
+    ("trian", "unknown command 'trian'; did you mean 'train'"),
+    ("data chek pairs.jsonl", "unknown command 'chek'; did you mean 'check'"),
+    ("--verbose", "no such option: --verbose"),
+    ("score", "missing argument 'checkpoint'"),
+    ("evaluate best", "missing option '--data'"),
+    ("evaluate best --data pairs.jsonl --bootstrap -1", "--bootstrap"),
+    ("evaluate best --data pairs.jsonl --bootstrap many", "--bootstrap"),
+    ("evaluate best --data pairs.jsonl --token-budget 0", "--token-budget"),
+    ("evaluate best --data pairs.jsonl --max-length 1", "--max-length"),
+    ("evaluate best --data pairs.jsonl --max-length 100000000", "max.length"),
+    ("evaluate best --data pairs.jsonl --seed -1", "--seed"),
+    ("evaluate best --data pairs.jsonl --colums a=b", "no such option: --colums"),
+    ("evaluate best pairs.jsonl", "missing option '--data'"),
+    ("doctor best --data pairs.jsonl --max-pairs 0", "--max-pairs"),
+    ("doctor best --data pairs.jsonl --data pairs.jsonl", "--data must name each source once"),
+    ("serve best --port 99999", "--port"),
+    ("serve best --engine vlm", "unknown --engine 'vlm'; did you mean 'vllm'"),
+    ("serve best --dtype float8", "unknown --dtype 'float8'"),
+    ("serve best --api-key ' '", "--api-key"),
+    ("serve best --weights-root nowhere", "--weights-root must be a folder that exists"),
+    ("serve best --token-budget 0", "--token-budget"),
+    ("serve best --threads 0", "--threads"),
+    ("serve best --max-queued-tokens 0", "--max-queued-tokens"),
+    ("params tinny", "unknown model 'tinny'; did you mean 'tiny'"),
+    ("params tiny -o moun", "unknown optimizer 'moun'; did you mean 'muon'"),
+    ("info extra", "extra"),
+    # options of train
+    ("train optimiser=adamw", "unknown option 'optimiser'; did you mean 'optimizer'"),
+    ("train optimizer=adamv", "unknown optimizer 'adamv'; did you mean 'adam"),
+    ("train optimizer.lrr=1", "unknown option 'optimizer.lrr'; did you mean 'optimizer.lr'"),
+    ("train model=tinny", "unknown model 'tinny'; did you mean 'tiny'"),
+    ("train experiment=ablation_a9", "unknown experiment 'ablation_a9'; did you mean 'ablation_a"),
+    ("train +experiment=quickstrat", "quickstrat"),
+    ("train hardware=gpu", "unknown hardware 'gpu'"),
+    ("train optimizer.lr=fast", "optimizer.lr must be a number, got 'fast'"),
+    ("train optimizer.lr=-1", "optimizer.lr must"),
+    ("train optimizer.lr=nan", "optimizer.lr must"),
+    ("train optimizer.lr=inf", "optimizer.lr must"),
+    ("train optimizer.lr=0", "optimizer.lr must"),
+    ("train loss.beta=inf", "loss.beta must"),
+    ("train loss.beta=0", "loss.beta must"),
+    ("train loss.label_smoothing=0.5", "loss.label_smoothing must lie in"),
+    ("train loss.label_smoothing=nan", "loss.label_smoothing must"),
+    ("train training.epochs=-1", "training.epochs must"),
+    ("train training.epochs=nan", "training.epochs must"),
+    ("train training.epochs=inf", "training.epochs must"),
+    ("train training.max_steps=0", "training.max_steps must"),
+    ("train training.max_steps=0.5", "training.max_steps must be an integer"),
+    ("train training.evals_per_epoch=0", "training.evals_per_epoch must"),
+    ("train training.keep_checkpoints=0", "training.keep_checkpoints must"),
+    ("train training.checkpoint_every=0", "training.checkpoint_every must"),
+    ("train training.num_bootstrap=-1", "training.num_bootstrap must"),
+    ("train training.gradient_clip_norm=-1", "training.gradient_clip_norm must"),
+    ("train training.monitor=val/f1", "training.monitor"),
+    ("train training.monitor=accuracy", "training.monitor"),
+    ("train training.monitor=val/accuracy training.mode=min", "training.mode"),
+    ("train training.monitor=val/nll training.mode=max", "training.mode"),
+    ("train training.mode=least", "training.mode"),
+    ("train training.early_stopping.patience=0", "training.early_stopping.patience must"),
+    ("train training.early_stopping.min_delta=-1", "training.early_stopping.min_delta must"),
+    ("train training.hessian.every=0", "training.hessian.every must"),
+    ("train batching.batch_size=0", "batching.batch_size must"),
+    ("train batching.batch_size=many", "batching.batch_size must be an integer"),
+    ("train batching.micro_token_budget=0", "batching.micro_token_budget must"),
+    ("train data.val_fraction=1.5", "data.val_fraction must"),
+    ("train data.val_fraction=0", "data.val_fraction must"),
+    ("train data.max_pairs=0", "data.max_pairs must"),
+    ("train data.on_bad_row=skip", "unknown data.on_bad_row 'skip'"),
+    ("train data.columns=prompt", "data.columns must"),
+    ("train data.num_workers=-1", "data.num_workers must"),
+    ("train data.fetch_timeout=0", "data.fetch_timeout must"),
+    ("train data.streaming=maybe", "unknown data.streaming 'maybe'"),
+    ("train data.synthetic.num_train=0", "data.synthetic.num_train must"),
+    ("train data.synthetic.noise=2", "data.synthetic.noise must"),
+    ("train model.max_length=4", "model.max_length must"),
+    ("train model.vocab_size=10", "model.vocab_size must"),
+    ("train model.dropout=2", "model.dropout must"),
+    ("train model.attn_implementation=flash", "unknown model.attn_implementation 'flash'"),
+    ("train seed=-5", "seed must not be negative"),
+    ("train seed=1e99", "seed must"),
+    ("train seed=zero", "seed must be an integer"),
+    ("train resume=yes", "unknown resume 'yes'"),
+    ("train hardware.precision=fp8", "hardware.precision must"),
+    ("train hardware.devices=0", "hardware.devices must"),
+    ("train hardware.devices=64", "hardware.devices"),
+    ("train hardware.accelerator=gpu", "hardware.accelerator"),
+    ("train hardware=h100", "hardware"),
+    ("train hardware.num_nodes=0", "hardware.num_nodes must"),
+    ("train adapter.rank=8", "adapter=lora"),
+    ("train adapter=lora adapter.rank=0", "adapter.rank must"),
+    ("train adapter=lora adapter.dropout=1", "adapter.dropout must"),
+    ("train adapter=qlora", "qlora"),
+    ("train model=tiny model.path=best", "model.path"),
+    ("train schedule=cosin", "unknown schedule 'cosin'; did you mean 'cosine'"),
+    ("train schedule.warmup_fraction=2", "schedule.warmup"),
+    ("train logger.wandb_mode=upload", "logger.wandb_mode"),
+    ("train publish.url=localhost", "publish.url must"),
+    ("train publish.url=ftp://x", "publish.url must"),
+    ("train publish.url=http://127.0.0.1:9 publish.api_key_env=NOT_SET_ANYWHERE", "NOT_SET_ANYWHERE"),
+    ("train 'optimizer.lr=[1,'", "cannot read 'optimizer.lr=[1,'"),
+    ("train pairs.jsonl", "expected option=value, got 'pairs.jsonl'"),
+    ("train data=../pairs.jsonl", "data.train=../pairs.jsonl"),
+    ("train model=./best", "model.path=./best"),
+    ("train -m optimizer=adamw,muon", "--multirun optimizer=adamw,muon"),
+    ("train -m tinny", "unknown model 'tinny'"),
+    ("train -e many", "training.epochs must be a number"),
+    ("train -b 0", "batching.batch_size must"),
+    ("train --lr 1e-3", "optimizer.lr=VALUE"),
+    ("train --lr=1e-3", "optimizer.lr=VALUE"),
+    ("train --config-dir nowhere", "--config-dir must name an existing folder"),
+    ("train --cfg jub", "jub"),
+    ("train --multirun --cfg job seed=0,1", "--cfg prints one configuration"),
+    ("train seed=0,1", "add --multirun"),
+    ("train --multirun seed=0,x", "seed must be an integer, got 'x'"),
+    ("train --multirun optimizer=adamw,moun", "unknown optimizer 'moun'"),
+    ("train --multirun hardware.devices=2", "hardware.devices"),
+    ("train experiment=sensitivity_lr", "--multirun"),
+    ("train seed=1 seed=2", "seed is given twice"),
+    ("train s\u0435ed=1", "U+0435"),
+    ("train optimizer=schedulefree schedule=cosine", "schedule"),
+    ("train optimizer=sam hardware.precision=16", "hardware.precision must"),
+    ("train hydra.run.dir=pairs.jsonl/run", "hydra.run.dir must be a folder that can be written"),
+    ("train output_dir=pairs.jsonl", "output_dir must be a folder that can be written"),
+    # data that cannot be used, through train, check, evaluate
+    (f"{TRAIN} data.train=nowhere.jsonl", "nowhere.jsonl: no such file"),
+    (f"{TRAIN} data.train=files/folder", "files/folder"),
+    (f"{TRAIN} data.train=files/empty.jsonl", "empty"),
+    (f"{TRAIN} data.train=rows/one_pair.jsonl", "at least 2 prompts"),
+    (f"{TRAIN} data.train=rows/one_prompt.jsonl", "prompts"),
+    (f"{TRAIN} data.train=pairs.jsonl data.val=pairs.jsonl", "overlap"),
+    (f"{TRAIN} data.train=rows/null_chosen.jsonl", "line 6"),
+    (f"{TRAIN} data.train=rows/surrogate.jsonl", "line 6"),
+    (f"{TRAIN} data.train=rows/surrogate.jsonl data.on_bad_row=drop data.val=rows/no_chosen.jsonl", "no_chosen.jsonl"),
+    (f"{TRAIN} data.train=rows/label_one_two.jsonl data.on_bad_row=drop", "label"),
+    (f"{TRAIN} data.train=other.csv", "data.columns="),
+    (f"{TRAIN} data.train=pairs.jsonl 'data.columns={{prompt: nope}}'", "nope"),
+    (f"{TRAIN} data.train=rows/ranks.jsonl", "ranks"),
+    (f"{TRAIN} data.train=rows/winners.jsonl", "winner"),
+    (f"{CHECK} nowhere.jsonl", "nowhere.jsonl: no such file"),
+    (f"{CHECK} files/folder", "files/folder"),
+    (f"{CHECK} files/empty.jsonl", "empty"),
+    (f"{CHECK} files/blank.jsonl", "no rows"),
+    (f"{CHECK} files/torn.jsonl", "line 12"),
+    (f"{CHECK} files/deep.jsonl", "line 13"),
+    (f"{CHECK} files/digits.jsonl", "line 13"),
+    (f"{CHECK} files/binary.jsonl", "binary.jsonl"),
+    (f"{CHECK} files/utf16.jsonl", "UTF-8"),
+    (f"{CHECK} files/latin.csv", "UTF-8"),
+    (f"{CHECK} files/ragged.csv", "ragged.csv"),
+    (f"{CHECK} files/twice.csv", "chosen"),
+    (f"{CHECK} files/quote.csv", "quote.csv"),
+    (f"{CHECK} files/headless.csv", "headless.csv"),
+    (f"{CHECK} files/semicolons.csv", "semicolons.csv"),
+    (f"{CHECK} files/pairs.tsv", "pairs.tsv"),
+    (f"{CHECK} files/pairs.xlsx", "pairs.xlsx"),
+    (f"{CHECK} files/torn.parquet", "torn.parquet"),
+    (f"{CHECK} files/twice.parquet", "chosen"),
+    (f"{CHECK} files/torn.jsonl.gz", "torn.jsonl.gz"),
+    (f"{CHECK} files/binary.jsonl.gz", "binary.jsonl.gz"),
+    (f"{CHECK} rows/no_chosen.jsonl", "line 6"),
+    (f"{CHECK} rows/empty_chosen.jsonl", "line 6"),
+    (f"{CHECK} rows/number_chosen.jsonl", "line 6"),
+    (f"{CHECK} rows/label_two.jsonl", "line 6"),
+    (f"{CHECK} rows/label_word.jsonl", "line 6"),
+    (f"{CHECK} rows/weight_negative.jsonl", "line 6"),
+    (f"{CHECK} rows/not_a_row.jsonl", "line 13"),
+    (f"{CHECK} rows/surrogate.jsonl", "line 6"),
+    (f"{CHECK} rows/surrogate.jsonl --on-bad-row skip", "unknown --on-bad-row 'skip'"),
+    (f"{CHECK} rows/unlike.jsonl", "unlike.jsonl"),
+    (f"{CHECK} rows/winners.jsonl", "winner"),
+    (f"{CHECK} rows/ranks.jsonl", "ranks"),
+    (f"{CHECK} rows/label_one_two.jsonl", "label"),
+    (f"{CHECK} rows/label_one_two.jsonl --on-bad-row drop", "label"),
+    (f"{CHECK} rows/lengths_differ.jsonl", "line 1"),
+    (f"{CHECK} rows/alpaca.jsonl", "--columns"),
+    (f"{CHECK} responses.jsonl", "responses.jsonl"),
+    (f"{CHECK} pairs.jsonl --columns nonsense", "--columns takes OURS=THEIRS"),
+    (f"{CHECK} pairs.jsonl --columns chosen=nope", "nope"),
+    (f"{CHECK} pairs.jsonl --columns chozen=chosen", "chozen"),
+    (f"{CHECK} pairs.jsonl --format alpaca", "alpaca"),
+    (f"{CHECK} pairs.jsonl --format hh", "hh"),
+    (f"{CHECK} pairs.jsonl data.on_bad_row=drop", "data.on_bad_row=drop"),
+    (f"{CHECK} pairs.jsonl --tokenizer ./nowhere", "nowhere"),
+    (f"{CHECK} pairs.jsonl --max-length 2", "--max-length"),
+    (f"{CHECK} pairs.jsonl --json pairs.jsonl/audit.json", "--json"),
+    (f"{CHECK} pairs.jsonl --json best", "--json"),
+    (f"{EVALUATE} nowhere.jsonl", "nowhere.jsonl: no such file"),
+    (f"{EVALUATE} rows/label_one_two.jsonl --on-bad-row drop", "label"),
+    (f"{EVALUATE} rows/ranks.jsonl", "ranks"),
+    (f"{EVALUATE} pairs.jsonl --output pairs.jsonl", "--output must be a folder"),
+    (f"{EVALUATE} pairs.jsonl --format kwise", "kwise"),
+    # models that are none, or torn
+    ("score causal --prompt a --response b", "head"),
+    ("score encoder --prompt a --response b", "head"),
+    ("score broken/headless --prompt a --response b", "head"),
+    ("evaluate causal --data pairs.jsonl", "head"),
+    ("evaluate broken/headless --data pairs.jsonl", "head"),
+    ("doctor causal --data pairs.jsonl", "head"),
+    ("serve causal --port 18765", "head"),
+    ("analyze --checkpoint causal --data pairs.jsonl", "head"),
+    ("score broken/changed --prompt a --response b", "changed"),
+    ("evaluate broken/changed --data pairs.jsonl", "changed"),
+    ("doctor broken/changed --data pairs.jsonl", "changed"),
+    ("analyze --checkpoint broken/changed --data pairs.jsonl", "changed"),
+    ("score two_labels --prompt a --response b", "label"),
+    ("score broken/nan --prompt a --response b", "broken/nan"),
+    ("score broken/torn_weights --prompt a --response b", "torn"),
+    ("score broken/empty_weights --prompt a --response b", "empty_weights"),
+    ("score broken/no_weights --prompt a --response b", "no_weights"),
+    ("score broken/no_config --prompt a --response b", "no_config"),
+    ("score broken/torn_config --prompt a --response b", "torn_config"),
+    ("score broken/torn_export --prompt a --response b", "torn_export"),
+    ("score broken/no_tokenizer --prompt a --response b", "tokenizer"),
+    ("score broken/empty --prompt a --response b", "broken/empty"),
+    ("score broken/garbage.ckpt --prompt a --response b", "garbage.ckpt"),
+    ("score broken/torn.ckpt --prompt a --response b", "torn.ckpt"),
+    ("score broken/text.ckpt --prompt a --response b", "text.ckpt"),
+    ("score pairs.jsonl --prompt a --response b", "pairs.jsonl"),
+    ("score ./nowhere --prompt a --response b", "nowhere"),
+    ("score nowhere --prompt a --response b", "nowhere"),
+    ("evaluate nowhere/model --data pairs.jsonl", "nowhere/model"),
+    (f"{TRAIN.replace('model=tiny', '')} model=custom model.path=./nowhere data.train=pairs.jsonl", "nowhere"),
+    (f"{TRAIN.replace('model=tiny', '')} model=custom model.path=nowhere/x data.train=pairs.jsonl", "nowhere/x"),
+    (f"{TRAIN.replace('model=tiny', '')} model=custom model.path=two_labels data.train=pairs.jsonl", "label"),
+    # scoring
+    ("score best", "give either --prompt"),
+    ("score best responses.jsonl", "give either --prompt"),
+    ("score best --prompt a", "give either --prompt"),
+    ("score best --prompt ' ' --response b", "--prompt must not be empty"),
+    ("score best --prompt a --response b responses.jsonl", "give either --prompt"),
+    ("score best responses.jsonl scored.jsonl", "scored.jsonl"),
+    ("score best nowhere.jsonl out.jsonl", "nowhere.jsonl"),
+    ("score best responses.jsonl out.csv", "out.csv"),
+    ("score best responses.jsonl out.txt", "out.txt"),
+    ("score best responses.jsonl responses.jsonl", "responses.jsonl"),
+    ("score best responses.jsonl pairs.jsonl/out.jsonl", "pairs.jsonl/out.jsonl"),
+    ("score best scored.jsonl out.jsonl", "reward"),
+    ("score best pairs.jsonl out.jsonl", "response"),
+    ("score best rows/no_response.jsonl out.jsonl", "line 2"),
+    ("score best rows/null_response.jsonl out.jsonl", "line 1"),
+    ("score best rows/number_response.jsonl out.jsonl", "line 1"),
+    ("score best files/empty.jsonl out.jsonl", "empty"),
+    ("score best files/torn.jsonl out.jsonl", "torn.jsonl"),
+    # analyze
+    ("analyze", "--checkpoint RUN"),
+    ("analyze --checkpoint best", "data"),
+    ("analyze --checkpoint ./nowhere --data pairs.jsonl", "nowhere"),
+    ("analyze --checkpoint best --data nowhere.jsonl", "nowhere.jsonl"),
+    ("analyze --checkpoint best --data pairs.jsonl --type gaus", "unknown landscape 'gaus'"),
+    ("analyze --checkpoint best --data pairs.jsonl --top-k 0", "landscape.top_k must"),
+    ("analyze --checkpoint best --data pairs.jsonl --top-k 1000000", "top_k"),
+    ("analyze --checkpoint best --data pairs.jsonl --pairs 0", "landscape.num_pairs must"),
+    ("analyze --checkpoint best --data pairs.jsonl --pairs 1", "landscape.num_pairs must"),
+    ("analyze --checkpoint best --data pairs.jsonl --params 'nope.*'", "nope.*"),
+    ("analyze --checkpoint best --data pairs.jsonl --method lanzos", "lanzos"),
+    ("analyze --checkpoint best --data pairs.jsonl landscape.num_points=4", "landscape.num_points must be odd"),
+    ("analyze --checkpoint best --type trajectory --data pairs.jsonl", "run folder"),
+    ("analyze --checkpoint best --multirun seed=1,2", "--multirun"),
+]
+
+
+class Hangs(Exception):
+    """A command that gave no answer."""
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise Hangs
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    """The command that this one would become, in this process."""
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()
+    raise SystemExit(0)
+
+
+def _files() -> dict[str, tuple[int, int]]:
+    """Size and time of every file; what a run records of itself below `outputs` is no result."""
+    found = (path for path in Path().rglob("*") if path.is_file() and path.parts[0] != "outputs")
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world")
+    world.build(root)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launch, "become", _become)
+    monkeypatch.setattr(sys, "argv", ["rm-opt"])
+    before = signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(HANGS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize(("command", "says"), ROWS, ids=[command for command, _ in ROWS])
+def test_a_bad_command_is_one_sentence(command: str, says: str) -> None:
+    before, started = _files(), time.process_time()
+    done = CliRunner().invoke(app, shlex.split(command))
+    taken = time.process_time() - started
+    assert not done.exception or isinstance(done.exception, SystemExit), repr(done.exception)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert re.search(re.escape(says), errors[0]), errors[0]
+    assert "Traceback" not in done.stderr
+    assert done.exit_code == 2
+    assert _files() == before
+    assert not [path for path in Path("outputs").rglob("*") if path.name in ("run.json", "model.safetensors")]
+    assert taken < SECONDS
