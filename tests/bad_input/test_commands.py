@@ -10,6 +10,7 @@ import importlib
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -316,6 +317,10 @@ def _files() -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
+def _start_nothing(*arguments: object, **options: object) -> NoReturn:
+    raise AssertionError(f"a bad command starts a process: {arguments}")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("world")
@@ -328,6 +333,7 @@ def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.chdir(folder)
     monkeypatch.setattr(launch, "become", _become)
     monkeypatch.setattr(sys, "argv", ["rm-opt"])
+    monkeypatch.setattr(subprocess, "Popen", _start_nothing)
     before = signal.signal(signal.SIGALRM, _stop)
     signal.alarm(HANGS)
     yield
