@@ -59,3 +59,13 @@ def require_in(option: str, value: object, interval: str) -> None:
     above = value >= float(low) if left == "[" else value > float(low)
     below = value <= float(high) if right == "]" else value < float(high)
     require(above and below, option, f"lie in {interval}", value)
+
+
+def require_seed(option: str, value: object) -> None:
+    """Raise unless a seed lies in [0, 2**32), the range that NumPy takes; text is not resolved yet.
+
+    Raises:
+        ConfigError: if it lies outside.
+    """
+    if not isinstance(value, str):
+        require(isinstance(value, int) and 0 <= value < 2**32, option, "lie in [0, 2**32)", value)

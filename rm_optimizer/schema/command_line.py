@@ -24,6 +24,7 @@ from rm_optimizer.schema.compose import ConfigT, config_root, typed
 from rm_optimizer.schema.diagnose import all_names, explain, option_names, unknown_option
 from rm_optimizer.schema.implied import completed, refuse_unread_rates
 from rm_optimizer.schema.store import register
+from rm_optimizer.schema.values import require_switches
 
 
 def checked(
@@ -60,7 +61,9 @@ def checked(
             refuse_unread_rates(overrides, config)
             if not sweeps:
                 _require_no_sweep(config, overrides)
-            return _finished(config, kind, writable, job)
+            built = _finished(config, kind, writable, job)
+            require_switches(config, overrides)
+            return built
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error
     finally:

@@ -38,6 +38,7 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
         3
     """
     from rm_optimizer.schema.diagnose import explain
+    from rm_optimizer.schema.values import require_switches
 
     register()
     try:
@@ -46,6 +47,7 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides)) from error
     refuse_unread_rates(overrides, config)
+    require_switches(config, overrides)
     return config
 
 
@@ -56,11 +58,13 @@ def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
         ConfigError: if an option is out of its range, has the wrong type or is missing.
     """
     from rm_optimizer.schema.diagnose import explain
+    from rm_optimizer.schema.values import require_finite
 
     try:
         built = OmegaConf.to_object(config if HydraConfig.initialized() else _without_hydra(config))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
+    require_finite(config)
     assert isinstance(built, kind), f"composed {type(built).__name__}, not {kind.__name__}"
     return built
 

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.checks import require as require
-from rm_optimizer.schema.checks import require_in
+from rm_optimizer.schema.checks import require_in, require_seed
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.monitors import Mode, better_mode
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
@@ -337,7 +337,7 @@ class TrainConfig:
     logger: LoggerConfig = MISSING
 
     def __post_init__(self) -> None:
-        require(isinstance(self.seed, str) or self.seed >= 0, "seed", "not be negative", self.seed)
+        require_seed("seed", self.seed)
         if self.adapter != MISSING and self.adapter.kind == AdapterKind.qlora and self.model.path is None:
             raise ConfigError(
                 f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.checks import require, require_seed
 
 
 class OnBadRow(StrEnum):
@@ -83,6 +83,7 @@ class SyntheticConfig:
         require(self.num_train >= 2, "data.synthetic.num_train", "be at least 2", self.num_train)
         require(self.num_val >= 2, "data.synthetic.num_val", "be at least 2", self.num_val)
         require(self.noise >= 0, "data.synthetic.noise", "not be negative", self.noise)
+        require_seed("data.synthetic.seed", self.seed)
 
 
 @dataclass(kw_only=True)
@@ -133,6 +134,7 @@ class DataConfig:
         require(0 <= self.max_bad_share <= 1, "data.max_bad_share", "lie in [0, 1]", self.max_bad_share)
         require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
         require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
+        require_seed("data.split_seed", self.split_seed)
         require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)
         least = self.streaming_store_mb >= 80
         require(least, "data.streaming_store_mb", "be at least 80, as Ray demands", self.streaming_store_mb)

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.checks import require, require_seed
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 
@@ -196,6 +196,6 @@ class AnalyzeConfig:
     landscape: LandscapeConfig = MISSING
 
     def __post_init__(self) -> None:
-        require(isinstance(self.seed, str) or self.seed >= 0, "seed", "not be negative", self.seed)
+        require_seed("seed", self.seed)
         shortest = self.max_length is None or self.max_length >= 8
         require(shortest, "max_length", "be at least 8", self.max_length)

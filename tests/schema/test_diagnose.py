@@ -37,7 +37,7 @@ MISTAKES = [
     ("loss.label_smoothing=0.7", r"loss\.label_smoothing must lie in \[0, 0\.5\), got 0\.7"),
     ("loss.beta=inf", r"loss\.beta must lie in \(0, inf\), got inf"),
     ("loss.reward_l2=inf", r"loss\.reward_l2 must lie in \[0, inf\), got inf"),
-    ("seed=-1", r"seed must not be negative, got -1$"),
+    ("seed=-1", r"seed must lie in \[0, 2\*\*32\), got -1$"),
     ("model.max_length=???", r"model\.max_length must be given; set it with model\.max_length=VALUE$"),
     ("~optimizer", r"optimizer must be given; set it with optimizer=VALUE$"),
     ("optimizer.lr=${nope}", r"optimizer\.lr refers to another option that cannot be found"),

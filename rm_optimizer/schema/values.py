@@ -1,0 +1,48 @@
+"""Values that OmegaConf converts or lets pass and no option means: infinite numbers, numbers for switches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.diagnose import option_names
+
+
+def require_finite(config: DictConfig) -> None:
+    """Refuse NaN and infinity in any option: a comparison with NaN is false, so ranges alone let it pass.
+
+    Raises:
+        ConfigError: naming the first such option.
+    """
+    for option in option_names(config):
+        parent, _, leaf = option.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        if OmegaConf.is_missing(node, leaf) or OmegaConf.is_interpolation(node, leaf):
+            continue
+        value = node[leaf]
+        require(not isinstance(value, float) or math.isfinite(value), option, "be a finite number", value)
+
+
+def require_switches(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a number for an option that is true or false, which OmegaConf would take as true.
+
+    Args:
+        config: what the overrides composed.
+        overrides: what the user typed, in Hydra's grammar.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for item in OverridesParser.create().parse_overrides(list(overrides)):
+        value = item.value()
+        parent, _, leaf = item.key_or_group.rpartition(".")
+        owner = OmegaConf.get_type(OmegaConf.select(config, parent) if parent else config)
+        if isinstance(value, int | float) and not isinstance(value, bool) and is_dataclass(owner):
+            is_switch = get_type_hints(owner).get(leaf) is bool
+            require(not is_switch, item.key_or_group, "be true or false", f"'{value}'")
