@@ -111,6 +111,8 @@ class ModelConfig:
         for name in ("batch_size", "gpu_tokens"):
             value = getattr(self, name)
             require(isinstance(value, str) or value >= 1, f"model.{name}", "be at least 1", value)
+        for name in ("adamw_lr", "lora_lr"):
+            require_in(f"model.{name}", getattr(self, name), "(0, inf)")
 
 
 @dataclass(kw_only=True)
