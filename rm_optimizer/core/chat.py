@@ -130,8 +130,7 @@ class ConversationRenderer:
         self.max_length = max_length
         self.render_fn = render_fn
         self.frame = _special_frame(tokenizer)
-        is_written = self.kind == "chat_template" and WRITTEN_MARK in tokenizer.get_chat_template()
-        self._lead, self._end = ((), ()) if is_written else self.frame
+        self._lead, self._end = ((), ()) if self.is_written else self.frame
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
         self._unprinted: dict[tuple[str, ...], int | None] = {}
@@ -140,7 +139,7 @@ class ConversationRenderer:
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
         if self.kind == "chat_template":
             self._pin_template()
-        self._closing = self.closing() if is_written else ()
+        self._closing = self.closing() if self.is_written else ()
         self.template_hash, self.probe_rendering = self._probe()
 
     def has_lead(self, ids: Sequence[int]) -> bool:
@@ -159,6 +158,11 @@ class ConversationRenderer:
         if self.render_fn is not None:
             return "custom"
         return "chat_template" if self.tokenizer.chat_template else "plain"
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the chat template writes the whole sequence, so that no BOS or EOS is added."""
+        return self.kind == "chat_template" and WRITTEN_MARK in self.tokenizer.get_chat_template()
 
     @property
     def pinned_date(self) -> str | None:

@@ -48,6 +48,12 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     closers = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
     if not closers:
         return skipped("special_tokens", expected, "the tokenizer has neither EOS nor SEP")
+    closing = model.renderer.closing()
+    if model.renderer.is_written and not closers.intersection(closing):
+        ending = tokenizer.decode(list(closing))
+        return skipped(
+            "special_tokens", expected, f"its chat template writes the whole sequence, which ends with {ending!r}"
+        )
     adds_opener = tokenizer("a")["input_ids"][0] in openers
     num_openers = [_leading(ids, openers) for ids in probe]
     num_closers = [_leading(_stripped(model, ids)[::-1], closers) for ids in probe]

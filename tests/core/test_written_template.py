@@ -18,6 +18,8 @@ from rm_optimizer.core.chat import WRITTEN_MARK
 from rm_optimizer.core.messages import Message
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.training.diagnosis import Status
+from rm_optimizer.training.doctor_text import special_tokens
 from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_architecture, tiny_model
 
 GEMMA = (
@@ -129,6 +131,13 @@ def test_an_encoder_whose_template_writes_no_cls_is_framed_and_said_to_be(
     model = BradleyTerryRM.from_pretrained(tmp_path, max_length=96)
     assert model.tokenizer.decode(model.renderer.encode("Hi", "Hello.").ids).startswith("[CLS]")
     assert "the chat template writes no [CLS]" in caplog.text
+
+
+def test_the_doctor_finds_no_fault_in_a_template_that_closes_its_own_turn(tmp_path: Path) -> None:
+    model = BradleyTerryRM.from_pretrained(base("gemma", tmp_path), new_head=True, max_length=24)
+    check = special_tokens(model, [model.renderer.encode("Hi", "Hello.").ids])
+    assert check.status is Status.skipped
+    assert "ends with '<end_of_turn>\\n'" in check.explanation
 
 
 def test_a_cut_conversation_keeps_what_its_template_ends_with(tmp_path: Path) -> None:
