@@ -85,7 +85,7 @@ class RunResult:
         data: the pairs used.
         parameters: trainable parameters.
         wall_seconds: duration of fitting and evaluation.
-        pairs_per_second: training pairs a second, evaluation left out.
+        pairs_per_second: training pairs a second since the last resume, evaluation left out; None without a step.
         versions: packages that decide the numbers.
         machine: processor, cores, system.
         commit: the checkout's commit.
@@ -108,7 +108,7 @@ class RunResult:
     data: DataSummary
     parameters: int
     wall_seconds: float
-    pairs_per_second: float
+    pairs_per_second: float | None
     versions: dict[str, str]
     machine: dict[str, str]
     commit: str | None

@@ -442,7 +442,7 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
         data=_data_summary(run.datamodule, run.notes),
         parameters=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
         wall_seconds=time.perf_counter() - run.started,
-        pairs_per_second=run.module.pairs_seen / max(run.fit_seconds - run.evaluation.seconds, 1e-9),
+        pairs_per_second=_pairs_per_second(run),
         versions=versions(),
         machine=machine(),
         commit=commit(),
@@ -451,6 +451,11 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
         extensions=run.record.extensions,
         evaluations=dataclasses.asdict(run.evaluation.plan) | {"seconds": run.evaluation.seconds},
     )
+
+
+def _pairs_per_second(run: _Run) -> float | None:
+    pairs, seconds = run.module.pairs_seen, run.fit_seconds - run.evaluation.seconds
+    return pairs / max(seconds, 1e-9) if pairs else None
 
 
 def _data_summary(datamodule: PreferenceDataModule, notes: tuple[str, ...]) -> DataSummary:

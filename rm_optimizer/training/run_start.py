@@ -89,6 +89,8 @@ def begin(config: TrainConfig, run_dir: Path, *, is_first_rank: bool) -> Start:
     if is_first_rank and (results or (config.resume == Resume.restart and is_run_folder(run_dir))):
         log.info("starting anew in %s; what the run before left is removed", run_dir)
         clear(run_dir)
+    if is_first_rank:
+        (run_dir / TRAINED_PAIRS_FILE).unlink(missing_ok=True)  # of a start that failed before its first step
     return Start()
 
 

@@ -20,6 +20,7 @@ from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.result import RunStatus
 from rm_optimizer.training.run_lock import require_free, run_lock
+from rm_optimizer.training.run_start import begin
 
 Build = Callable[..., TrainConfig]
 OUTCOMES = ("metrics.csv", "best/model.safetensors")
@@ -103,6 +104,7 @@ def test_an_early_stopped_run_stays_as_it_is(small_config: Build, tmp_path: Path
     (tmp_path / "run.json").unlink()  # as after a kill between the last checkpoint and the result
     finished = train_reward_model(small_config(tmp_path, *options, "resume=auto"))
     assert (finished.status, finished.steps) == (RunStatus.early_stopped, again.steps)
+    assert finished.pairs_per_second is None
 
 
 def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: RunResult, small_config: Build) -> None:
@@ -121,6 +123,12 @@ def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: Ru
     assert not any((used / name).exists() for name in [*old, "checkpoints/step-00000099.ckpt"])
     assert_same_outcome(Path(finished_run.run_dir), used)
     assert read_identity(used) != before
+
+
+def test_pairs_of_a_start_that_failed_are_not_those_of_the_run(small_config: Build, tmp_path: Path) -> None:
+    (tmp_path / "trained_pairs.npz").write_text("of a start that failed")
+    begin(small_config(tmp_path), tmp_path, is_first_rank=True)
+    assert not (tmp_path / "trained_pairs.npz").exists()
 
 
 def test_two_processes_in_one_folder_are_refused(used: Path, small_config: Build) -> None:
