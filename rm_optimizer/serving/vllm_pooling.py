@@ -51,7 +51,8 @@ class Pooling:
     async def watch(self, every: float = WATCH_SECONDS, silence: float = SILENCE_SECONDS) -> None:
         """End this process, for its supervisor to start another, when the engine does not answer any more.
 
-        A stopped or hung engine is none that vLLM notices, and its orderly shutdown would wait for it.
+        A stopped or hung engine is none that vLLM notices, and its orderly shutdown would wait for it. The question is
+        one to the workers, as the engine's core answers for itself while they stand still.
 
         Args:
             every: seconds between two questions.
@@ -59,7 +60,7 @@ class Pooling:
         """
         while self.is_up:
             await asyncio.sleep(every)
-            asked = asyncio.ensure_future(self.client.is_sleeping())
+            asked = asyncio.ensure_future(self.client.collective_rpc("rm_alive"))
             await asyncio.wait({asked}, timeout=silence)
             if asked.done():
                 asked.exception()  # seen; a dead engine ends the loop

@@ -81,6 +81,9 @@ class RewardWorkerExtension:
             return f"vLLM cannot load the adapter: {type(error).__name__}: {error}"
         return None
 
+    def rm_alive(self) -> None:
+        """Answer, between two passes."""
+
     def rm_drop(self) -> None:
         """Forget what is staged."""
         self._rm_staged = None

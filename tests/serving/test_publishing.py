@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.publish import OnFailure, PublishConfig
 from rm_optimizer.serving.client import RewardClient
-from rm_optimizer.serving.publisher import PublishFailed, open_publisher
+from rm_optimizer.serving.publisher import PublishFailed, RMPublisherAdapter, open_publisher
 from rm_optimizer.train import observers
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.observers import Observers
@@ -59,7 +60,7 @@ def base(tmp_path_factory):
 class Recorder:
     """A publisher that asks a scorer after each version, and fails when told to."""
 
-    def __init__(self, inner: object | None = None, score: object | None = None) -> None:
+    def __init__(self, inner: Callable[[], RMPublisherAdapter] | None = None, score: object | None = None) -> None:
         self.inner, self.score = inner, score
         self.margins: dict[str, np.ndarray] = {}
         self.failure: RMOptimizerError | None = None
@@ -69,14 +70,13 @@ class Recorder:
         if self.failure is not None:
             raise self.failure
         if self.inner is not None:
-            self.inner.publish(weights, version)
+            with self.inner() as publisher:
+                publisher.publish(weights, version)
         scorer = weights if self.score is None else self.score
         self.margins[version] = margins(scorer, self.pairs)
 
     def close(self) -> None:
         self.closed += 1
-        if self.inner is not None:
-            self.inner.close()
 
 
 def margins(scorer, pairs: PreferenceDataset) -> np.ndarray:
@@ -107,7 +107,7 @@ def test_accuracy_through_the_server_is_the_trainers_own_and_the_run_is_unchange
     with serve_process(base) as server, RewardClient(server.url, renderer=renderer) as client:
         publish = [f"model.path={base}", f"publish.url={server.url}", "publish.every_n_steps=3"]
         config = options(tmp_path / "published", *publish)
-        recorder = Recorder(open_publisher(config.publish), client)
+        recorder = Recorder(lambda: open_publisher(config.publish), client)
         run_dir = run_publishing(config, recorder)
         assert client.version == list(recorder.margins)[-1]
     assert [step_of(version) for version in recorder.margins] == [3, 6]
@@ -139,7 +139,7 @@ def test_accuracy_through_the_server_rises_with_the_steps(base, tmp_path):
     with serve_process(base) as server, RewardClient(server.url, renderer=renderer) as client:
         publish = [f"publish.url={server.url}", "publish.every_n_steps=5", "training.evals_per_epoch=6"]
         config = options(tmp_path / "run", f"model.path={base}", *courtesy(tmp_path), *publish, "optimizer.lr=0.0005")
-        recorder = Recorder(open_publisher(config.publish), client)
+        recorder = Recorder(lambda: open_publisher(config.publish), client)
         run_dir = run_publishing(config, recorder)
     correct = {version: (found > 0).astype(float) for version, found in recorder.margins.items()}
     assert [step_of(version) for version in correct] == list(range(5, 31, 5))

@@ -384,16 +384,14 @@ class FakeClient:
         assert (mode, clear_cache) == ("wait", True)
         self.calls.append("pause")
 
-    async def is_sleeping(self) -> bool:
-        self.calls.append("alive")
-        await self.is_awake.wait()
-        return False
-
     async def resume_generation(self) -> None:
         self.calls.append("resume")
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[str | None]:
+    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[str | None]:
         self.calls.append(method)
+        if method == "rm_alive":
+            await self.is_awake.wait()
+            return [None]
         if method not in self.answers:
             raise RuntimeError(f"{method} failed in a worker")
         return [None, self.answers[method]]
