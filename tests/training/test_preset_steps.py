@@ -15,6 +15,7 @@ from rm_optimizer.reporting.pictures import print_run
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.recorder import read_rows
+from rm_optimizer.training.run import build_model
 
 Build = Callable[..., TrainConfig]
 FEW = ("training.max_steps=3", "training.eval_at_start=false", "data.synthetic.num_val=16")
@@ -27,6 +28,12 @@ def test_presets_that_bring_others_train(presets: tuple[str, ...], small_config:
     result = train_reward_model(small_config(tmp_path, *FEW, *presets))
     losses = [row["train_loss"] for row in read_rows(tmp_path / "metrics.csv")]
     assert (result.steps, len([loss for loss in losses if loss])) == (3, 3)
+
+
+def test_gradient_checkpointing_reaches_a_model_that_is_built(small_config: Build, tmp_path: Path) -> None:
+    config = small_config(tmp_path, "model.gradient_checkpointing=true")
+    model = build_model(config.model, load_training_data(config.data).train, config.seed)
+    assert model.model.is_gradient_checkpointing
 
 
 def test_a_toy_on_a_users_own_pairs_is_called_one(

@@ -15,7 +15,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-SAMPLE = ("gpt2", "gpt_oss", "ibert", "jamba", "modernbert", "qwen2_moe", "qwen3_5", "convbert")
+SAMPLE = (
+    "convbert",
+    "eurobert",  # its head reads every token
+    "gpt2",
+    "gpt_oss",
+    "ibert",
+    "jamba",
+    "modernvbert",  # a vision tower, whose pooling is called a head
+    "mpt",
+    "qwen2_moe",
+    "qwen3_5",
+)
 REFUSED = ("convbert",)
 NAMES = family_names() if os.environ.get("ZOO") else SAMPLE
 
