@@ -47,7 +47,7 @@ class PublishConfig:
     host: str = "127.0.0.1"
     """Address of this machine that the server reaches, for gloo and nccl."""
     api_key_env: str | None = None
-    """Environment variable that holds the server's API key."""
+    """Environment variable that holds the server's update key, else its API key."""
     timeout_seconds: float = 120.0
     """Longest that one version may take to serve."""
     on_failure: OnFailure = OnFailure.error

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Any
 
 import httpx
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import PublishConfig
 from rm_optimizer.serving.group_transfer import TransferFailed
 from rm_optimizer.serving.outgoing import Cargo, Outgoing, outgoing
@@ -33,6 +35,7 @@ from rm_optimizer.serving.retries import (
     Deadline,
     RewardServerRefused,
     RewardServerUnavailable,
+    bearer,
     is_loopback,
 )
 from rm_optimizer.serving.sent_tensors import manifest, sent_tensors, weight_probe
@@ -83,10 +86,22 @@ class RMPublisherAdapter:
         self.url = url.rstrip("/")
         self.mode, self.transport, self.host = mode, transport, host
         self.timeout_seconds = timeout_seconds
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(headers=headers, trust_env=not is_loopback(self.url))
-        self._messages = UpdateMessages(self.url, self._http)
+        self._headers = bearer(api_key)
+        self._arguments = (url, mode.value, transport.value, api_key, timeout_seconds, host)
+        self._opened: list[tuple[int, UpdateMessages]] = []
         self._published: tuple[str, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments; the copy connects by itself."""
+        return _remade, self._arguments
+
+    @property
+    def _messages(self) -> UpdateMessages:
+        """The messages over this process's own connections; those of the process that forked it are left alone."""
+        if not self._opened or self._opened[-1][0] != os.getpid():
+            session = httpx.Client(headers=self._headers, trust_env=not is_loopback(self.url))
+            self._opened.append((os.getpid(), UpdateMessages(self.url, session)))
+        return self._opened[-1][1]
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
         """Make the weights serve, and return how that went once they do.
@@ -137,7 +152,7 @@ class RMPublisherAdapter:
         deadline = Deadline(self.url, seconds)
         while True:
             try:
-                self._http.get(f"{self.url}/health", timeout=deadline.timeout())
+                self._messages.session.get(f"{self.url}/health", timeout=deadline.timeout())
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 time.sleep(deadline.pause(str(error) or type(error).__name__))
@@ -145,8 +160,10 @@ class RMPublisherAdapter:
                 return
 
     def close(self) -> None:
-        """Close the session."""
-        self._http.close()
+        """Close the session; a second call does nothing."""
+        for pid, messages in self._opened:
+            if pid == os.getpid():
+                messages.session.close()
 
     def __enter__(self) -> RMPublisherAdapter:
         return self
@@ -294,6 +311,14 @@ def create_rm_publisher(
     )
 
 
+def _remade(
+    url: str, mode: str, transport: str, api_key: str | None, timeout_seconds: float, host: str
+) -> RMPublisherAdapter:
+    """The publisher of these arguments, in the process that unpickles it."""
+    options: dict[str, Any] = {"api_key": api_key, "timeout_seconds": timeout_seconds, "host": host}
+    return create_rm_publisher(url, mode=mode, transport=transport, **options)
+
+
 def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     """The publisher that a run's options ask for, once the server has answered.
 
@@ -307,6 +332,8 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     api_key = None
     if config.api_key_env is not None and not (api_key := os.environ.get(config.api_key_env)):
         raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
+    if api_key is not None:
+        require_key(f"the key in {config.api_key_env} (publish.api_key_env)", api_key)
     try:
         publisher = create_rm_publisher(
             str(config.url),

@@ -16,7 +16,6 @@ from rm_optimizer.serving.retries import (
     RewardServerRefused,
     RewardServerUnavailable,
     broken,
-    refusal,
     retry_after,
 )
 
@@ -68,26 +67,28 @@ class UpdateMessages:
             RewardServerUnavailable: if it does not answer in time.
             TransferFailed: if a body breaks off: it is read once, and the update is tried again as a whole.
         """
+        url = f"{self.url}/rm/weights/{route}"
         while True:
-            wait = None
+            got: httpx.Response | httpx.HTTPError
             try:
-                url = f"{self.url}/rm/weights/{route}"
-                response = self.session.request(method, url, timeout=deadline.timeout(), **content)
+                got = self.session.request(method, url, timeout=deadline.timeout(), **content)
             except httpx.HTTPError as error:
-                reason = broken(error, self.url)
                 if "content" in content:
+                    broken(error, self.url)
                     raise TransferFailed(f"the upload broke off: {error}") from error
-            else:
-                if response.is_success:
-                    return response
-                failure = refusal(response)
-                reason, wait = str(failure), retry_after(response)
-                is_locked = response.status_code == CONFLICT and wait is not None
-                if is_locked and wait is not None and deadline.left < 2 * wait:
-                    raise failure
-                if not (is_locked or response.status_code in RETRIED_STATUSES) or _is_outcome(response):
-                    raise failure
-            time.sleep(deadline.pause(reason, wait))
+                got = error
+            judged = deadline.judge(got, self.url, lambda answer: _may_be_repeated(answer, deadline))
+            if isinstance(judged, httpx.Response):
+                return judged
+            time.sleep(judged)
+
+
+def _may_be_repeated(answer: httpx.Response, deadline: Deadline) -> bool:
+    """Whether the same message may pass later: it was not the update's end, and another update's end is near."""
+    if answer.status_code == CONFLICT:
+        wait = retry_after(answer)
+        return wait is not None and deadline.left >= 2 * wait
+    return answer.status_code in RETRIED_STATUSES and not _is_outcome(answer)
 
 
 def _is_outcome(response: httpx.Response) -> bool:

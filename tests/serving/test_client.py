@@ -23,6 +23,7 @@ from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.client_requests import ConversationForm, WrongAnswer
 from rm_optimizer.serving.handshake import HandshakeFailed
 from rm_optimizer.serving.protocol import sigmoid
+from rm_optimizer.serving.publisher import create_rm_publisher
 from rm_optimizer.serving.retries import RewardServerRefused, RewardServerUnavailable, WrongVersion, retry_after
 from rm_optimizer.serving.trl_reward import trl_reward
 from tests.core.tiny_models import decoder_tokenizer
@@ -379,6 +380,18 @@ def test_a_client_scores_as_the_model_it_is_served(tmp_path):
                 copy.close()
         alone = AsyncRewardClient(server.url, renderer=model.renderer, api_key="secret")
         assert asyncio.run(scored_once(pickle.loads(pickle.dumps(alone)))) == pytest.approx(expected[:1].tolist())
+
+
+def test_a_publisher_asks_in_a_forked_process_and_after_pickling(tmp_path):
+    exported("llama", tmp_path / "export")
+    engine = lambda: InProcessEngine(options_of(tmp_path / "export", tmp_path / "tokenizer"))  # noqa: E731
+    options = {"api_key": "update", "mode": "head_only", "timeout_seconds": 10}
+    with engine_running(engine, update_key="update") as server, create_rm_publisher(server.url, **options) as publisher:
+        expected = publisher.status()
+        assert in_a_fork(lambda: publisher.status() == expected) == 0
+        with pickle.loads(pickle.dumps(publisher)) as copy:
+            assert (copy.status(), copy.mode, copy.timeout_seconds) == (expected, "head_only", 10)
+        assert publisher.status() == expected
 
 
 async def scored_once(client: AsyncRewardClient) -> list[float]:

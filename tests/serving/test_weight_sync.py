@@ -226,7 +226,7 @@ def test_a_lost_answer_is_asked_for_again_and_the_update_is_one(plain):
             raise httpx.ReadError("connection reset")
 
     with create_rm_publisher(plain.url) as publisher:
-        publisher._http.event_hooks["request"].append(losing)
+        publisher._messages.session.event_hooks["request"].append(losing)
         outcome = publisher.publish(plain.model, version)
     assert len(lost) == 2
     assert (outcome.status, outcome.version) == (OutcomeStatus.committed, version)
@@ -247,7 +247,7 @@ def answering(publisher: RMPublisherAdapter, route: str, answer: httpx.Response 
             raise answer
         return answer
 
-    publisher._messages.session = publisher._http = httpx.Client(transport=httpx.MockTransport(handle))
+    publisher._messages.session = httpx.Client(transport=httpx.MockTransport(handle))
     return asked
 
 
