@@ -148,6 +148,13 @@ def _column(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     return points[:, 0], points[:, 1]
 
 
+def _whole_batches(history: History) -> History:
+    """The rows without steps of less than half a batch, as an epoch may end with: their noise looks like a cliff."""
+    sizes = [float(row.get("train_pairs") or 0) for row in history]
+    least = max(sizes, default=0.0) / 2
+    return [row for row, size in zip(history, sizes, strict=True) if not 0 < size < least]
+
+
 def _smoothed(values: np.ndarray, half_width: int) -> np.ndarray:
     """Centred moving average; at the ends, of what there is of the window."""
     totals = np.concatenate([[0.0], np.cumsum(values)])
@@ -161,7 +168,7 @@ def _half_width(num_rows: int) -> int:
 
 
 def _draw_training(axes: Axes, history: History, name: str) -> None:
-    steps, values = _column(history, name)
+    steps, values = _column(_whole_batches(history), name)
     if not len(steps):
         return
     half_width = _half_width(len(steps))

@@ -80,6 +80,14 @@ def test_a_long_run_is_smoothed_over_the_window_the_caption_names(drawn: list[Fi
     assert smooth[0] == pytest.approx(values[:3].mean())
 
 
+def test_a_short_last_batch_is_not_drawn_as_a_cliff(drawn: list[Figure], tmp_path: Path) -> None:
+    rows = [{"step": k, "train_loss": 0.5, "train_acc": 0.9, "train_pairs": 32.0} for k in (1, 2, 3)]
+    plot_accuracy([*rows, {"step": 4, "train_loss": 0.9, "train_acc": 0.25, "train_pairs": 4.0}], tmp_path / "a.png")
+    points = line(drawn[0].axes[0], "training")
+    assert [step for step, _ in points] == [1.0, 2.0, 3.0]
+    assert [accuracy for _, accuracy in points] == pytest.approx([0.9] * 3)
+
+
 def test_a_spike_does_not_flatten_the_rest(drawn: list[Figure], tmp_path: Path) -> None:
     plot_loss([{"step": k, "train_loss": 900.0 if k == 7 else 0.5} for k in range(200)], tmp_path / "loss.png")
     assert drawn[0].axes[0].get_ylim()[1] < 1.0
