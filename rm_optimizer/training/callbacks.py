@@ -19,13 +19,13 @@ from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.schema import TrainingConfig
-from rm_optimizer.schema.monitors import better_mode
+from rm_optimizer.schema.monitors import better_mode, monitored_group
 from rm_optimizer.training.best import BestSoFar
 from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.datamodule import PreferenceDataModule
 from rm_optimizer.training.disk import writing
 from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.evaluate import PairRewards, ScoringStopped, metrics_of, write_evaluation
+from rm_optimizer.training.evaluate import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.training.evaluation_plan import EvaluationPlan
 from rm_optimizer.training.interrupt import StopSignal
 from rm_optimizer.training.lightning_module import RewardModelLightning
@@ -34,6 +34,9 @@ from rm_optimizer.training.progress import ProgressLines
 from rm_optimizer.training.resume import random_states, set_random_states
 
 log = logging.getLogger("rm_optimizer")
+
+MOST_GROUPS = 50
+"""Sources, or subsets, that an evaluation reports apart."""
 
 TEMPORARY = Path(tempfile.gettempdir())
 """Where Lightning writes a checkpoint before it moves it to the run folder."""
@@ -83,6 +86,7 @@ class Evaluation(pl.Callback):
         self.latest: Evaluated | None = None
         self.stopped_early = False
         self.seconds = 0.0
+        self._cut: set[str] = set()
         self.missed = False
         self.stop = StopSignal()
         self.lines: ProgressLines | None = None
@@ -125,6 +129,25 @@ class Evaluation(pl.Callback):
                 self.missed = True
         self.seconds += time.perf_counter() - started
 
+    def metrics(self, rewards: PairRewards, *, num_bootstrap: int, seed: int) -> PairwiseMetrics:
+        """Metrics of validation rewards, a nearly unique source or subset column cut to its largest groups."""
+        monitored = monitored_group(self.config.monitor)
+        metrics = metrics_of(
+            rewards,
+            self.datamodule.data.val,
+            beta=self.beta,
+            num_bootstrap=num_bootstrap,
+            seed=seed,
+            most_groups=MOST_GROUPS,
+            kept_group=None if monitored is None else monitored[1],
+        )
+        for column, members in metrics.groups.items():
+            if OTHER in members and column not in self._cut:
+                self._cut.add(column)
+                text = "validation has more than %d values of '%s'; the largest are reported, the others as %s"
+                log.warning(text, MOST_GROUPS, column, OTHER)
+        return metrics
+
     def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
         """Rewards of the validation pairs, or a sample of them, with lines of progress where the run has them.
 
@@ -144,7 +167,7 @@ class Evaluation(pl.Callback):
         with trainer.precision_plugin.forward_context():
             rewards = self.rewards(pl_module.model, sample=self._sample)
         require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
-        metrics = metrics_of(rewards, self.datamodule.data.val, beta=self.beta, num_bootstrap=0, seed=0)
+        metrics = self.metrics(rewards, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
         values["val/loss"] = values["val/nll"]
         for logger in trainer.loggers:

@@ -29,6 +29,9 @@ from rm_optimizer.training.sharing import shares_prefixes
 
 log = logging.getLogger("rm_optimizer")
 
+FEW_PAIRS = 10
+"""Below so many pairs of a split, a warning says so."""
+
 
 class StepLoader:
     """Training steps from `start_step` on, with the state Lightning saves and restores.
@@ -79,6 +82,9 @@ class PreferenceDataModule(pl.LightningDataModule):
         DataError: if a split has no pair left after truncation.
     """
 
+    holds_all_pairs = True
+    """False where `data.train` is only the first of the training pairs."""
+
     def __init__(
         self,
         data: TrainVal,
@@ -105,8 +111,25 @@ class PreferenceDataModule(pl.LightningDataModule):
         self._collator = pair_collator(
             self.train_tokens, data.train, renderer.pad_token_id, prefix_sharing=self.shares_prefixes
         )
+        self._warn_of_little()
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
         self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
+
+    def _warn_of_little(self) -> None:
+        """Warn where so few pairs, or pairs of such labels, teach or measure next to nothing."""
+        train, val, batch_size = len(self.train_tokens), len(self.val_tokens), self.batching.batch_size
+        if self.holds_all_pairs and train < FEW_PAIRS:
+            log.warning("training has %s; a reward model cannot be learned from so few", _counted(train))
+        if self.holds_all_pairs and batch_size > train:
+            text = "batching.batch_size=%d is more than the %d training pairs; each step takes all of them"
+            log.warning(text, batch_size, train)
+        if val < FEW_PAIRS:
+            text = "validation has %s, which measures next to nothing; raise data.val_fraction or set data.val"
+            log.warning(text, _counted(val))
+        for split, data in (("training", self.data.train), ("validation", self.data.val)):
+            if all(pair.label == 0.5 for pair in data.pairs):
+                text = "every %s pair is labeled 0.5, a tie: no response is the better one, and no accuracy is defined"
+                log.warning(text, split)
 
     def train_tokens_of_run(self) -> float:
         """Tokens of the sequences that all steps pass over, the mean length of the pairs known taken for all."""
@@ -191,6 +214,10 @@ class PreferenceDataModule(pl.LightningDataModule):
     def truncation(self) -> dict[str, Any]:
         """Token and truncation counts of both splits."""
         return {"train": asdict(self.train_tokens.report), "val": asdict(self.val_tokens.report)}
+
+
+def _counted(pairs: int) -> str:
+    return f"{pairs} pair" + ("" if pairs == 1 else "s")
 
 
 def _tokenized(

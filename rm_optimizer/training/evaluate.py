@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +28,9 @@ PAIR_REWARDS_FILE = "pair_rewards.jsonl"
 """One line a pair, in the folder of an evaluation."""
 METRICS_FILE = "metrics.json"
 """The metrics of an evaluation, in its folder."""
+
+OTHER = "(other)"
+"""Name of the groups that are taken together."""
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -189,6 +193,8 @@ def metrics_of(
     num_bootstrap: int,
     seed: int,
     by: Sequence[str] = (),
+    most_groups: int | None = None,
+    kept_group: str | None = None,
 ) -> PairwiseMetrics:
     """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts.
 
@@ -199,8 +205,13 @@ def metrics_of(
         num_bootstrap: resamples for the intervals; 0 gives standard errors only.
         seed: seed of the resamples.
         by: columns of the metadata to group by, beside source and subset.
+        most_groups: of a column, of which the smallest are taken together as `(other)`; None is no limit.
+        kept_group: a group that stands alone however small it is.
     """
     pairs = [dataset[int(index)] for index in rewards.pair_index]
+    groups = _groups([pair.metadata for pair in pairs], by)
+    if most_groups is not None:
+        groups = {column: _capped(values, most_groups, kept_group) for column, values in groups.items()}
     return evaluate_pairs(
         rewards.chosen,
         rewards.rejected,
@@ -209,10 +220,19 @@ def metrics_of(
         weight=np.array([pair.weight for pair in pairs]),
         length_gap=np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
         prompt_ids=[pair.prompt_id for pair in pairs],
-        groups=_groups([pair.metadata for pair in pairs], by),
+        groups=groups,
         num_bootstrap=num_bootstrap,
         seed=seed,
     )
+
+
+def _capped(values: list[str], most: int, kept_group: str | None) -> list[str]:
+    """The values, all but the `most` frequent ones and the kept one replaced by `(other)`."""
+    counts = Counter(values)
+    if len(counts) <= most:
+        return values
+    kept = {name for name, _ in counts.most_common(most)} | {kept_group}
+    return [value if value in kept else OTHER for value in values]
 
 
 def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:

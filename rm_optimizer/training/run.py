@@ -50,7 +50,6 @@ from rm_optimizer.training.evaluate import (
     PAIR_REWARDS_FILE,
     PairRewards,
     ScoringStopped,
-    metrics_of,
     write_evaluation,
     write_pair_rewards,
 )
@@ -123,6 +122,9 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
                 raise Interrupted(_stopped_at_once(run_dir)) from None
 
 
+_ANEW = Start()
+
+
 @dataclass
 class _Run:
     """What one run works with."""
@@ -141,7 +143,7 @@ class _Run:
     is_first_rank: bool = True
 
 
-def _prepare(config: TrainConfig, run_dir: Path, start: Start) -> _Run:
+def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW) -> _Run:
     started = time.perf_counter()
     if is_toy(config.model.path, config.data.train):
         log.warning(TOY_WARNING, config.model.name)
@@ -381,9 +383,7 @@ def _finish(run: _Run, status: RunStatus) -> RunResult:
         raise Interrupted(_stopped(run, " in the evaluation of the best weights")) from None
     model.cpu()
     require_finite(rewards, val, run.run_dir, run.evaluation.best.step)
-    metrics = metrics_of(
-        rewards, val, beta=config.loss.beta, num_bootstrap=config.training.num_bootstrap, seed=config.seed
-    )
+    metrics = run.evaluation.metrics(rewards, num_bootstrap=config.training.num_bootstrap, seed=config.seed)
     result = _result(run, status, metrics)
     if run.is_first_rank:
         if config.data.streaming != Streaming.off:  # only now have its rows been read

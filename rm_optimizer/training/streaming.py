@@ -125,6 +125,8 @@ class StreamingDataModule(PreferenceDataModule):
         DataError: if a split has no pair left after truncation.
     """
 
+    holds_all_pairs = False
+
     def __init__(
         self,
         data: StreamedTrainVal,

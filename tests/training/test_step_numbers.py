@@ -212,4 +212,4 @@ def test_a_periodic_checkpoint_scores_as_its_evaluation_logged(
             num_bootstrap=0,
             seed=0,
         )
-        assert found.nll.value == pytest.approx(float(logged[step]), abs=1e-6)
+        assert found.metrics.nll.value == pytest.approx(float(logged[step]), abs=1e-6)
