@@ -13,6 +13,7 @@ import pytest
 from rm_optimizer.core import ray_dataset
 from rm_optimizer.core.ray_blocks import Block
 from rm_optimizer.core.ray_tokens import BlockTokenizer, BlockTokens
+from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
@@ -76,6 +77,9 @@ def test_a_streamed_run_counts_its_pairs_and_closes_its_workers(
     assert (result.steps, result.data.train_pairs, result.data.val_pairs) == (9, 100, 30)
     assert result.data.truncation["train"]["num_pairs"] == 100
     assert [pool.is_closed for pool in pools] == [True]
+    trained = TrainedPairs.recorded(tmp_path / "run" / "best")
+    assert trained is not None
+    assert (len(trained.pairs), len(trained.prompts)) == (100, 100)
 
 
 @pytest.mark.parametrize("step", [2, 6, 7])
@@ -86,6 +90,8 @@ def test_a_resumed_streamed_run_ends_bitwise_equal(
     stopped_after(step, small_config(tmp_path / "cut", *options), monkeypatch)
     train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"))
     assert_same_outcome(tmp_path / "whole", tmp_path / "cut")
+    records = [(tmp_path / run / TRAINED_PAIRS_FILE).read_bytes() for run in ("whole", "cut")]
+    assert records[0] == records[1]
 
 
 @pytest.mark.parametrize(
