@@ -127,7 +127,8 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     flags = parse_flags(arguments, TrainConfig)
     if only_tells(flags):
         return None
-    require_given_once(flags.overrides)
+    if rank() == 0:  # Lightning repeats hydra.run.dir, in quotes, for the processes that it starts
+        require_given_once(flags.overrides)
     if flags.multirun and flags.cfg is not None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     name = flags.config_name or "config"

@@ -41,6 +41,16 @@ def test_a_used_folder_is_refused_before_anything_is_written(used: Path) -> None
     assert snapshot(used) == before
 
 
+def test_a_process_that_lightning_starts_takes_the_folder_in_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    repeated = [f'hydra.run.dir="{tmp_path}"', "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null"]
+    config = entry.check_command([*FEW, f"hydra.run.dir={tmp_path}", *repeated])
+    assert config is not None
+    assert config.output_dir == str(tmp_path)
+
+
 def test_a_finished_run_is_shown_again_and_not_touched(
     used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,8 +29,15 @@ def run_to_its_end(command: Sequence[str], cwd: Path | None = None, **variables:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def on_ranks(overrides: Sequence[str], hardware: str = "ddp") -> list[str]:
+    """The overrides with hardware of several processes in place of their own."""
+    replaced = {line.partition("=")[0] for line in ON_CPU} | {"hardware"}
+    kept = [line for line in overrides if line.partition("=")[0] not in replaced]
+    return [*kept, f"hardware={hardware}", *ON_CPU]
+
+
 def train_on_two_ranks(folder: Path, overrides: Sequence[str], hardware: str = "ddp") -> Path:
-    run_to_its_end([sys.executable, *TRAIN, *overrides, f"hardware={hardware}", *ON_CPU, f"hydra.run.dir={folder}"])
+    run_to_its_end([sys.executable, *TRAIN, *on_ranks(overrides, hardware), f"hydra.run.dir={folder}"])
     return folder
 
 

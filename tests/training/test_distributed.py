@@ -19,13 +19,13 @@ from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from tests.training.launched import (
-    ON_CPU,
     TOLERANCE,
     TRAIN,
     assert_same_bytes,
     assert_same_trajectory,
     environment,
     forget_after,
+    on_ranks,
     train_on_two_ranks,
 )
 
@@ -79,7 +79,7 @@ def test_killed_ranks_resume_to_the_same_bytes(two_ranks: Path, small_overrides:
 @pytest.mark.slow
 def test_tasks_of_slurm_stop_together_when_one_is_told_to(small_overrides: list[str], tmp_path: Path) -> None:
     """As `srun` starts them; both save one checkpoint, in the one folder that a requeued job finds again."""
-    command = [*small_overrides, "hardware=ddp", *ON_CPU, "training.max_steps=9999", "training.checkpoint_every=9999"]
+    command = [*on_ranks(small_overrides), "training.max_steps=9999", "training.checkpoint_every=9999"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
