@@ -27,6 +27,7 @@ from rm_optimizer.core.ray_tokens import BlockTokenizer, BlockTokens
 from rm_optimizer.core.ray_workers import TokenizerPool
 from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import ConfigError, DataError, MissingExtra
+from rm_optimizer.schema.data import Spelling
 from tests.core.tiny_models import decoder_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -264,7 +265,7 @@ def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, rende
     items[55]["chosen"] = 7
     path = json_lines(tmp_path / "bad.jsonl", items)
     with pytest.raises(DataError) as expected:
-        PreferenceDataset.load(str(path))
+        PreferenceDataset.load(str(path), spelling=Spelling.hydra)
     data = RayPreferenceDataset(str(path), block_bytes=SMALL_BLOCKS)
     options = {"batch_size": 16, "micro_token_budget": 400, "seed": 0, "num_workers": 1}
     with data.macro_batches(renderer, **options) as found, pytest.raises(DataError) as stopped:
