@@ -153,8 +153,8 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
             require_launched(config.hardware)
     if flags.multirun or flags.cfg is not None:
         return None
-    require_usable(config)
-    if rank() == 0:
+    if rank() == 0:  # the other processes find what the first has written
+        require_usable(config)
         require_free(Path(config.output_dir))
     return config
 

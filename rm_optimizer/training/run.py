@@ -104,7 +104,8 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
     run_dir.mkdir(parents=True, exist_ok=True)
     is_first_rank = getattr(rank_zero_only, "rank", 0) == 0
     with run_lock(run_dir) if is_first_rank else nullcontext():
-        require_usable(config)
+        if is_first_rank:
+            require_usable(config)
         if (result := finished_result(config)) is not None:
             log.info("%s", finished_sentence(result, config))
             return result
