@@ -17,10 +17,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 
 Kind = Literal["model", "dataset"]
 _SECONDS = 5.0
-_REFUSALS = (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, DisabledRepoError, HFValidationError)
+_REFUSALS = (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, DisabledRepoError)
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -34,6 +35,10 @@ def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | No
         kind: what it should be.
         revision: branch, tag or commit; None is the default branch.
     """
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return "there is nothing at that path"
     if constants.is_offline_mode():
         if kind == "dataset" or _is_cached(name, kind):
             return None

@@ -7,6 +7,7 @@ adds its rows here.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import shlex
 import signal
@@ -44,7 +45,7 @@ ROWS: list[tuple[str, str]] = [
     ("evaluate best --data pairs.jsonl --bootstrap many", "--bootstrap"),
     ("evaluate best --data pairs.jsonl --token-budget 0", "--token-budget"),
     ("evaluate best --data pairs.jsonl --max-length 1", "--max-length"),
-    ("evaluate best --data pairs.jsonl --max-length 100000000", "max.length"),
+    ("evaluate best --data pairs.jsonl --max-length 100000000", "--max-length must be at most 2048"),
     ("evaluate best --data pairs.jsonl --seed -1", "--seed"),
     ("evaluate best --data pairs.jsonl --colums a=b", "no such option: --colums"),
     ("evaluate best pairs.jsonl", "missing option '--data'"),
@@ -108,7 +109,7 @@ ROWS: list[tuple[str, str]] = [
     ("train data.fetch_timeout=0", "data.fetch_timeout must"),
     ("train data.streaming=maybe", "unknown data.streaming 'maybe'"),
     ("train data.synthetic.num_train=0", "data.synthetic.num_train must"),
-    ("train data.synthetic.noise=2", "data.synthetic.noise must"),
+    ("train data.synthetic.noise=-1", "data.synthetic.noise must"),
     ("train model.max_length=4", "model.max_length must"),
     ("train model.vocab_size=10", "model.vocab_size must"),
     ("train model.dropout=2", "model.dropout must"),
@@ -164,16 +165,15 @@ ROWS: list[tuple[str, str]] = [
     (f"{TRAIN} data.train=nowhere.jsonl", "nowhere.jsonl: no such file"),
     (f"{TRAIN} data.train=files/folder", "files/folder"),
     (f"{TRAIN} data.train=files/empty.jsonl", "empty"),
-    (f"{TRAIN} data.train=rows/one_pair.jsonl", "at least 2 prompts"),
+    (f"{TRAIN} data.train=rows/one_pair.jsonl", "at least 2 different prompts"),
     (f"{TRAIN} data.train=rows/one_prompt.jsonl", "prompts"),
     (f"{TRAIN} data.train=pairs.jsonl data.val=pairs.jsonl", "overlap"),
     (f"{TRAIN} data.train=rows/null_chosen.jsonl", "line 6"),
     (f"{TRAIN} data.train=rows/surrogate.jsonl", "line 6"),
-    (f"{TRAIN} data.train=rows/surrogate.jsonl data.on_bad_row=drop data.val=rows/no_chosen.jsonl", "no_chosen.jsonl"),
+    (f"{TRAIN} data.train=other.jsonl data.val=rows/no_chosen.jsonl", "no_chosen.jsonl, line 6"),
     (f"{TRAIN} data.train=rows/label_one_two.jsonl data.on_bad_row=drop", "label"),
     (f"{TRAIN} data.train=other.csv", "data.columns="),
     (f"{TRAIN} data.train=pairs.jsonl 'data.columns={{prompt: nope}}'", "nope"),
-    (f"{TRAIN} data.train=rows/ranks.jsonl", "ranks"),
     (f"{TRAIN} data.train=rows/winners.jsonl", "winner"),
     (f"{CHECK} nowhere.jsonl", "nowhere.jsonl: no such file"),
     (f"{CHECK} files/folder", "files/folder"),
@@ -207,7 +207,6 @@ ROWS: list[tuple[str, str]] = [
     (f"{CHECK} rows/surrogate.jsonl --on-bad-row skip", "unknown --on-bad-row 'skip'"),
     (f"{CHECK} rows/unlike.jsonl", "unlike.jsonl"),
     (f"{CHECK} rows/winners.jsonl", "winner"),
-    (f"{CHECK} rows/ranks.jsonl", "ranks"),
     (f"{CHECK} rows/label_one_two.jsonl", "label"),
     (f"{CHECK} rows/label_one_two.jsonl --on-bad-row drop", "label"),
     (f"{CHECK} rows/lengths_differ.jsonl", "line 1"),
@@ -217,15 +216,17 @@ ROWS: list[tuple[str, str]] = [
     (f"{CHECK} pairs.jsonl --columns chosen=nope", "nope"),
     (f"{CHECK} pairs.jsonl --columns chozen=chosen", "chozen"),
     (f"{CHECK} pairs.jsonl --format alpaca", "alpaca"),
-    (f"{CHECK} pairs.jsonl --format hh", "hh"),
+    (f"{CHECK} pairs.jsonl --format hh", "transcript"),
     (f"{CHECK} pairs.jsonl data.on_bad_row=drop", "data.on_bad_row=drop"),
-    (f"{CHECK} pairs.jsonl --tokenizer ./nowhere", "nowhere"),
+    (f"{CHECK} pairs.jsonl --tokenizer ./nowhere", "no tokenizer at './nowhere'"),
     (f"{CHECK} pairs.jsonl --max-length 2", "--max-length"),
     (f"{CHECK} pairs.jsonl --json pairs.jsonl/audit.json", "--json"),
     (f"{CHECK} pairs.jsonl --json best", "--json"),
     (f"{EVALUATE} nowhere.jsonl", "nowhere.jsonl: no such file"),
     (f"{EVALUATE} rows/label_one_two.jsonl --on-bad-row drop", "label"),
-    (f"{EVALUATE} rows/ranks.jsonl", "ranks"),
+    (f"{EVALUATE} rows/ranks.jsonl --columns scores=ranks", "ranks"),
+    (f"{CHECK} rows/ranks.jsonl --columns scores=ranks", "ranks"),
+    (f"{CHECK} rows/winners.jsonl --winner model_b,model_c", "winner"),
     (f"{EVALUATE} pairs.jsonl --output pairs.jsonl", "--output must be a folder"),
     (f"{EVALUATE} pairs.jsonl --format kwise", "kwise"),
     # models that are none, or torn
@@ -336,11 +337,17 @@ def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setattr(launch, "become", _become)
     monkeypatch.setattr(sys, "argv", ["rm-opt"])
     monkeypatch.setattr(subprocess, "Popen", _start_nothing)
+    loggers = (logging.root, logging.getLogger("rm_optimizer"))
+    handlers = [list(logger.handlers) for logger in loggers]
     before = signal.signal(signal.SIGALRM, _stop)
     signal.alarm(HANGS)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+    for logger, kept in zip(loggers, handlers, strict=True):  # the command's own write to its standard error
+        for handler in set(logger.handlers) - set(kept):
+            handler.close()
+        logger.handlers[:] = kept
     GlobalHydra.instance().clear()
 
 

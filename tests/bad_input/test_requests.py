@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from rm_optimizer.serving.app import create_app
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.receiver import WeightReceiver
+from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_routes import weight_router
-from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
+from tests.serving.engines import InProcessEngine, client_of, exported, options_of
 
 SECONDS = 2.0
 """Processor time that an answer may take."""
@@ -94,8 +96,8 @@ ROWS: list[tuple[str, str, str | bytes, int, str]] = [
     ("POST", "/classify", '{"input": [1.5]}', 400, "input"),
     ("POST", "/classify", '{"input": ["a", 1]}', 400, "input"),
     ("POST", "/classify", '{"input": [[1], "a"]}', 400, "input"),
-    ("POST", "/classify", '{"input": [-1]}', 400, "-1"),
-    ("POST", "/classify", '{"input": [99999999]}', 400, "99999999"),
+    ("POST", "/classify", '{"input": [-1]}', 400, "outside [0, 384)"),
+    ("POST", "/classify", '{"input": [99999999]}', 400, "outside [0, 384)"),
     ("POST", "/classify", '{"input": [1' + "0" * 400 + "]}", 400, "input"),
     ("POST", "/classify", json.dumps({"input": [1] * 1_000}), 400, "input"),
     ("POST", "/classify", '{"messages": []}', 400, "messages"),
@@ -159,8 +161,10 @@ def answered(
     """The answer, and that to a good request after it, from one server."""
 
     async def main() -> tuple[httpx.Response, httpx.Response]:
-        receiver = WeightReceiver(engine, root=None)
-        app = await served(engine, routers=[weight_router(receiver)])
+        service = RewardService(engine, model_name="rm", max_queued_tokens=20_000)
+        receiver = WeightReceiver(service, root=None)
+        app = create_app(service, routers=[weight_router(receiver)])
+        await service.start()
         async with client_of(app) as client:
             bad = await asyncio.wait_for(client.request(method, path, content=body, headers=JSON), timeout=30)
             good = await asyncio.wait_for(client.post("/rm/score", json=GOOD), timeout=30)
