@@ -3,7 +3,8 @@
 RMOptimizerError
 ├── ConfigError           an option: unknown, out of range, or in conflict with another
 ├── DataError             a file, a row or a data set that cannot be used
-│   └── DataStalled       a data-loader batch that did not come in time
+│   ├── DataStalled       a data-loader batch that did not come in time
+│   └── ConversationRefused   a conversation that the tokenizer's chat template does not write whole
 ├── CheckpointError       a model or checkpoint that is missing, torn or not what it claims to be
 ├── MissingExtra          an optional dependency that is not installed
 ├── DiskError             a file that the system does not let us write
@@ -33,6 +34,10 @@ class DataError(RMOptimizerError):
 
 class DataStalled(DataError):
     """A data-loader batch took longer than `data.fetch_timeout`."""
+
+
+class ConversationRefused(DataError):
+    """A conversation cannot be rendered: its chat template refuses it or leaves out a part of it."""
 
 
 class CheckpointError(RMOptimizerError):

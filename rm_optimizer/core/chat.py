@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.base import Message, Prompt, as_messages, digest
+from rm_optimizer.core.base import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.messages import require_characters
-from rm_optimizer.errors import CheckpointError, ConfigError, DataError
+from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
 """A rendering of one's own: the messages before the response, and the response, to text."""
@@ -193,6 +193,15 @@ class ConversationRenderer:
             return text
         return f"{plain_prompt(messages)}{response}"
 
+    def refusal(self, pair: PreferencePair) -> str | None:
+        """Why a side of the pair cannot be rendered; None if both can."""
+        try:
+            for response in (pair.chosen, pair.rejected):
+                _check_encodable(self.text(pair.prompt, response))
+        except ConversationRefused as error:
+            return str(error)
+        return None
+
     def encode(self, prompt: Prompt, response: str) -> Encoding:
         """Token ids of the conversation, cut to `max_length`.
 
@@ -289,14 +298,14 @@ class ConversationRenderer:
         """Raise unless the template printed every message whole."""
         number = self._unprinted_role(tuple(message.role for message in messages))
         if number is not None:
-            raise DataError(
+            raise ConversationRefused(
                 f"the tokenizer's chat template prints nothing of a message with role '{messages[number].role}' in a "
                 f"conversation with roles {_roles(messages)}, such as {messages[number].content[:60]!r}; change the "
                 "role to one that the template reads, or give the tokenizer another chat template"
             )
         lost = first_lost([message.content for message in messages], text)
         if lost is not None:
-            raise DataError(
+            raise ConversationRefused(
                 f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
                 f"'{messages[lost].role}'), which begins {messages[lost].content[:60]!r}; take that part out of the "
                 "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
@@ -316,7 +325,7 @@ class ConversationRenderer:
         try:
             rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
         except TemplateError as error:
-            raise DataError(
+            raise ConversationRefused(
                 f"the tokenizer's chat template refuses a conversation with roles {_roles(messages)} ({error}), "
                 f"first message {messages[0].content[:60]!r}; change the roles, or pass a render_fn"
             ) from error
@@ -394,7 +403,7 @@ def _messages(prompt: Prompt) -> tuple[Message, ...]:
     try:
         return as_messages(prompt)
     except ValueError as error:
-        raise DataError(str(error)) from error
+        raise ConversationRefused(str(error)) from error
 
 
 def _roles(messages: Sequence[Message]) -> str:
@@ -436,7 +445,7 @@ def _check_encodable(text: str) -> None:
     try:
         require_characters("a text", text)
     except ValueError as error:
-        raise DataError(f"{error}; repair or drop the row") from error
+        raise ConversationRefused(f"{error}; repair or drop the row") from error
 
 
 def _special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:

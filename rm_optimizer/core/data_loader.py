@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from rm_optimizer.core.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.base import PreferencePair, Prompt, prompt_id
 from rm_optimizer.core.columns import Columns
 from rm_optimizer.core.conversations import continued, conversation_groups, prompt_keys
-from rm_optimizer.core.data_sources import SkippedRow, load_source, mixed, parse_sources
+from rm_optimizer.core.data_sources import load_source, mixed, mixed_rows, parse_sources
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.synthetic import synthetic_world
 from rm_optimizer.errors import DataError
@@ -57,6 +58,14 @@ def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
     return tuple(known[pair.prompt] for pair in pairs)
 
 
+class Renderer(Protocol):
+    """What `PreferenceDataset.accepted_by` needs of a `ConversationRenderer`."""
+
+    def refusal(self, pair: PreferencePair) -> str | None:
+        """Why a side of the pair cannot be rendered; None if both can."""
+        ...
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PreferenceDataset(Sequence[PreferencePair]):
     """An immutable sequence of preference pairs.
@@ -64,6 +73,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     Args:
         pairs: the pairs, in order.
         skipped: rows of the sources that gave no pair, and why.
+        rows: the rows that the pairs are of; None where they were not read from a source.
 
     Example:
         >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]
@@ -75,11 +85,22 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
     pairs: tuple[PreferencePair, ...]
     skipped: tuple[SkippedRow, ...] = ()
+    rows: PairRows | None = None
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[PreferencePair]) -> PreferenceDataset:
         """The data set of these pairs."""
         return cls(tuple(pairs))
+
+    @classmethod
+    def joined(cls, parts: Sequence[PreferenceDataset]) -> PreferenceDataset:
+        """The pairs of all parts, one after another."""
+        rows = [part.rows for part in parts if part.rows is not None]
+        return cls(
+            tuple(pair for part in parts for pair in part.pairs),
+            tuple(row for part in parts for row in part.skipped),
+            PairRows.joined(rows) if len(rows) == len(parts) else None,
+        )
 
     @classmethod
     def load(
@@ -125,7 +146,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
             raise DataError(
                 f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
             )
-        return cls(pairs, skipped)
+        return cls(pairs, skipped, mixed_rows(loaded, seed))
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -135,7 +156,9 @@ class PreferenceDataset(Sequence[PreferencePair]):
     @overload
     def __getitem__(self, index: slice) -> PreferenceDataset: ...
     def __getitem__(self, index: int | slice) -> PreferencePair | PreferenceDataset:
-        return PreferenceDataset(self.pairs[index]) if isinstance(index, slice) else self.pairs[index]
+        if isinstance(index, slice):
+            return self._taken(range(len(self.pairs))[index], ())
+        return self.pairs[index]
 
     def __repr__(self) -> str:
         return f"PreferenceDataset({len(self.pairs)} pairs, {len(self.skipped)} skipped rows)"
@@ -167,7 +190,34 @@ class PreferenceDataset(Sequence[PreferencePair]):
         if num_pairs >= len(self.pairs):
             return self
         kept = random_positions(len(self.pairs), num_pairs, seed)
-        return PreferenceDataset(tuple(self.pairs[index] for index in kept), self.skipped)
+        return self._taken(kept.tolist(), self.skipped)
+
+    def accepted_by(self, renderer: Renderer) -> PreferenceDataset:
+        """The pairs that can be rendered; a row whose conversation is refused is treated like any other bad row.
+
+        Raises:
+            DataError: if a row is refused and bad rows stop the reading, or too many are, or no pair is left; the text
+                names file and row.
+        """
+        refused: list[int] = []
+        dropped = (self.rows or _Unread()).refuse(self._refusals(renderer, refused))
+        if not refused:
+            return self
+        if len(refused) == len(self.pairs):
+            raise DataError(f"none of {len(refused)} pairs can be rendered; the first: {dropped[0]}")
+        gone = frozenset(refused)
+        return self._taken([i for i in range(len(self.pairs)) if i not in gone], (*self.skipped, *dropped))
+
+    def _refusals(self, renderer: Renderer, refused: list[int]) -> Iterator[tuple[int, str]]:
+        """Positions and reasons of pairs that cannot be rendered, the positions also put into `refused`."""
+        for position, pair in enumerate(self.pairs):
+            if (reason := renderer.refusal(pair)) is not None:
+                refused.append(position)
+                yield position, reason
+
+    def _taken(self, positions: Sequence[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
+        rows = None if self.rows is None else self.rows.take(positions)
+        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows)
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
@@ -186,10 +236,10 @@ class PreferenceDataset(Sequence[PreferencePair]):
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
         held_out = self._held_out(fraction, seed)
-        sides: tuple[list[PreferencePair], list[PreferencePair]] = ([], [])
-        for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
-            sides[identity in held_out].append(pair)
-        return PreferenceDataset(tuple(sides[0]), self.skipped), PreferenceDataset(tuple(sides[1]))
+        sides: tuple[list[int], list[int]] = ([], [])
+        for position, identity in enumerate(self.prompt_ids):
+            sides[identity in held_out].append(position)
+        return self._taken(sides[0], self.skipped), self._taken(sides[1], ())
 
     def _held_out(self, fraction: float, seed: int) -> set[str]:
         """Prompt ids of whole conversations, drawn until the share is reached."""
@@ -210,6 +260,16 @@ class PreferenceDataset(Sequence[PreferencePair]):
                 held_out.update(names)
         smallest: list[str] = min(members.values(), key=len)
         return held_out or set(smallest)
+
+
+class _Unread:
+    """The rows of pairs that are of no source."""
+
+    def refuse(self, reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
+        """Stop at the first."""
+        for position, reason in reasons:
+            raise DataError(f"pair {position + 1}: {reason}")
+        return []
 
 
 def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -> None:

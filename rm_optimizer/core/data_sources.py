@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.bad_rows import PairRows, RowTally, SkippedRow
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.column_hints import no_format, require_readable, winner_untold
 from rm_optimizer.core.columns import Columns, renamed, require_mapped
@@ -25,7 +26,7 @@ from rm_optimizer.core.formats import (
     row_format,
 )
 from rm_optimizer.core.packing import random_positions
-from rm_optimizer.core.readers import Report, Row, read_rows, row_unit, source_name
+from rm_optimizer.core.readers import Report, Row, read_rows, source_name
 from rm_optimizer.core.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.core.winner import parse_winner
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
@@ -33,26 +34,7 @@ from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
 FIRST_ROWS = 50
 """Rows that decide the format and the columns."""
-_SHOWN_REASONS = 5
 _OPTIONAL = ("margin", "label", "weight")
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedRow:
-    """A row that gave no pair.
-
-    Args:
-        path: the source as it was named.
-        row: its number: the line in JSON Lines and CSV, the row in others, from 1.
-        reason: why it gave none.
-    """
-
-    path: str
-    row: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}, {row_unit(self.path)} {self.row}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -104,10 +86,11 @@ class DataSource:
 
 @dataclass(frozen=True)
 class SourcePairs:
-    """The pairs of a source in the order of its rows, and the rows that gave none."""
+    """The pairs of a source in the order of its rows, the rows that gave none, and those that the pairs are of."""
 
     pairs: tuple[PreferencePair, ...]
     skipped: tuple[SkippedRow, ...]
+    rows: PairRows = field(default_factory=PairRows)
 
 
 def parse_sources(
@@ -177,7 +160,7 @@ def load_source(
         DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
             left.
     """
-    tally = _Tally(source.path, on_bad_row, spelling)
+    tally = RowTally(source.path, on_bad_row, spelling, max_bad_share)
     rows = tally.counted(read_rows(source.path, tally.report_unread))
     first = list(itertools.islice(rows, FIRST_ROWS))
     if not first:
@@ -186,64 +169,12 @@ def load_source(
     numbered: Iterable[tuple[int, Row]] = renamed(itertools.chain(first, rows), source.columns)
     if has_one_response_a_row(source, form, first[0][1]):
         numbered = gather_responses(numbered, tally.report)
-    found = numbered_pairs(source, form, numbered, kwise_rule, report=tally.report, skip=tally.skip)
-    pairs = tuple(pair for _, pair in found)
-    tally.require_few_bad(max_bad_share)
-    if not pairs:
+    found = list(numbered_pairs(source, form, numbered, kwise_rule, report=tally.report, skip=tally.skip))
+    tally.require_few_bad()
+    if not found:
         raise DataError(_nothing_left(source, tally.skipped))
-    return SourcePairs(pairs, tuple(tally.skipped))
-
-
-class _Tally:
-    """Rows of a source that were read, that are bad and that give no pair."""
-
-    def __init__(self, path: str, on_bad_row: OnBadRow, spelling: Spelling) -> None:
-        self.skipped: list[SkippedRow] = []
-        self._path, self._on_bad_row, self._spelling = path, on_bad_row, spelling
-        self._num_rows = 0
-        self._bad: dict[int, str] = {}
-
-    def counted(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-        """The rows, counted."""
-        for numbered in rows:
-            self._num_rows += 1
-            yield numbered
-
-    def report_unread(self, number: int, reason: str) -> None:
-        """Take note of a row that could not be read at all, or stop."""
-        self._num_rows += 1
-        self.report(number, reason)
-
-    def report(self, number: int, reason: str) -> None:
-        """Take note of a bad row, or stop."""
-        self._bad.setdefault(number, reason)
-        self.skip(number, reason)
-        if self._on_bad_row == OnBadRow.error:
-            raise stop_at(self.skipped[-1], self._spelling)
-
-    def skip(self, number: int, reason: str) -> None:
-        """Take note of a row that gives no pair."""
-        self.skipped.append(SkippedRow(self._path, number, reason))
-
-    def require_few_bad(self, max_share: float) -> None:
-        """Refuse to go on with the rest of a file whose rows are bad for the most part, or by a common cause."""
-        share = len(self._bad) / max(1, self._num_rows)
-        if len(self._bad) <= max(1, max_share * self._num_rows):
-            return
-        counts = Counter(re.split(r", got |, not | \(", reason)[0] for reason in self._bad.values())
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in counts.most_common(_SHOWN_REASONS))
-        option = self._spelling.option("max_bad_share", f"{math.ceil(share * 100) / 100:g}")
-        raise DataError(
-            f"{self._path}: {len(self._bad)} of {self._num_rows} rows are bad, more than the {max_share:.0%} that may "
-            f"be dropped ({reasons}); correct the file or how its columns are mapped, or permit it with {option}"
-        )
-
-
-def stop_at(row: SkippedRow, spelling: Spelling) -> DataError:
-    """The error that a bad row is."""
-    option = spelling.option("on_bad_row", OnBadRow.drop.value)
-    verb = "use" if spelling == Spelling.flags else "set"
-    return DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
+    kept = PairRows.of_source(tally, [number for number, _ in found])
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept)
 
 
 def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:
@@ -399,15 +330,23 @@ def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[
         seed: of the random parts.
     """
     mixture: list[PreferencePair] = []
-    for place, (source, loaded_pairs) in enumerate(loaded):
-        pairs = loaded_pairs.pairs
-        whole = int(source.weight)
-        for copy in range(whole):
-            mixture.extend(_marked(pairs, copy))
-        num_more = round((source.weight - whole) * len(pairs))
-        drawn = random_positions(len(pairs), num_more, [seed, place])
-        mixture.extend(_marked([pairs[index] for index in drawn], whole))
+    for place, copy, positions in _draws(loaded, seed):
+        pairs = loaded[place][1].pairs
+        mixture.extend(_marked([pairs[index] for index in positions], copy))
     return tuple(mixture)
+
+
+def mixed_rows(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> PairRows:
+    """The rows of the pairs that `mixed` gives."""
+    return PairRows.joined([loaded[place][1].rows.take(positions) for place, _, positions in _draws(loaded, seed)])
+
+
+def _draws(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Place of a source, number of the copy and positions of its pairs, for each part of the mixture."""
+    for place, (source, loaded_pairs) in enumerate(loaded):
+        num_pairs, whole = len(loaded_pairs.pairs), int(source.weight)
+        yield from ((place, copy, np.arange(num_pairs)) for copy in range(whole))
+        yield place, whole, random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place])
 
 
 def _marked(pairs: Sequence[PreferencePair], copy: int) -> Iterable[PreferencePair]:

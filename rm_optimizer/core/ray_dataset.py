@@ -9,10 +9,11 @@ from bisect import bisect_right
 from collections.abc import Collection
 from functools import cached_property
 
+from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.columns import Columns
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.data_sources import SkippedRow, parse_sources
+from rm_optimizer.core.data_sources import parse_sources
 from rm_optimizer.core.ray_blocks import BLOCK_BYTES, blocks_of, stream_files
 from rm_optimizer.core.ray_stream import BatchShape, MacroBatchStream, StreamOrder
 from rm_optimizer.core.ray_tokens import BlockReader, BlockTokenizer

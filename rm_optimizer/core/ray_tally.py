@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.data_sources import SkippedRow
+from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.ray_blocks import Block
 from rm_optimizer.core.ray_tokens import BlockTokens
 from rm_optimizer.core.tokens import TruncationReport

@@ -10,11 +10,12 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from rm_optimizer.core.bad_rows import SkippedRow, stop_at
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.batching import PairValues
 from rm_optimizer.core.chat import ConversationRenderer, Encoding
 from rm_optimizer.core.columns import renamed
-from rm_optimizer.core.data_sources import SkippedRow, numbered_pairs, stop_at
+from rm_optimizer.core.data_sources import numbered_pairs
 from rm_optimizer.core.ray_blocks import Block, StreamFile
 from rm_optimizer.core.trained_pairs import pair_fingerprints
 from rm_optimizer.errors import DataError

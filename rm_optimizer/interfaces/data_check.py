@@ -44,6 +44,7 @@ def audit_and_print(
             f"tokens of a {TINY_VOCABULARY}-entry byte-pair vocabulary trained on this data; name another: --tokenizer"
         )
     renderer = ConversationRenderer(_tokenizer(tokenizer, datasets.values()), max_length)
+    datasets = {name: dataset.accepted_by(renderer) for name, dataset in datasets.items()}
     audit = audit_pairs(datasets, renderer)
     print_audit(audit)
     for name, dataset in datasets.items():
@@ -51,7 +52,7 @@ def audit_and_print(
         if (note := label_note(dataset.pairs)) is not None:
             print(f"{name}: {note}")
         for row in dataset.skipped:
-            print(f"dropped {row.path}, row {row.row}: {row.reason}")
+            print(f"dropped {row}")
     if json_file is not None:
         _write(json_file, audit.to_json() + "\n")
 

@@ -54,8 +54,11 @@ def diagnose_and_print(
     """
     data = _datasets(sources, reading)
     model = load_local(checkpoint, max_length=max_length, seed=seed)
+    data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
     diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
     print_diagnosis(diagnosis, show_all=show_all)
+    if dropped := [row for dataset in data.values() for row in dataset.skipped]:
+        print(f"{len(dropped)} bad rows dropped, the first: {dropped[0]}")
     if note := length_note(model):
         print(f"note: {note}")
     if json_file is not None:

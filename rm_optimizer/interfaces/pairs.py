@@ -56,8 +56,7 @@ class Reading:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
         shared = Counter(label for label, _, _ in found)
         parts = [self._part(file, path if shared[label] > 1 else label) for label, path, own in found for file in own]
-        pairs = tuple(pair for part in parts for pair in part.pairs)
-        return PreferenceDataset(pairs, tuple(row for part in parts for row in part.skipped))
+        return PreferenceDataset.joined(parts)
 
     def _part(self, file: str, label: str) -> PreferenceDataset:
         """The pairs of one file, those without a source of their own under `label`."""
@@ -78,7 +77,7 @@ class Reading:
             replace(pair, metadata={**pair.metadata, "source": label}) if pair.metadata.get("source") == name else pair
             for pair in part.pairs
         )
-        return PreferenceDataset(tuple(pairs), part.skipped)
+        return replace(part, pairs=tuple(pairs))
 
     def column_mapping(self) -> dict[str, str | None] | None:
         """`{ours: theirs}`, or None where no column is mapped; `OURS=null` leaves a column out.

@@ -39,7 +39,7 @@ def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subj
     params = wanted if isinstance(wanted, str) else tuple(map(str, wanted))
     select_parameters(model, params)
     sample = draw_pairs(
-        _pairs(options).pairs,
+        _pairs(options).accepted_by(model.renderer).pairs,
         model.renderer,
         num_pairs=options.landscape.num_pairs,
         seed=options.seed,

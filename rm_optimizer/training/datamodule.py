@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
 
+from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
-from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.macro_loader import MacroBatchLoader
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.trained_pairs import TrainedPairs, pair_fingerprints
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.schema import BatchingConfig, DataConfig
 from rm_optimizer.training.evaluate import PairRewards, score_pairs
 from rm_optimizer.training.sharing import shares_prefixes
@@ -79,7 +79,11 @@ class PreferenceDataModule(pl.LightningDataModule):
         pin_memory: load batches into page-locked memory and copy them to the device while it computes.
 
     Raises:
-        DataError: if a split has no pair left after truncation.
+        DataError: if a split has no pair left after truncation, or a row that the chat template refuses is not to be
+            dropped.
+
+    Attributes:
+        data: the pairs of both splits that can be rendered.
     """
 
     holds_all_pairs = True
@@ -98,18 +102,18 @@ class PreferenceDataModule(pl.LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        self.data = data
         renderer = model.renderer
         self.config = config
         self.batching = batching
         self.seed = seed
         self.pin_memory = pin_memory
         cache = Path(config.cache_dir) if config.cache_dir else None
-        self.train_tokens = _tokenized("training", data.train, renderer, cache)
-        self.val_tokens = _tokenized("validation", data.val, renderer, cache)
+        train, self.train_tokens = _tokenized("training", data.train, renderer, cache)
+        val, self.val_tokens = _tokenized("validation", data.val, renderer, cache)
+        self.data = replace(data, train=train, val=val)
         self.shares_prefixes = shares_prefixes(model, self.train_tokens, batching.prefix_sharing)
         self._collator = pair_collator(
-            self.train_tokens, data.train, renderer.pad_token_id, prefix_sharing=self.shares_prefixes
+            self.train_tokens, train, renderer.pad_token_id, prefix_sharing=self.shares_prefixes
         )
         self._warn_of_little()
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
@@ -193,11 +197,6 @@ class PreferenceDataModule(pl.LightningDataModule):
         return len(self.train_tokens)
 
     @property
-    def train_fingerprint(self) -> str:
-        """Digest of the training pairs."""
-        return self.data.train.fingerprint
-
-    @property
     def skipped(self) -> Sequence[SkippedRow]:
         """Rows of both splits that gave no pair."""
         return [*self.data.train.skipped, *self.data.val.skipped]
@@ -222,8 +221,13 @@ def _counted(pairs: int) -> str:
 
 def _tokenized(
     split: str, dataset: PreferenceDataset, renderer: ConversationRenderer, cache: Path | None
-) -> TokenizedPairs:
-    tokens = tokenize_pairs(dataset.pairs, renderer, cache)
+) -> tuple[PreferenceDataset, TokenizedPairs]:
+    """The pairs that can be rendered, and their tokens."""
+    try:
+        tokens = tokenize_pairs(dataset.pairs, renderer, cache)
+    except ConversationRefused:  # looking for all of them takes as long as rendering, so only now
+        dataset = dataset.accepted_by(renderer)
+        tokens = tokenize_pairs(dataset.pairs, renderer, cache)
     if len(tokens) == 0:
         raise DataError(
             f"no {split} pair is left of {len(dataset)}: the two responses of each are equal after truncation "
@@ -243,4 +247,4 @@ def _tokenized(
             cut.num_identical_dropped,
             "are dropped" if split == "training" else "count as ties",
         )
-    return tokens
+    return dataset, tokens

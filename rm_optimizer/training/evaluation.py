@@ -114,9 +114,10 @@ def evaluate_model(
 
     Raises:
         CheckpointError: if a reward is not finite, or the record of what the model was trained on is torn.
-        DataError: if a conversation cannot be rendered.
+        DataError: if a conversation cannot be rendered and bad rows are not to be dropped, or too many are bad.
     """
     trained = TrainedPairs.recorded(checkpoint)
+    data = data.accepted_by(model.renderer)
     rewards, truncation = score_responses(
         model, data, token_budget=token_budget, partial_dir=partial_dir or output_dir, on_progress=on_progress
     )

@@ -21,9 +21,9 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.audit import length_baseline
+from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.checkpoint import read_checkpoint
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.head import require_trainable_head
 from rm_optimizer.core.loading import load_weights
@@ -171,6 +171,9 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW) -> _Run:
         model=model,
         pin_memory=config.hardware.pin_memory,
     )
+    dropped = [*datamodule.data.train.skipped, *datamodule.data.val.skipped]
+    if len(dropped) > len(data.train.skipped) + len(data.val.skipped):  # by the chat template
+        _list_skipped(dropped, run_dir)
     record = recorded(config, start, train=train, val=val, num_steps=datamodule.num_steps)
     module = RewardModelLightning(
         model,
@@ -440,7 +443,7 @@ def _result(run: _Run, status: RunStatus, metrics: PairwiseMetrics) -> RunResult
         monitor=config.training.monitor,
         export=str(run.run_dir / BEST_FOLDER),
         metrics=metrics,
-        data=_data_summary(run.datamodule, run.notes),
+        data=_data_summary(run),
         parameters=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
         wall_seconds=time.perf_counter() - run.started,
         pairs_per_second=_pairs_per_second(run),
@@ -459,17 +462,17 @@ def _pairs_per_second(run: _Run) -> float | None:
     return pairs / max(seconds, 1e-9) if pairs else None
 
 
-def _data_summary(datamodule: PreferenceDataModule, notes: tuple[str, ...]) -> DataSummary:
-    data = datamodule.data
+def _data_summary(run: _Run) -> DataSummary:
+    datamodule, data = run.datamodule, run.datamodule.data
     return DataSummary(
         train_pairs=datamodule.num_train_pairs,
         val_pairs=len(data.val),
         val_origin=data.val_origin,
-        train_fingerprint=datamodule.train_fingerprint,
-        val_fingerprint=data.val.fingerprint,
+        train_fingerprint=run.record.train_fingerprint,
+        val_fingerprint=run.record.val_fingerprint,
         skipped_rows=datamodule.num_skipped,
         truncation=datamodule.truncation(),
         length_baseline=length_baseline(data.val.pairs).value,
         ceiling=data.ceiling,
-        notes=notes,
+        notes=run.notes,
     )

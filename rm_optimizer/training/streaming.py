@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.batching import MacroBatch
 from rm_optimizer.core.data_loader import TrainVal, load_pairs, load_training_data
-from rm_optimizer.core.data_sources import SkippedRow
 from rm_optimizer.core.ray_dataset import RayPreferenceDataset
 from rm_optimizer.core.ray_stream import MacroBatchStream, StreamPosition
 from rm_optimizer.core.ray_tally import StreamTally
@@ -198,11 +198,6 @@ class StreamingDataModule(PreferenceDataModule):
     def num_train_pairs(self) -> int:
         """Different training pairs read by this process."""
         return self._tally.num_kept
-
-    @property
-    def train_fingerprint(self) -> str:
-        """Digest of the files' names, sizes and times of change."""
-        return self._data_stream.fingerprint
 
     @property
     def skipped(self) -> Sequence[SkippedRow]:

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.data_sources import DataSource, SkippedRow, SourcePairs, load_source, mixed, parse_sources
+from rm_optimizer.core.data_sources import DataSource, SourcePairs, load_source, mixed, parse_sources
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema.data import KwiseRule, OnBadRow
 

@@ -1,0 +1,66 @@
+"""A row that the chat template refuses is dropped, or named, alike by train, evaluate, doctor and data check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.errors import DataError
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import train_reward_model
+from tests.core.test_bad_rows import rows, written
+from tests.core.test_template_zoo import KNOWN_ROLES
+from tests.interfaces.test_entrances import LLAMA
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "best"
+    tokenizer = train_tokenizer(["user assistant Question? Yes. No."], 300)
+    tokenizer.chat_template = KNOWN_ROLES
+    BradleyTerryRM.from_config(LLAMA, tokenizer, max_length=128, seed=0).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "doctor", "data check"])
+def test_a_command_names_or_drops_it(command: str, checkpoint: str, tmp_path: Path) -> None:
+    pairs = written(tmp_path, rows(20, (4, 7)))
+    arguments = {
+        "evaluate": ["evaluate", checkpoint, "--data", pairs, "--bootstrap", "2", "--output", str(tmp_path / "found")],
+        "doctor": ["doctor", checkpoint, "--data", pairs],
+        "data check": ["data", "check", pairs, "--tokenizer", checkpoint],
+    }[command]
+    stopped = CliRunner().invoke(app, arguments)
+    said = " ".join((stopped.stderr + str(stopped.exception)).split())
+    assert stopped.exit_code != 0
+    assert "pairs.jsonl, line 5: the tokenizer's chat template prints nothing" in said
+    assert "--on-bad-row drop" in said
+    whole = CliRunner().invoke(app, [*arguments, "--on-bad-row", "drop"])
+    dropped = "line 8: " if command == "data check" else "2 bad rows dropped"
+    assert dropped in whole.stdout
+    strict = CliRunner().invoke(app, [*arguments, "--on-bad-row", "drop", "--max-bad-share", "0.05"])
+    assert "2 of 20 rows are bad, more than the 5%" in " ".join((strict.stderr + str(strict.exception)).split())
+
+
+def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    pairs = written(tmp_path, rows(60, (4, 7)))
+    options = [f"data.train={pairs}", "data.val_fraction=0.4", "training.max_steps=1"]
+    stopped = small_config(tmp_path / "stopped", *options)
+    stopped.model.path = checkpoint
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line (5|8): .*data\.on_bad_row=drop"):
+        train_reward_model(stopped)
+    config = small_config(tmp_path / "run", *options, "data.on_bad_row=drop")
+    config.model.path = checkpoint
+    result = train_reward_model(config)
+    assert (result.data.skipped_rows, result.data.train_pairs + result.data.val_pairs) == (2, 58)
+    listed = (tmp_path / "run" / "skipped_rows.txt").read_text()
+    assert "line 5: " in listed
+    assert "line 8: " in listed
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["skipped_rows"] == 2
