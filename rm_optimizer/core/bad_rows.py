@@ -91,8 +91,8 @@ class RowTally:
     def __init__(self, path: str, on_bad_row: OnBadRow, spelling: Spelling, max_bad_share: float) -> None:
         self.skipped: list[SkippedRow] = []
         self.num_rows = 0
-        self._path, self._on_bad_row, self._spelling = path, on_bad_row, spelling
-        self._max_bad_share = max_bad_share
+        self.path, self.spelling, self.max_bad_share = path, spelling, max_bad_share
+        self._on_bad_row = on_bad_row
         self._bad: dict[int, str] = {}
 
     def counted(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
@@ -113,22 +113,25 @@ class RowTally:
     def refuse(self, number: int, reason: str) -> SkippedRow:
         """Count a bad row and return it, or stop."""
         self._bad.setdefault(number, reason)
-        row = SkippedRow(self._path, number, reason)
+        row = SkippedRow(self.path, number, reason)
         if self._on_bad_row == OnBadRow.error:
-            raise stop_at(row, self._spelling)
+            raise stop_at(row, self.spelling)
         return row
 
     def skip(self, number: int, reason: str) -> None:
         """Take note of a row that gives no pair."""
-        self.skipped.append(SkippedRow(self._path, number, reason))
+        self.skipped.append(SkippedRow(self.path, number, reason))
+
+    def causes(self, among: Iterable[int] | None = None) -> Counter[str]:
+        """Bad rows by their cause, all or those `among` these."""
+        bad = self._bad.values() if among is None else (self._bad[row] for row in among if row in self._bad)
+        return Counter(map(cause_of, bad))
 
     def require_few_bad(self, among: Iterable[int] | None = None) -> None:
         """Raise where too many of all rows are bad, or of those `among` that were looked at once more."""
         numbers = None if among is None else set(among)
-        bad = self._bad if numbers is None else {row: self._bad[row] for row in numbers if row in self._bad}
         num_rows = self.num_rows if numbers is None else len(numbers)
-        causes = Counter(map(cause_of, bad.values()))
-        require_few_bad(self._path, causes, num_rows, self._max_bad_share, self._spelling)
+        require_few_bad(self.path, self.causes(numbers), num_rows, self.max_bad_share, self.spelling)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from rm_optimizer.core.base import digest
 from rm_optimizer.core.messages import Prompt, as_messages
 
 
@@ -17,10 +18,9 @@ def _line_keys(prompt: Prompt) -> Iterator[int]:
     key = 0
     for message in as_messages(prompt):
         key = hash((key, message.role))
-        for line in message.content.casefold().splitlines():
-            if words := line.split():
-                key = hash((key, *words))
-                yield key
+        for words in _folded_lines(message.content):
+            key = hash((key, *words))
+            yield key
 
 
 def prompt_keys(prompts: Iterable[Prompt]) -> list[int]:
@@ -33,6 +33,21 @@ def _whole_key(prompt: Prompt) -> int:
     for key in _line_keys(prompt):  # noqa: B007
         pass
     return key
+
+
+def folded_prompt_id(prompt: Prompt) -> str:
+    r"""16 hexadecimal digits, equal for prompts that differ in case and blanks only; valid in every process.
+
+    Example:
+        >>> folded_prompt_id("Why  so?\n") == folded_prompt_id("why so?")
+        True
+    """
+    return digest([[message.role, _folded_lines(message.content)] for message in as_messages(prompt)])
+
+
+def _folded_lines(text: str) -> list[list[str]]:
+    """The words of each line that has any."""
+    return [words for line in text.casefold().splitlines() if (words := line.split())]
 
 
 def conversation_groups(prompts: Sequence[Prompt]) -> list[int]:

@@ -6,12 +6,17 @@ import hashlib
 import itertools
 import os
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 
-from rm_optimizer.core.bad_rows import SkippedRow
+import numpy as np
+
+from rm_optimizer.core.bad_rows import PairRows
+from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.columns import Columns
+from rm_optimizer.core.conversations import folded_prompt_id
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.data_sources import parse_sources
 from rm_optimizer.core.ray_blocks import BLOCK_BYTES, blocks_of, stream_files
@@ -19,7 +24,7 @@ from rm_optimizer.core.ray_stream import BatchShape, MacroBatchStream, StreamOrd
 from rm_optimizer.core.ray_tokens import BlockReader, BlockTokenizer
 from rm_optimizer.core.ray_workers import TokenizerPool
 from rm_optimizer.core.readers import row_unit
-from rm_optimizer.schema.data import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow
 
 WINDOW_BLOCKS = 16
 """Blocks whose pairs are mixed: about 32 MB of text."""
@@ -39,7 +44,9 @@ class RayPreferenceDataset:
         winner: values of the winner column that name response_a, response_b and, if any, a tie.
         kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
         on_bad_row: "error" stops when a bad row is reached, "drop" leaves bad rows out.
-        held_out_prompts: `prompt_id`s that the stream must not hold, those of the validation pairs.
+        max_bad_share: most bad rows that may be dropped, as a share of a file's rows; judged from 1,000 rows on.
+        held_out_prompts: prompts that the stream must not hold, those of the validation pairs; case and blanks do not
+            count.
         block_bytes: text of a block, about.
 
     Raises:
@@ -56,11 +63,13 @@ class RayPreferenceDataset:
         winner: object = None,
         kwise_rule: str = KwiseRule.all,
         on_bad_row: str = OnBadRow.error,
-        held_out_prompts: Collection[str] = (),
+        max_bad_share: float = MAX_BAD_SHARE,
+        held_out_prompts: Iterable[Prompt] = (),
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         files = stream_files(parse_sources(source, format=format, columns=columns, winner=winner))
-        self.reader = BlockReader(files, KwiseRule(kwise_rule), OnBadRow(on_bad_row), frozenset(held_out_prompts))
+        held_out = frozenset(map(folded_prompt_id, held_out_prompts))
+        self.reader = BlockReader(files, KwiseRule(kwise_rule), OnBadRow(on_bad_row), max_bad_share, held_out)
         self.blocks = blocks_of(files, block_bytes)
 
     def __repr__(self) -> str:
@@ -98,10 +107,14 @@ class RayPreferenceDataset:
         Raises:
             DataError: if a row among them is bad and that is not to be passed over.
         """
-        skipped: list[SkippedRow] = []
-        numbered = (row for block in self.blocks for row in self.reader.pairs(block, skipped.append))
-        pairs = tuple(pair for _, pair in itertools.islice(numbered, num_pairs))
-        return PreferenceDataset(pairs, tuple(skipped))
+        # Of the few rows read of the last file no share is judged; the stream does.
+        reader = replace(self.reader, max_bad_share=1.0)
+        tallies = tuple(map(reader.tally, range(len(reader.files))))
+        numbered = ((block.file, row) for block in self.blocks for row in reader.pairs(block, tallies[block.file]))
+        found = list(itertools.islice(numbered, num_pairs))
+        places = np.array([(file, number) for file, (number, _) in found], dtype=np.int64).reshape(-1, 2)
+        skipped = tuple(row for tally in tallies for row in tally.skipped)
+        return PreferenceDataset(tuple(pair for _, (_, pair) in found), skipped, PairRows(tallies, places))
 
     def row_name(self, index: int) -> str:
         """File and row of a pair, by its `pair_index` in a batch."""

@@ -155,7 +155,7 @@ class MacroBatchStream:
         self.order = order
         self.shape = shape
         self.position = StreamPosition()
-        self.tally = StreamTally()
+        self.tally = StreamTally(order.blocks)
 
     def __iter__(self) -> Iterator[MacroBatch]:
         """Macro-batches from the position on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -10,16 +10,17 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.bad_rows import SkippedRow, stop_at
+from rm_optimizer.core.bad_rows import RowTally, SkippedRow
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.batching import PairValues
 from rm_optimizer.core.chat import ConversationRenderer, Encoding
 from rm_optimizer.core.columns import renamed
+from rm_optimizer.core.conversations import folded_prompt_id
 from rm_optimizer.core.data_sources import numbered_pairs
 from rm_optimizer.core.ray_blocks import Block, StreamFile
 from rm_optimizer.core.trained_pairs import pair_fingerprints
-from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
+from rm_optimizer.errors import ConversationRefused, DataError
+from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +89,14 @@ class BlockTokens:
         pairs: its pairs in the order of its rows, those identical after cutting left out.
         lengths: tokens of both sequences of every pair before cutting, shape (all pairs, 2).
         cuts: tokens cut from prompt and response of both, shape (all pairs, 2, 2).
-        skipped: its rows that gave no pair.
+        rows: its rows that were read, that are bad and that gave no pair.
         fingerprints: `pair_fingerprints` of its pairs, shape (all pairs, 2).
     """
 
     pairs: PairArrays
     lengths: NDArray[np.int64]
     cuts: NDArray[np.int32]
-    skipped: tuple[SkippedRow, ...]
+    rows: RowTally
     fingerprints: NDArray[np.uint64]
 
 
@@ -107,38 +108,37 @@ class BlockReader:
         files: the stream's files.
         kwise_rule: which pairs a row of many scored responses gives.
         on_bad_row: stop at a bad row, or leave it out and list it.
-        held_out_prompts: `prompt_id`s that the stream must not hold.
+        max_bad_share: most bad rows of a file, as a share of its rows.
+        held_out_prompts: `folded_prompt_id`s that the stream must not hold.
     """
 
     files: tuple[StreamFile, ...]
     kwise_rule: KwiseRule
     on_bad_row: OnBadRow
+    max_bad_share: float = MAX_BAD_SHARE
     held_out_prompts: frozenset[str] = frozenset()
 
-    def pairs(self, block: Block, note: Callable[[SkippedRow], None]) -> Iterator[tuple[int, PreferencePair]]:
+    def tally(self, file: int) -> RowTally:
+        """A count of the rows of a file that is still empty."""
+        return RowTally(self.files[file].source.path, self.on_bad_row, Spelling.hydra, self.max_bad_share)
+
+    def pairs(self, block: Block, tally: RowTally) -> Iterator[tuple[int, PreferencePair]]:
         """The block's pairs, each with the number of its row in the file.
 
         Args:
             block: what to read.
-            note: told of rows that give no pair.
+            tally: counts the rows, and those that give no pair.
 
         Raises:
             DataError: if a row is bad and that is not to be passed over, or its prompt is held out.
         """
         file = self.files[block.file]
-
-        def skip(number: int, reason: str) -> None:
-            note(SkippedRow(file.source.path, number, reason))
-
-        def report(number: int, reason: str) -> None:
-            if self.on_bad_row == OnBadRow.error:
-                raise stop_at(SkippedRow(file.source.path, number, reason), Spelling.hydra)
-            skip(number, reason)
-
-        rows = renamed(file.rows(block.part, report), file.source.columns)
-        for number, pair in numbered_pairs(file.source, file.form, rows, self.kwise_rule, report=report, skip=skip):
-            if self.held_out_prompts and pair.prompt_id in self.held_out_prompts:
-                row = SkippedRow(file.source.path, number, "its prompt also stands in data.val")
+        rows = renamed(tally.counted(file.rows(block.part, tally.report_unread)), file.source.columns)
+        options = {"report": tally.report, "skip": tally.skip}
+        for number, pair in numbered_pairs(file.source, file.form, rows, self.kwise_rule, **options):
+            if self.held_out_prompts and folded_prompt_id(pair.prompt) in self.held_out_prompts:
+                reason = "its prompt also stands in data.val (case and blanks aside)"
+                row = SkippedRow(file.source.path, number, reason)
                 raise DataError(f"{row}; remove it from one, or set data.allow_prompt_overlap=true")
             yield number, pair
 
@@ -161,21 +161,43 @@ class BlockTokenizer:
         Raises:
             DataError: if a row is bad, its prompt is held out, or the chat template refuses it.
         """
-        skipped: list[SkippedRow] = []
-        numbered = list(self.reader.pairs(block, skipped.append))
-        prompts = [pair.prompt for _, pair in numbered for _ in range(2)]
-        texts = [text for _, pair in numbered for text in (pair.chosen, pair.rejected)]
-        encodings = self.renderer.encode_batch(prompts, texts)
+        tally = self.reader.tally(block.file)
+        numbered = list(self.reader.pairs(block, tally))
+        try:
+            encodings = self._encoded(numbered)
+        except ConversationRefused:
+            numbered = self._accepted(numbered, tally)
+            encodings = self._encoded(numbered)
         rows = np.array([block.stream_row + number - 1 for number, _ in numbered], dtype=np.int64)
         marks = pair_fingerprints(pair for _, pair in numbered)
-        return _block_tokens(encodings, rows, PairValues.of(pair for _, pair in numbered), tuple(skipped), marks)
+        return _block_tokens(encodings, rows, PairValues.of(pair for _, pair in numbered), tally, marks)
+
+    def _encoded(self, numbered: Sequence[tuple[int, PreferencePair]]) -> list[Encoding]:
+        prompts = [pair.prompt for _, pair in numbered for _ in range(2)]
+        return self.renderer.encode_batch(
+            prompts, [text for _, pair in numbered for text in (pair.chosen, pair.rejected)]
+        )
+
+    def _accepted(
+        self, numbered: Sequence[tuple[int, PreferencePair]], tally: RowTally
+    ) -> list[tuple[int, PreferencePair]]:
+        """The pairs that can be rendered; the rows of the others are bad, each once."""
+        accepted: list[tuple[int, PreferencePair]] = []
+        refused: set[int] = set()
+        for number, pair in numbered:
+            if (reason := self.renderer.refusal(pair)) is None:
+                accepted.append((number, pair))
+            elif number not in refused:
+                refused.add(number)
+                tally.report(number, reason)
+        return accepted
 
 
 def _block_tokens(
     encodings: Sequence[Encoding],
     rows: NDArray[np.int64],
     values: PairValues,
-    skipped: tuple[SkippedRow, ...],
+    rows_read: RowTally,
     marks: NDArray[np.uint64],
 ) -> BlockTokens:
     cuts = np.array([(side.prompt_cut, side.response_cut) for side in encodings], dtype=np.int32).reshape(-1, 2, 2)
@@ -187,4 +209,4 @@ def _block_tokens(
     )
     numbers = PairValues(*(column[kept] for column in vars(values).values()))
     pairs = PairArrays(tokens, lengths[kept], rows[kept], numbers)
-    return BlockTokens(pairs, lengths + cuts.sum(axis=2), cuts, skipped, marks)
+    return BlockTokens(pairs, lengths + cuts.sum(axis=2), cuts, rows_read, marks)

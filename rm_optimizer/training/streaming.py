@@ -10,7 +10,7 @@ import numpy as np
 
 from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.batching import MacroBatch
-from rm_optimizer.core.data_loader import TrainVal, load_pairs, load_training_data
+from rm_optimizer.core.data_loader import TrainVal, distinct_prompts, load_pairs, load_training_data
 from rm_optimizer.core.ray_dataset import RayPreferenceDataset
 from rm_optimizer.core.ray_stream import MacroBatchStream, StreamPosition
 from rm_optimizer.core.ray_tally import StreamTally
@@ -35,6 +35,14 @@ class StreamedTrainVal(TrainVal):
 
     stream: RayPreferenceDataset | None = None
 
+    def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
+        """Sentences on the pairs, and how many of them were looked at where that is not all of them."""
+        found = super().notes(uses_margins=uses_margins)
+        if len(self.train) < FIRST_PAIRS:
+            return found
+        looked = f"data.streaming=ray: labels, margins and conversations are those of the first {FIRST_PAIRS:,} pairs"
+        return (*found, f"{looked}; conversations of data.val that continue one of a later pair are not found")
+
 
 def load_data(config: DataConfig, max_steps: int | None) -> TrainVal:
     """Training and validation pairs as the options say, streamed or in memory.
@@ -54,7 +62,8 @@ def load_data(config: DataConfig, max_steps: int | None) -> TrainVal:
         winner=config.winner,
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
-        held_out_prompts=() if config.allow_prompt_overlap else val.prompt_ids,
+        max_bad_share=config.max_bad_share,
+        held_out_prompts=() if config.allow_prompt_overlap else distinct_prompts(val),
     )
     return StreamedTrainVal(stream.first_pairs(FIRST_PAIRS), val, str(config.val), stream=stream)
 

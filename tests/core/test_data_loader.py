@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rm_optimizer.core.base import Message, PreferencePair
-from rm_optimizer.core.conversations import conversation_groups
+from rm_optimizer.core.conversations import conversation_groups, folded_prompt_id, prompt_keys
 from rm_optimizer.core.data_loader import (
     PreferenceDataset,
     TrainVal,
@@ -255,3 +255,14 @@ def test_many_prompts_are_grouped_in_linear_time() -> None:
     groups = conversation_groups(prompts)
     assert len(set(groups)) == 5000
     assert time.perf_counter() - started < 5
+
+
+def test_prompts_are_folded_alike_in_this_process_and_in_all() -> None:
+    prompts = ["Why so?", " why  SO?\n", "why\nso?", "why so", "", (Message("user", "WHY so?"),)]
+    prompts += [
+        (Message("system", "Why so?"), Message("user", "b")),
+        (Message("user", "Why so?"), Message("user", "b")),
+    ]
+    keys, ids = prompt_keys(prompts), [folded_prompt_id(prompt) for prompt in prompts]
+    assert [[a == b for b in keys] for a in keys] == [[a == b for b in ids] for a in ids]
+    assert len(set(ids)) == len(prompts) - 2

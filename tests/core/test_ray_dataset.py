@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rm_optimizer.core import ray_blocks
-from rm_optimizer.core.base import prompt_id
+from rm_optimizer.core import ray_blocks, ray_tally
 from rm_optimizer.core.batching import MacroBatch
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset
@@ -28,6 +27,7 @@ from rm_optimizer.core.ray_workers import TokenizerPool
 from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import ConfigError, DataError, MissingExtra
 from rm_optimizer.schema.data import Spelling
+from tests.core.test_template_zoo import KNOWN_ROLES
 from tests.core.tiny_models import decoder_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -289,9 +289,52 @@ def test_dropped_rows_are_listed_once(tmp_path: Path, renderer: ConversationRend
 def test_a_held_out_prompt_stops_the_stream(tmp_path: Path, renderer: ConversationRenderer) -> None:
     items = rows(20, 7)
     path = json_lines(tmp_path / "pairs.jsonl", items)
-    data = RayPreferenceDataset(str(path), held_out_prompts=[prompt_id(items[12]["prompt"])])
+    data = RayPreferenceDataset(str(path), held_out_prompts=[f" {items[12]['prompt'].upper()}\n"])
     with pytest.raises(DataError, match=r"line 13: its prompt also stands in data\.val"):
         next(iter(stream(InProcess(data, renderer), data)))
+
+
+def test_a_row_that_the_template_refuses_is_bad_in_a_stream_too(tmp_path: Path) -> None:
+    items: list[dict[str, Any]] = rows(40, 6)
+    items[30]["prompt"] = [{"role": "narrator", "content": "Once."}, {"role": "user", "content": "Why?"}]
+    path = json_lines(tmp_path / "bad.jsonl", items)
+    refusing = ConversationRenderer(decoder_tokenizer(chat_template=KNOWN_ROLES), 48)
+    data = RayPreferenceDataset(str(path), block_bytes=SMALL_BLOCKS)
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 31: .*prints nothing.*data\.on_bad_row=drop"):
+        contents(epochs(stream(InProcess(data, refusing), data), 1))
+    data = RayPreferenceDataset(str(path), on_bad_row="drop", block_bytes=SMALL_BLOCKS)
+    found = stream(InProcess(data, refusing), data)
+    assert len(contents(epochs(found, 2))) == 2 * 39
+    assert [row.row for row in found.tally.skipped] == [31]
+    assert len(data.first_pairs(100).accepted_by(refusing)) == 39
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2])
+def test_a_share_of_bad_rows_stops_the_stream(tmp_path: Path, renderer: ConversationRenderer, share: float) -> None:
+    items = rows(40, 6)
+    for item in items[::8]:
+        item["rejected"] = ""
+    path = json_lines(tmp_path / "bad.jsonl", items)
+    data = RayPreferenceDataset(str(path), on_bad_row="drop", max_bad_share=share, block_bytes=SMALL_BLOCKS)
+    found = stream(InProcess(data, renderer), data)
+    if share == 0.2:
+        assert len(contents(epochs(found, 1))) == 35
+        return
+    with pytest.raises(DataError, match=r"5 of 40 rows are bad, more than the 10% .*data\.max_bad_share=0\.13"):
+        contents(epochs(found, 1))
+
+
+def test_the_share_of_bad_rows_is_judged_before_a_long_file_ends(
+    tmp_path: Path, renderer: ConversationRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_tally, "JUDGED_ROWS", 30)
+    items = rows(80, 6)
+    for item in items[:20]:
+        item["rejected"] = ""
+    path = json_lines(tmp_path / "bad.jsonl", items)
+    data = RayPreferenceDataset(str(path), on_bad_row="drop", max_bad_share=0.5, block_bytes=SMALL_BLOCKS)
+    with pytest.raises(DataError, match=r"20 of (3|4)\d rows are bad"):
+        contents(epochs(stream(InProcess(data, renderer), data, shuffle=False), 1))
 
 
 def test_kwise_rows_give_the_pairs_of_memory(tmp_path: Path) -> None:
