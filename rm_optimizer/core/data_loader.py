@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,7 @@ __all__ = [
     "require_disjoint_prompts",
 ]
 
+_log = logging.getLogger("rm_optimizer")
 _HOME = {
     "create_dataloader": "rm_optimizer.core.macro_loader",
     "RayPreferenceDataset": "rm_optimizer.core.ray_dataset",
@@ -74,6 +76,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         pairs: the pairs, in order.
         skipped: rows of the sources that gave no pair, and why.
         rows: the rows that the pairs are of; None where they were not read from a source.
+        notes: sentences on columns that look like content and were not read.
 
     Example:
         >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]
@@ -86,6 +89,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     pairs: tuple[PreferencePair, ...]
     skipped: tuple[SkippedRow, ...] = ()
     rows: PairRows | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[PreferencePair]) -> PreferenceDataset:
@@ -100,6 +104,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
             tuple(pair for part in parts for pair in part.pairs),
             tuple(row for part in parts for row in part.skipped),
             PairRows.joined(rows) if len(rows) == len(parts) else None,
+            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         )
 
     @classmethod
@@ -130,7 +135,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
             on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
             max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
             seed: of the random part that a fractional weight takes.
-            spelling: entrance whose options messages name.
+            spelling: entrance whose options messages name. Notes of a Python call are logged; commands say them.
 
         Raises:
             DataError: if a source cannot be read or a row is bad; the text names file and row.
@@ -146,7 +151,11 @@ class PreferenceDataset(Sequence[PreferencePair]):
             raise DataError(
                 f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
             )
-        return cls(pairs, skipped, mixed_rows(loaded, seed))
+        notes = tuple(note for _, result in loaded for note in result.notes)
+        if spelling == Spelling.python:
+            for note in notes:
+                _log.warning(note)
+        return cls(pairs, skipped, mixed_rows(loaded, seed), notes)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -217,7 +226,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
     def _taken(self, positions: Sequence[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
         rows = None if self.rows is None else self.rows.take(positions)
-        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows)
+        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows, self.notes)
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
@@ -320,12 +329,13 @@ class TrainVal:
     ceiling: float | None = None
 
     def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
-        """Sentences on what a user may not expect: labels, unused margins and conversations in both splits.
+        """Sentences on what a user may not expect: columns, labels, unused margins, conversations in both splits.
 
         Args:
             uses_margins: whether the loss reads margins.
         """
-        found = [
+        found = list(dict.fromkeys((*self.train.notes, *self.val.notes)))
+        found += [
             f"{name}: {note}"
             for name, data in (("training", self.train), ("validation", self.val))
             if (note := label_note(data.pairs)) is not None

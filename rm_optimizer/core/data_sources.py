@@ -28,6 +28,7 @@ from rm_optimizer.core.formats import (
 from rm_optimizer.core.packing import random_positions
 from rm_optimizer.core.readers import Report, Row, read_rows, source_name
 from rm_optimizer.core.row_context import CONTEXT_COLUMNS, in_context
+from rm_optimizer.core.unread_columns import unread_note
 from rm_optimizer.core.winner import parse_winner
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
@@ -86,11 +87,19 @@ class DataSource:
 
 @dataclass(frozen=True)
 class SourcePairs:
-    """The pairs of a source in the order of its rows, the rows that gave none, and those that the pairs are of."""
+    """The pairs of a source in the order of its rows.
+
+    Args:
+        pairs: the pairs.
+        skipped: rows that gave none.
+        rows: rows that the pairs are of.
+        notes: sentences on columns that look like content and are not read.
+    """
 
     pairs: tuple[PreferencePair, ...]
     skipped: tuple[SkippedRow, ...]
     rows: PairRows = field(default_factory=PairRows)
+    notes: tuple[str, ...] = ()
 
 
 def parse_sources(
@@ -174,7 +183,22 @@ def load_source(
     if not found:
         raise DataError(_nothing_left(source, tally.skipped))
     kept = PairRows.of_source(tally, [number for number, _ in found])
-    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept)
+    note = columns_note(source, form, [row for _, row in first], spelling)
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, () if note is None else (note,))
+
+
+def columns_note(source: DataSource, form: RowFormat, first: Sequence[Row], spelling: Spelling) -> str | None:
+    """A sentence on columns that look like content and are not read; None if there are none.
+
+    Args:
+        source: what is read and how.
+        form: its format.
+        first: its first rows.
+        spelling: how the sentence names options.
+    """
+    ours = [row for _, row in renamed(enumerate(first), source.columns)]
+    read = form.columns | {"response", "score", *_OPTIONAL} | CONTEXT_COLUMNS
+    return unread_note(source.path, ours, read, spelling)
 
 
 def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:

@@ -15,10 +15,11 @@ from typing import BinaryIO, TypeAlias
 
 import pyarrow.parquet as pq
 
-from rm_optimizer.core.data_sources import FIRST_ROWS, DataSource, format_of, has_one_response_a_row
+from rm_optimizer.core.data_sources import FIRST_ROWS, DataSource, columns_note, format_of, has_one_response_a_row
 from rm_optimizer.core.formats import RowFormat
 from rm_optimizer.core.readers import Report, Row, guarded, parse_lines, read_rows
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.schema.data import Spelling
 
 BLOCK_BYTES = 2**21
 """Text of a block, about; what a worker holds at once."""
@@ -109,10 +110,12 @@ class StreamFile:
     Args:
         source: its path and how to read it.
         form: the format of its rows.
+        note: sentence on columns that look like content and are not read, or None.
     """
 
     source: DataSource
     form: RowFormat
+    note: str | None = None
 
     def rows(self, part: Part, report: Report) -> Iterator[tuple[int, Row]]:
         """Numbered rows of a part of the file.
@@ -133,7 +136,7 @@ def stream_files(sources: Sequence[DataSource]) -> tuple[StreamFile, ...]:
         DataError: if a file does not exist, is no kind that can be read in parts, or its columns fit no format.
         ConfigError: if a weight is not a whole number.
     """
-    return tuple(_opened(file) for source in sources for file in _expanded(source))
+    return tuple(_opened(file, source.path) for source in sources for file in _expanded(source))
 
 
 def _expanded(source: DataSource) -> Iterator[DataSource]:
@@ -153,7 +156,7 @@ def _expanded(source: DataSource) -> Iterator[DataSource]:
         yield from (replace(source, path=name) for name in found)
 
 
-def _opened(source: DataSource) -> StreamFile:
+def _opened(source: DataSource, named: str) -> StreamFile:
     """The file with its format, which the first rows that can be read decide, as they do in memory."""
     first = list(itertools.islice(read_rows(source.path, _ignore), FIRST_ROWS))
     if not first:
@@ -164,7 +167,8 @@ def _opened(source: DataSource) -> StreamFile:
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
             "which would have to be gathered by prompt from the whole file"
         )
-    return StreamFile(source, form)
+    note = columns_note(replace(source, path=named), form, [row for _, row in first], Spelling.hydra)
+    return StreamFile(source, form, note)
 
 
 def _ignore(number: int, reason: str) -> None:

@@ -101,6 +101,11 @@ class RayPreferenceDataset:
             content.update(repr(known).encode())
         return content.hexdigest()[:16]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on columns that look like content and are not read, one for each source."""
+        return tuple(dict.fromkeys(file.note for file in self.reader.files if file.note is not None))
+
     def first_pairs(self, num_pairs: int) -> PreferenceDataset:
         """Up to `num_pairs` pairs from the start of the files, read in this process, and the rows skipped among them.
 
@@ -114,7 +119,7 @@ class RayPreferenceDataset:
         found = list(itertools.islice(numbered, num_pairs))
         places = np.array([(file, number) for file, (number, _) in found], dtype=np.int64).reshape(-1, 2)
         skipped = tuple(row for tally in tallies for row in tally.skipped)
-        return PreferenceDataset(tuple(pair for _, (_, pair) in found), skipped, PairRows(tallies, places))
+        return PreferenceDataset(tuple(pair for _, (_, pair) in found), skipped, PairRows(tallies, places), self.notes)
 
     def row_name(self, index: int) -> str:
         """File and row of a pair, by its `pair_index` in a batch."""

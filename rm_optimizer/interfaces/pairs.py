@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.readers import data_files, is_saved_folder, source_name
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
+
+_log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,16 @@ class Reading:
         if twice := [file for file, count in files.items() if count > 1]:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
         shared = Counter(label for label, _, _ in found)
-        parts = [self._part(file, path if shared[label] > 1 else label) for label, path, own in found for file in own]
-        return PreferenceDataset.joined(parts)
+        parts = []
+        for label, path, own in found:
+            for file in own:
+                part = self._part(file, path if shared[label] > 1 else label)
+                notes = tuple(note.replace(file, path, 1) for note in part.notes)  # once for a folder
+                parts.append(replace(part, notes=notes))
+        data = PreferenceDataset.joined(parts)
+        for note in data.notes:
+            _log.warning(note)
+        return data
 
     def _part(self, file: str, label: str) -> PreferenceDataset:
         """The pairs of one file, those without a source of their own under `label`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 from rm_optimizer.schema.recall import run_folder_of
 from rm_optimizer.schema.run_folder import read_identity, read_options
 from rm_optimizer.schema.run_options import FREE, is_among
+
+_log = logging.getLogger("rm_optimizer")
 
 
 def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subject:
@@ -38,8 +41,11 @@ def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subj
     wanted = options.landscape.params
     params = wanted if isinstance(wanted, str) else tuple(map(str, wanted))
     select_parameters(model, params)
+    data = _pairs(options)
+    for note in data.notes if checkpoint is None else ():
+        _log.warning(note)
     sample = draw_pairs(
-        _pairs(options).accepted_by(model.renderer).pairs,
+        data.accepted_by(model.renderer).pairs,
         model.renderer,
         num_pairs=options.landscape.num_pairs,
         seed=options.seed,

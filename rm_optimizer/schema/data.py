@@ -58,8 +58,11 @@ class Spelling(StrEnum):
         """
         if self == Spelling.flags:
             return " ".join(f"--columns {ours}={theirs}" for ours, theirs in mapping.items())
+        if self == Spelling.python:
+            arguments = {ours: None if theirs == "null" else theirs for ours, theirs in mapping.items()}
+            return f"columns={arguments}"
         inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
-        return f"data.columns={{{inside}}}" if self == Spelling.hydra else f"columns={dict(mapping)}"
+        return f"data.columns={{{inside}}}"
 
 
 MAX_BAD_SHARE = 0.2
