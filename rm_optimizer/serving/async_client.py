@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.chat import ConversationRenderer
+from rm_optimizer.errors import DataError
 from rm_optimizer.serving.client_requests import ConversationForm, Form, TokenForm, WrongAnswer, finite_numbers, pieces
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.handshake import ServerIdentity, shake_hands
@@ -48,13 +49,12 @@ class ClientArguments:
 class _Session:
     """Connections, which belong to one process and one event loop."""
 
-    where: tuple[int, asyncio.AbstractEventLoop]
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
     connecting: asyncio.Lock
 
     @classmethod
-    def opened(cls, where: tuple[int, asyncio.AbstractEventLoop], arguments: ClientArguments) -> _Session:
+    def opened(cls, arguments: ClientArguments) -> _Session:
         count = arguments.concurrency
         http = httpx.AsyncClient(
             headers=bearer(arguments.api_key),
@@ -62,7 +62,7 @@ class _Session:
             transport=arguments.transport,
             trust_env=not is_loopback(arguments.url),
         )
-        return cls(where, http, asyncio.Semaphore(count), asyncio.Lock())
+        return cls(http, asyncio.Semaphore(count), asyncio.Lock())
 
 
 def _remade(kind: type[Any], arguments: ClientArguments) -> Any:
@@ -101,18 +101,19 @@ class AsyncRewardClient:
         self.timeout_seconds = timeout_seconds
         self._form: Form = TokenForm() if renderer is not None else ConversationForm()
         self._identity: ServerIdentity | None = None
-        self._sessions: list[_Session] = []
+        self._sessions: dict[tuple[int, asyncio.AbstractEventLoop], _Session] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments; the copy connects by itself."""
         return _remade, (type(self), self._arguments)
 
     def _session(self) -> _Session:
-        """The session of this process and its running loop; those of others, after a fork say, are left alone."""
+        """The open session of this process and its running loop; those of others, after a fork say, are left alone."""
         here = os.getpid(), asyncio.get_running_loop()
-        if not self._sessions or self._sessions[-1].where != here:
-            self._sessions.append(_Session.opened(here, self._arguments))
-        return self._sessions[-1]
+        if here not in self._sessions or self._sessions[here].http.is_closed:
+            open_ones = {where: one for where, one in list(self._sessions.items()) if not where[1].is_closed()}
+            self._sessions = open_ones | {here: _Session.opened(self._arguments)}
+        return self._sessions[here]
 
     async def __aenter__(self) -> AsyncRewardClient:
         await self.connect()
@@ -124,7 +125,7 @@ class AsyncRewardClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the session."""
+        """Close the session; a later call opens another."""
         if self._sessions:
             await self._session().http.aclose()
 
@@ -220,6 +221,9 @@ class AsyncRewardClient:
             model: the name to ask for.
             deadline: of the call.
             use_activation: ask for sigmoids.
+
+        Raises:
+            DataError: if a text cannot be sent.
         """
         body = {**form.body(rows, use_activation), "model": model}
         try:
@@ -229,6 +233,8 @@ class AsyncRewardClient:
             if error.status != 413 or len(rows) < 2:
                 raise
             return await self._ask_halves(form, rows, model, deadline, use_activation)
+        except UnicodeEncodeError as error:
+            raise DataError("a text holds half of a UTF-16 surrogate pair, which is no character") from error
         except ValueError as error:
             raise WrongAnswer(f"{self.url}{form.path} answered with no JSON") from error
         numbers = finite_numbers(form, answer, len(rows))

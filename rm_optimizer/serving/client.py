@@ -110,7 +110,7 @@ class RewardClient:
         return self._run(lambda client: client.score_versioned(prompts, responses, expect_version=expect_version))
 
     def close(self) -> None:
-        """Close the session; a second call does nothing."""
+        """Close the session; a second call does nothing, and a later question opens another."""
         for thread in self._threads:
             thread.close()
 
@@ -124,7 +124,7 @@ class RewardClient:
 
     def _run(self, work: Callable[[AsyncRewardClient], Coroutine[Any, Any, T]]) -> T:
         with self._lock:
-            if not self._threads or self._threads[-1].pid != os.getpid():  # threads do not survive a fork
+            if not self._threads or not self._threads[-1].is_running:
                 self._threads.append(_LoopThread(self._arguments))
         return self._threads[-1].run(work)
 
@@ -141,6 +141,11 @@ class _LoopThread:
         self._thread.start()
         self._client = AsyncRewardClient(**vars(arguments))
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it is this process's, as threads do not survive a fork, and was not closed."""
+        return self.pid == os.getpid() and not self._loop.is_closed()
+
     def run(self, work: Callable[[AsyncRewardClient], Coroutine[Any, Any, T]]) -> T:
         """Do it on the loop, and wait no longer than the calls that it makes."""
         future = asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
@@ -153,7 +158,7 @@ class _LoopThread:
 
     def close(self) -> None:
         """Close the session and end the thread, in the process that has it."""
-        if self.pid == os.getpid() and not self._loop.is_closed():
+        if self.is_running:
             self.run(lambda client: client.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -276,12 +276,6 @@ def _slices(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _prompt(item: ScoreItem, name: str) -> Prompt:
-    if not item.prompt or (isinstance(item.prompt, str) and not item.prompt.strip()):
-        raise InvalidRequest("prompt must not be empty", name)
-    return item.prompt if isinstance(item.prompt, str) else _messages(item.prompt, name)
-
-
 def _messages(messages: Sequence[WireMessage], name: str) -> tuple[Message, ...]:
     try:
         return tuple(Message(message.role, message.text) for message in messages)

@@ -97,8 +97,8 @@ class RMPublisherAdapter:
 
     @property
     def _messages(self) -> UpdateMessages:
-        """The messages over this process's own connections; those of the process that forked it are left alone."""
-        if not self._opened or self._opened[-1][0] != os.getpid():
+        """The messages over this process's open connections; those of the process that forked it are left alone."""
+        if not self._opened or self._opened[-1][0] != os.getpid() or self._opened[-1][1].session.is_closed:
             session = httpx.Client(headers=self._headers, trust_env=not is_loopback(self.url))
             self._opened.append((os.getpid(), UpdateMessages(self.url, session)))
         return self._opened[-1][1]
@@ -160,7 +160,7 @@ class RMPublisherAdapter:
                 return
 
     def close(self) -> None:
-        """Close the session; a second call does nothing."""
+        """Close the session; a second call does nothing, and a later message opens another."""
         for pid, messages in self._opened:
             if pid == os.getpid():
                 messages.session.close()

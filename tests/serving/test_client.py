@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from email.utils import formatdate
 
@@ -17,7 +19,7 @@ import torch
 
 from rm_optimizer.core.base import Message, Scorer
 from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.serving.async_client import AsyncRewardClient
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.client_requests import ConversationForm, WrongAnswer
@@ -391,6 +393,7 @@ def test_a_publisher_asks_in_a_forked_process_and_after_pickling(tmp_path):
         assert in_a_fork(lambda: publisher.status() == expected) == 0
         with pickle.loads(pickle.dumps(publisher)) as copy:
             assert (copy.status(), copy.mode, copy.timeout_seconds) == (expected, "head_only", 10)
+        publisher.close()
         assert publisher.status() == expected
 
 
@@ -429,6 +432,61 @@ def test_an_asynchronous_client_answers_on_every_loop_and_in_every_process(stub,
     assert asyncio.run(two())
     assert asyncio.run(two())
     assert in_a_fork(lambda: asyncio.run(two())) == 0
+
+
+def test_a_closed_client_connects_again(stub, renderer, expected):
+    client = connected(stub, renderer=renderer)
+    client.close()
+    client.close()
+    assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+    client.close()
+    alone = AsyncRewardClient("http://stub", renderer=renderer, transport=httpx.MockTransport(stub))
+
+    async def twice() -> list[torch.Tensor]:
+        answers = []
+        for _ in range(2):
+            answers.append(await alone.score(PROMPTS, RESPONSES))
+            await alone.close()
+        return answers
+
+    assert all(torch.equal(answer, expected) for answer in asyncio.run(twice()))
+
+
+def noted_sessions(monkeypatch) -> list[weakref.ref]:
+    """Sessions that are opened from now on."""
+    opened: list[weakref.ref] = []
+    original = httpx.AsyncClient.__init__
+
+    def noting(self: httpx.AsyncClient, **options: object) -> None:
+        opened.append(weakref.ref(self))
+        original(self, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "__init__", noting)
+    return opened
+
+
+def test_an_asynchronous_client_keeps_no_connections_of_loops_that_ended(stub, renderer, monkeypatch):
+    client = AsyncRewardClient("http://stub", renderer=renderer, transport=httpx.MockTransport(stub))
+    opened = noted_sessions(monkeypatch)
+    for _ in range(4):
+        asyncio.run(client.score(PROMPTS[:1], RESPONSES[:1]))
+    gc.collect()
+    assert len(opened) == 4
+    assert sum(session() is not None for session in opened) == 1
+
+
+def test_two_loops_that_take_turns_open_one_session_each(stub, renderer, monkeypatch):
+    client = AsyncRewardClient("http://stub", renderer=renderer, transport=httpx.MockTransport(stub))
+    opened = noted_sessions(monkeypatch)
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        for runner in (first, second, first, second):
+            runner.run(client.score(PROMPTS[:1], RESPONSES[:1]))
+    assert len(opened) == 2
+
+
+def test_half_of_a_surrogate_pair_is_the_callers_mistake(stub):
+    with connected(stub) as client, pytest.raises(DataError, match="half of a UTF-16 surrogate pair"):
+        client.score(["Hi \ud800"], ["Hello."])
 
 
 def test_a_call_is_not_waited_for_longer_than_its_time(stub, renderer, monkeypatch):
