@@ -60,13 +60,20 @@ def no_format(
 
 
 def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str:
-    if "prompt" in names and ({"response"} <= set(names) or {"responses"} <= set(names)):
-        return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
     known = _known_names(names, rows)
     if known and detect_format([row for _, row in renamed(enumerate(rows), known)]):
         return f"did you mean {spelling.columns({**_given(columns), **known})}?"
+    if "prompt" in names and any(_are_responses(row) for row in rows):
+        return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
     return (
         _numbered_hint(rows, names, columns, spelling) or _nested_hint(rows, names, spelling) or _plain_hint(spelling)
+    )
+
+
+def _are_responses(row: Row) -> bool:
+    several = row.get("responses")
+    return isinstance(row.get("response"), str) or (
+        isinstance(several, list) and all(isinstance(item, str) for item in several)
     )
 
 

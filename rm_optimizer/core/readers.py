@@ -105,6 +105,10 @@ def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row
     if suffix not in _READERS or (suffix == ".parquet" and path.name.lower().endswith(".gz")):
         shown = "".join(path.suffixes[-2:]) if path.name.endswith(".gz") else path.suffix
         raise DataError(f"{path}: {did_you_mean('kind of file', shown, [*_READERS, *_GZIPPED])}")
+    if not path.is_file():
+        raise DataError(
+            f"{path}: expected a file, got a pipe or device, which cannot be read twice; write it to a file"
+        )
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     return _READERS[suffix]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,12 +59,17 @@ class Spelling(StrEnum):
             '--columns prompt=question --columns chosen=better'
         """
         if self == Spelling.flags:
-            return " ".join(f"--columns {ours}={theirs}" for ours, theirs in mapping.items())
+            return " ".join(f"--columns {_shell_word(f'{ours}={theirs}')}" for ours, theirs in mapping.items())
         if self == Spelling.python:
             arguments = {ours: None if theirs == "null" else theirs for ours, theirs in mapping.items()}
             return f"columns={arguments}"
         inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
         return f"data.columns={{{inside}}}"
+
+
+def _shell_word(text: str) -> str:
+    """The text as one word of a shell, in quotes only where a character of it needs them."""
+    return shlex.quote(text) if re.search(r"[\s'\"\\$`&|;<>()*?\[\]{}!#~]", text) else text
 
 
 MAX_BAD_SHARE = 0.2

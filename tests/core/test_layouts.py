@@ -194,6 +194,22 @@ def test_an_answer_names_what_to_type_and_never_changes_what_a_value_means(name:
         assert text not in found.partition("got columns")[2]
 
 
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"prompt": "p", "responses": [GOOD, BAD], "ranking": [1, 2]}, "did you mean --columns ranks=ranking?"),
+        ({"prompt": "p", "responses": [{"text": GOOD, "score": 1}]}, "responses holds responses.text, responses.score"),
+        ({"prompt": "p", "responses": [GOOD, BAD]}, "these are responses to score"),
+        ({"prompt": "p", "response": GOOD}, "these are responses to score"),
+        ({"prompt": "p", "response 1": GOOD, "response 2": BAD}, "--columns 'response_a=response 1'"),
+    ],
+)
+def test_responses_that_can_be_mapped_are_not_called_responses_to_score(
+    row: dict[str, Any], answer: str, tmp_path: Path
+) -> None:
+    assert answer in refusal(tmp_path, [row])
+
+
 def test_ranks_cannot_be_mapped_as_scores(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ranks must be mapped as ranks"):
         load(tmp_path, [{"prompt": "Q?", "responses": ["a", "b"], "ranks": [1, 2]}], columns={"scores": "ranks"})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,12 @@ def test_an_empty_file_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(DataError, match=f"{name}: the file is empty"):
         rows_of(tmp_path / name)
+
+
+def test_a_pipe_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl: expected a file, got a pipe or device"):
+        rows_of(tmp_path / "a.jsonl")
 
 
 def test_an_unknown_ending_gets_a_hint(tmp_path: Path) -> None:
