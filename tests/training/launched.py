@@ -30,10 +30,9 @@ def run_to_its_end(command: Sequence[str], cwd: Path | None = None, **variables:
 
 
 def on_ranks(overrides: Sequence[str], hardware: str = "ddp") -> list[str]:
-    """The overrides with hardware of several processes in place of their own."""
-    replaced = {line.partition("=")[0] for line in ON_CPU} | {"hardware"}
-    kept = [line for line in overrides if line.partition("=")[0] not in replaced]
-    return [*kept, f"hardware={hardware}", *ON_CPU]
+    """The overrides, the last of each option, with hardware of several processes in place of their own."""
+    last = {line.partition("=")[0]: line for line in [*overrides, f"hardware={hardware}", *ON_CPU]}
+    return list(last.values())
 
 
 def train_on_two_ranks(folder: Path, overrides: Sequence[str], hardware: str = "ddp") -> Path:

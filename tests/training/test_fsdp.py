@@ -21,11 +21,11 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.evaluate import score_pairs
 from tests.training.launched import (
-    ON_CPU,
     TOLERANCE,
     assert_same_bytes,
     assert_same_trajectory,
     forget_after,
+    on_ranks,
     run_to_its_end,
     train_on_two_ranks,
 )
@@ -61,7 +61,8 @@ def folders_of_torchrun(small_overrides: list[str], tmp_path_factory: pytest.Tem
     """What `outputs/train` holds after torchrun's processes each took the time for its name."""
     cwd = tmp_path_factory.mktemp("torchrun")
     found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # torchrun
-    command = ["bash", str(SCRIPT), *small_overrides, *OPTIONS, "hardware=fsdp", *ON_CPU]
+    overrides = [line for line in on_ranks([*small_overrides, *OPTIONS]) if not line.startswith("hardware=")]
+    command = ["bash", str(SCRIPT), *overrides]  # which names the hardware itself
     run_to_its_end(command, cwd, DEVICES="2", STRATEGY="fsdp", **found)
     return list(cwd.glob("outputs/train/*/*"))
 
