@@ -84,6 +84,8 @@ def require_usable(config: TrainConfig) -> None:
         ConfigError: naming the folder, what is in it and what can be done.
     """
     folder = Path(config.output_dir)
+    if not (config.resume == Resume.restart and is_run_folder(folder)):
+        _require_replaceable(folder / "best")
     results = results_in(folder)
     if not results:
         return
@@ -98,6 +100,16 @@ def require_usable(config: TrainConfig) -> None:
     before = read_options(folder) or _json(folder / RESULT_FILE).get("config")
     if config.resume == Resume.auto and before:
         require_same_options(before, options_of(config))
+
+
+def _require_replaceable(export: Path) -> None:
+    """Refuse, before training rather than after it, a folder of the export's name that holds something else."""
+    if not os.path.lexists(export) or (export / "export.json").is_file():
+        return
+    if not export.is_dir() or any(export.iterdir()):
+        raise ConfigError(
+            f"{_shown(export)} is where a run puts its model, but holds no export of ours; choose another hydra.run.dir"
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_a_link_to_a_used_folder_is_refused(used: Path, small_config: Build, tmp
 
 
 def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path) -> None:
-    for name in ("notes.txt", "plots/old.png", "best/README.md", "checkpoints/other.ckpt", "options.json"):
+    for name in ("notes.txt", "plots/old.png", "checkpoints/other.ckpt", "options.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     require_usable(small_config(tmp_path))
@@ -85,6 +85,17 @@ def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Buil
     for resume in ("none", "auto", "restart"):
         with pytest.raises(ConfigError, match=r"already holds metrics\.csv, which a run would overwrite"):
             require_usable(small_config(tmp_path, f"resume={resume}"))
+
+
+@pytest.mark.parametrize("resume", ["none", "auto", "restart"])
+def test_a_folder_that_the_export_could_not_replace_is_refused_at_once(
+    resume: str, small_config: Build, tmp_path: Path
+) -> None:
+    (tmp_path / "best").mkdir()
+    require_usable(small_config(tmp_path, f"resume={resume}"))
+    (tmp_path / "best" / "model.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match="best is where a run puts its model, but holds no export of ours"):
+        require_usable(small_config(tmp_path, f"resume={resume}"))
 
 
 def test_a_finished_run_stays_as_it_is(used: Path, finished_run: RunResult, small_config: Build) -> None:
