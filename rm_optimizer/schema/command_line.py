@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -172,7 +173,7 @@ def _check_known(config: DictConfig) -> None:
 def _check_writable(option: str, folder: Path) -> None:
     """Refuse a run folder that cannot be made, before anything is loaded; permission bits alone do not tell."""
     parent = folder.absolute()
-    while not parent.exists():
+    while not os.path.lexists(parent):  # a link that leads nowhere cannot become a folder
         parent = parent.parent
     try:
         with TemporaryDirectory(prefix=".writable-", dir=parent):

@@ -88,6 +88,12 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path, op
         check_command([f"{option}={tmp_path / 'file' / 'run'}"])
 
 
+def test_a_link_that_leads_nowhere_is_no_run_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"^hydra\.run\.dir must be a folder that can be written, got .*link'"):
+        check_command([f"hydra.run.dir={tmp_path / 'link'}"])
+
+
 def test_a_broken_preset_of_the_user_names_file_and_line(tmp_path):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "mine.yaml").write_text("lr: 1\nbeta1: [0.9\n")
