@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -105,12 +106,13 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
 
 def _print_next(result: RunResult, console: Console) -> None:
     run_dir, export = (os.path.relpath(path) for path in (result.run_dir, result.export))
+    typed = shlex.quote(f"./{export}" if export.startswith("-") else export)
     lines = {
         "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it)",
         "pictures": f"{run_dir}/{PICTURES}",
         "numbers": f"{run_dir}/run.json, {run_dir}/metrics.csv",
-        "score": f'rm-opt score {export} --prompt "…" --response "…"',
-        "evaluate": f"rm-opt evaluate {export} --data PAIRS.jsonl",
+        "score": f'rm-opt score {typed} --prompt "…" --response "…"',
+        "evaluate": f"rm-opt evaluate {typed} --data PAIRS.jsonl",
     }
     for name, line in lines.items():
         console.print(f"{name:>9}: {line}", markup=False, highlight=False, soft_wrap=True)
