@@ -38,6 +38,7 @@ def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subj
     model = BradleyTerryRM.from_pretrained(checkpoint or options.checkpoint, max_length=options.max_length)
     if torch.cuda.is_available():
         model.to("cuda")
+    _warn_of_other_beta(model.beta, options)
     wanted = options.landscape.params
     params = wanted if isinstance(wanted, str) else tuple(map(str, wanted))
     select_parameters(model, params)
@@ -53,6 +54,15 @@ def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subj
     )
     dtype = getattr(torch, options.landscape.dtype.value)
     return Subject(model.eval(), sample, options.loss, params, dtype)
+
+
+def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
+    """Say that the loss has another inverse temperature than the model's own, as outside of its run folder."""
+    if trained not in (1.0, options.loss.beta):
+        _log.warning(
+            "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",
+            options.loss.beta, options.checkpoint, trained, trained,
+        )  # fmt: skip
 
 
 def _pairs(options: AnalyzeConfig) -> PreferenceDataset:

@@ -283,6 +283,20 @@ def test_what_cannot_be_measured_is_one_sentence(run_dir, tmp_path, options, kin
     assert "\n" not in str(caught.value)
 
 
+def test_another_beta_than_a_model_was_trained_with_is_told(run_dir, tmp_path, caplog):
+    model = BradleyTerryRM.from_pretrained(run_dir / "best")
+    model.beta = 0.25
+    model.save_pretrained(tmp_path / "alone")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(f'{{"prompt": "{n}", "chosen": "yes", "rejected": "no"}}\n' for n in range(4)))
+    arguments = ["landscape=slices", "landscape.num_points=3", f"data.train={pairs}"]
+    analyzed(tmp_path / "alone", *arguments, f"output_dir={tmp_path / 'one'}")
+    assert "loss.beta=0.25 measures that loss" in caplog.text
+    caplog.clear()
+    analyzed(tmp_path / "alone", *arguments, "loss.beta=0.25", f"output_dir={tmp_path / 'quarter'}")
+    assert "measures that loss" not in caplog.text
+
+
 def test_a_model_outside_of_a_run_needs_pairs(run_dir, tmp_path):
     BradleyTerryRM.from_pretrained(run_dir).save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"data\.train must name pairs, .*; add --data PAIRS"):
