@@ -86,7 +86,7 @@ class RMPublisherAdapter:
         self.url = url.rstrip("/")
         self.mode, self.transport, self.host = mode, transport, host
         self.timeout_seconds = timeout_seconds
-        self._headers = bearer(api_key)
+        self._session_options: dict[str, Any] = {"headers": bearer(api_key), "trust_env": not is_loopback(self.url)}
         self._arguments = (url, mode.value, transport.value, api_key, timeout_seconds, host)
         self._opened: list[tuple[int, UpdateMessages]] = []
         self._published: tuple[str, int] | None = None
@@ -99,7 +99,7 @@ class RMPublisherAdapter:
     def _messages(self) -> UpdateMessages:
         """The messages over this process's open connections; those of the process that forked it are left alone."""
         if not self._opened or self._opened[-1][0] != os.getpid() or self._opened[-1][1].session.is_closed:
-            session = httpx.Client(headers=self._headers, trust_env=not is_loopback(self.url))
+            session = httpx.Client(**self._session_options)
             self._opened.append((os.getpid(), UpdateMessages(self.url, session)))
         return self._opened[-1][1]
 
