@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -16,8 +17,9 @@ import torch
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.live_weights import checkpoint_version
-from rm_optimizer.serving.protocol import WeightProbe
+from rm_optimizer.serving.protocol import MAX_ITEMS, WeightProbe
 from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
+from rm_optimizer.serving.retries import Deadline
 from tests.serving.engines import exported
 from tests.serving.running import serve_process
 from tests.serving.test_update_faults import assert_whole, is_gone, models_of, worker_of
@@ -25,8 +27,10 @@ from tests.serving.test_weight_sync import PROMPTS, RESPONSES
 
 pytestmark = pytest.mark.slow
 CHECKED, SWAPPED = "while the weights are checked", "while they are swapped in"
-PUBLISH_SECONDS = 20.0
-"""Enough to reach the commit; the publisher looks for the killed server as long."""
+PUBLISH_SECONDS = 60.0
+"""Enough to reach the commit on a busy machine."""
+LOST_SECONDS = 1.0
+"""Time that the publisher looks for the killed server."""
 JSON = {"content-type": "application/json"}
 
 
@@ -47,6 +51,19 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+class HurriedDeadline(Deadline):
+    """A deadline that can be brought forward."""
+
+    made: ClassVar[list[HurriedDeadline]] = []
+
+    def __init__(self, url: str, seconds: float) -> None:
+        super().__init__(url, seconds)
+        self.made.append(self)
+
+    def hurry(self) -> None:
+        self._end = min(self._end, time.monotonic() + LOST_SECONDS)
 
 
 class Publication:
@@ -74,6 +91,11 @@ class Publication:
         repeated = lambda: httpx.post(begin, content=self._begin, headers=JSON, timeout=60).status_code  # noqa: E731
         wait_until(lambda: repeated() == 409, "no commit came under way")
 
+    def hurry(self) -> None:
+        """Look for the killed server no longer than needed."""
+        for deadline in HurriedDeadline.made:
+            deadline.hurry()
+
     def join(self) -> None:
         self._thread.join(timeout=3 * PUBLISH_SECONDS)
         assert not self._thread.is_alive()
@@ -94,8 +116,8 @@ class Publication:
 
 
 def slow_probe(model: BradleyTerryRM) -> WeightProbe:
-    """A probe that takes the tiny model seconds, with the new weights in their place."""
-    rows = torch.randint(5, 300, (8192, 128), generator=torch.Generator().manual_seed(0)).tolist()
+    """The longest probe, which takes the tiny model seconds, with the new weights in their place."""
+    rows = torch.randint(5, 300, (MAX_ITEMS, 128), generator=torch.Generator().manual_seed(0)).tolist()
     return WeightProbe(input_ids=rows, rewards=[0.0] * len(rows))
 
 
@@ -111,6 +133,7 @@ def kill_in_commit(server, new: BradleyTerryRM, moment: str) -> Publication:
     server.process.kill()
     server.process.wait()
     os.kill(worker, signal.SIGCONT)
+    publication.hurry()
     return publication
 
 
@@ -121,6 +144,8 @@ def test_a_server_killed_in_a_commit_leaves_no_process_and_its_successor_serves_
     original, checkpoint = exported("llama", tmp_path / "export"), tmp_path / "export"
     new = models_of(checkpoint, 1)[0]
     with monkeypatch.context() as patched:
+        patched.setattr("rm_optimizer.serving.publisher.Deadline", HurriedDeadline)
+        patched.setattr("rm_optimizer.serving.publisher.GIVING_UP_SECONDS", LOST_SECONDS)
         if moment == SWAPPED:
             patched.setattr("rm_optimizer.serving.publisher.weight_probe", slow_probe)
         with serve_process(checkpoint) as server:
