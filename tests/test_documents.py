@@ -148,7 +148,7 @@ WAYS: dict[str, Way] = {
     "rm-opt doctor outputs/run/best --data pairs.jsonl": Way(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",
-        prints="save_reload",
+        prints="verdict:",
         slow=True,
     ),
 }

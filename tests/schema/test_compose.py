@@ -19,7 +19,7 @@ NEED_A_PATH = ("custom", "qlora")
 
 
 def composed(*overrides: str) -> TrainConfig:
-    return checked(overrides, TrainConfig, writable=False)
+    return checked(overrides, TrainConfig, writable=False, sweeps=True)
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=[f"{group}={name}" for group, name in PRESETS])

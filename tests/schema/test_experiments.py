@@ -35,7 +35,7 @@ STEPS = {
 
 
 def options(*overrides: str) -> dict[str, Any]:
-    config = dataclasses.asdict(checked(overrides, TrainConfig, writable=False))
+    config = dataclasses.asdict(checked(overrides, TrainConfig, writable=False, sweeps=True))
     return {name: value for name, value in flat(config) if name != "output_dir"}
 
 
@@ -61,7 +61,8 @@ def sweep(name: str, *overrides: str) -> list[list[str]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_keeps_the_model_and_hardware_of_the_command_line(name, model):
-    config = checked([f"experiment={name}", f"model={model}", "hardware=h100"], TrainConfig, writable=False)
+    overrides = [f"experiment={name}", f"model={model}", "hardware=h100"]
+    config = checked(overrides, TrainConfig, writable=False, sweeps=True)
     assert (config.model.name, config.hardware.precision) == (model, "bf16-mixed")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,9 +139,9 @@ def test_schedule_free_is_measured_at_its_averages(
     evaluated: list[Tensor] = []
     score = callbacks.PreferenceDataModule.score_validation
 
-    def kept(datamodule: callbacks.PreferenceDataModule, model: BradleyTerryRM) -> object:
+    def kept(datamodule: callbacks.PreferenceDataModule, model: BradleyTerryRM, **options: Any) -> object:
         evaluated.append(flat([p.detach().clone() for p in model.parameters() if p.requires_grad]))
-        return score(datamodule, model)
+        return score(datamodule, model, **options)
 
     monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", kept)
     options = ["optimizer=schedulefree", "schedule=constant", "training.evals_per_epoch=3"]
@@ -195,11 +197,21 @@ def test_schedule_free_weights_come_back_when_looking_at_them_fails(
 ) -> None:
     modes: list[bool] = []
 
-    def fails(*args: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         raise MemoryError("out of memory")
 
-    module = training_curvature if watching else callbacks
-    monkeypatch.setattr(module, "set_train_mode", lambda optimizer, mode: modes.append(mode))
+    @contextmanager
+    def switched(optimizer: object) -> Iterator[None]:
+        modes.append(False)
+        try:
+            yield
+        finally:
+            modes.append(True)
+
+    if watching:
+        monkeypatch.setattr(training_curvature, "set_train_mode", lambda optimizer, mode: modes.append(mode))
+    else:
+        monkeypatch.setattr(callbacks, "evaluation_weights", switched)
     if not watching:
         monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", fails)
     seen = Observers(measure_curvature=lambda *args: fails) if watching else Observers()

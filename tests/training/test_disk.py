@@ -109,6 +109,7 @@ def test_a_real_refusal_leaves_one_sentence_and_whole_checkpoints(
     shutil.copytree(finished_run.run_dir, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     max(checkpoints.glob("step-*.ckpt")).unlink()
+    (tmp_path / "run" / "run.json").unlink()
     before = {path: path.read_bytes() for path in checkpoints.glob("step-*.ckpt")}
     largest = max(before).stat().st_size // 2
     ended = subprocess.run(

@@ -244,6 +244,7 @@ def test_chips_are_known_by_the_words_of_their_name(name: str, teraflops: float 
 def test_a_resumed_profile_goes_on_in_the_same_file(small_config: Build, tmp_path: Path) -> None:
     train_reward_model(small_config(tmp_path, "training.checkpoint_every=2"))
     (tmp_path / "checkpoints" / "step-00000006.ckpt").unlink()
+    (tmp_path / "run.json").unlink()
     train_reward_model(small_config(tmp_path, "training.checkpoint_every=2", "resume=auto", "profile_memory=true"))
     with (tmp_path / "profile.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["5", "6"]
