@@ -130,6 +130,7 @@ class ConversationRenderer:
         self.max_length = max_length
         self.render_fn = render_fn
         self.frame = _special_frame(tokenizer)
+        _require_one_template(tokenizer, render_fn)
         self._lead, self._end = ((), ()) if self.is_written else self.frame
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
@@ -446,6 +447,16 @@ def _check_encodable(text: str) -> None:
         require_characters("a text", text)
     except ValueError as error:
         raise ConversationRefused(f"{error}; repair or drop the row") from error
+
+
+def _require_one_template(tokenizer: PreTrainedTokenizerBase, render_fn: RenderFn | None) -> None:
+    """Refuse a tokenizer with several named chat templates and no default: nothing says which a reward model reads."""
+    named = tokenizer.chat_template
+    if render_fn is None and isinstance(named, dict) and "default" not in named:
+        raise CheckpointError(
+            f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none named 'default'; "
+            "save it with the one that the model reads as chat_template.jinja"
+        )
 
 
 def _special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:

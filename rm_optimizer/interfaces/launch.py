@@ -131,6 +131,7 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
         arguments: passed on as they are.
     """
     command = [sys.executable, "-m", module, *arguments]
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # -m would import a datasets.py of the user's folder as the library
     if os.name == "nt":  # there, execv returns to the shell before the new program ends
         sys.exit(subprocess.run(command, check=False).returncode)
     sys.stdout.flush()

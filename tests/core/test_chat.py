@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rm_optimizer.core.base import Message
 from rm_optimizer.core.chat import PINNED_DATE, ConversationRenderer, pin_dates
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
+from tests.core.tiny_models import decoder_tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -363,3 +364,10 @@ def test_a_reward_sequence_depends_on_its_own_prompt_and_response_only() -> None
     alone = renderer.encode(prompt, "four")
     beside = renderer.encode_batch([prompt, prompt], ["four", "it is four " * 30])[0]
     assert alone == beside
+
+
+def test_several_templates_without_a_default_are_refused():
+    tokenizer = decoder_tokenizer()
+    tokenizer.chat_template = {"rag": "{{ messages }}", "tool_use": "{{ messages }}"}
+    with pytest.raises(CheckpointError, match=r"several chat templates \(rag, tool_use\) and none named 'default'"):
+        ConversationRenderer(tokenizer, 64)

@@ -100,6 +100,13 @@ def test_become_replaces_the_process_and_keeps_its_exit_code():
     assert done.stderr.startswith("error: unknown optimizer 'moun'; did you mean 'muon'?")
 
 
+def test_a_module_of_the_users_folder_is_not_taken_for_a_library(tmp_path):
+    (tmp_path / "enum.py").write_text("raise SystemExit('the wrong enum')\n")
+    code = "from rm_optimizer.interfaces.launch import become; become('rm_optimizer.train', ['optimizer=moun'])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("error: unknown optimizer 'moun'")
+
+
 def test_where_execv_returns_early_the_child_is_waited_for(monkeypatch):
     monkeypatch.setattr(os, "name", "nt")
     monkeypatch.setattr(subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 3))
