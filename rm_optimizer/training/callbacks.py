@@ -271,9 +271,11 @@ class Checkpoints(pl.Callback):
 
     def _stops(self, trainer: pl.Trainer) -> bool:
         """Whether any process was asked to stop; a signal may reach one alone, or reach them at different steps."""
-        self.stop.requested = trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False)
-        trainer.should_stop = trainer.should_stop or self.stop.requested
-        return self.stop.requested
+        stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
+        # A signal that comes while the processes agree is theirs to see the next time; it is never taken back here.
+        self.stop.requested = self.stop.requested or stops
+        trainer.should_stop = trainer.should_stop or stops
+        return stops
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RewardModelLightning)

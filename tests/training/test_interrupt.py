@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.errors import Interrupted
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, datamodule, evaluate, train_reward_model
+from rm_optimizer.training.callbacks import Checkpoints
 from rm_optimizer.training.interrupt import StopNow, StopSignal
 
 
@@ -125,3 +127,18 @@ def test_a_second_signal_in_an_evaluation_says_what_there_is(
     with pytest.raises(Interrupted, match=r"stopped at once.*nothing was saved yet"):
         train_reward_model(small_config(tmp_path, *OPTIONS))
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_signal_that_comes_while_the_processes_agree_is_not_lost(tmp_path):
+    stop = StopSignal()
+
+    def agree(requested: bool, *, all: bool) -> bool:
+        stop.requested = True  # what the signal's handler does
+        return requested
+
+    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=agree), should_stop=False)
+    checkpoints = Checkpoints(tmp_path, every=1, keep=1, stop=stop)
+    assert not checkpoints._stops(trainer)  # type: ignore[arg-type]
+    assert stop.requested
+    assert checkpoints._stops(trainer)  # type: ignore[arg-type]
+    assert trainer.should_stop
