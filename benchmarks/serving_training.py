@@ -171,7 +171,7 @@ def served_by_step(client: RewardClient, held_out: HeldOut, command: list[str]) 
                 if client.version != seen:
                     with standing_still(trainer):
                         seen, rewards = held_out.served(client)
-                    found[int(seen.removeprefix("step-"))] = rewards
+                    found[int(seen.rpartition("-")[2])] = rewards
                     is_over = False
                 time.sleep(0.05)
         except BaseException:

@@ -338,16 +338,17 @@ def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setattr(sys, "argv", ["rm-opt"])
     monkeypatch.setattr(subprocess, "Popen", _start_nothing)
     loggers = (logging.root, logging.getLogger("rm_optimizer"))
-    handlers = [list(logger.handlers) for logger in loggers]
+    kept = [(list(logger.handlers), logger.level) for logger in loggers]
     before = signal.signal(signal.SIGALRM, _stop)
     signal.alarm(HANGS)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-    for logger, kept in zip(loggers, handlers, strict=True):  # the command's own write to its standard error
-        for handler in set(logger.handlers) - set(kept):
+    for logger, (handlers, level) in zip(loggers, kept, strict=True):  # the command's own write to its standard error
+        for handler in set(logger.handlers) - set(handlers):
             handler.close()
-        logger.handlers[:] = kept
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
     GlobalHydra.instance().clear()
 
 

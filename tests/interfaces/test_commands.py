@@ -174,7 +174,7 @@ def test_data_check_lists_the_rows_it_dropped(pairs):
     with Path(pairs).open("a") as lines:
         lines.write('{"prompt": "p", "chosen": "same", "rejected": "same"}\n')
     printed = rm_opt("data", "check", pairs, "--on-bad-row", "drop")
-    assert f"dropped {pairs}, row {len(PAIRS) + 1}: " in printed
+    assert f"dropped {pairs}, line {len(PAIRS) + 1}: " in printed
 
 
 def test_data_check_takes_the_tokenizer_that_is_named(checkpoint, pairs):
