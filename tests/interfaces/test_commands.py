@@ -16,16 +16,7 @@ from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tiny import train_tokenizer
 from rm_optimizer.interfaces.cli import app
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-PAIRS = [{"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"Maybe {i}?"} for i in range(12)]
+from tests.bad_input.world import LLAMA, PAIRS
 
 
 @pytest.fixture(scope="module")

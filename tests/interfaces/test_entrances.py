@@ -17,16 +17,9 @@ from rm_optimizer.core.tiny import train_tokenizer
 from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.pairs_input import fixed_batches
+from tests.bad_input import world
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-}
+LLAMA = {**world.LLAMA, "initializer_range": 0.5}
 TEMPLATES = {
     "plain": None,
     "chatml": (
