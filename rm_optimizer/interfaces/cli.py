@@ -302,3 +302,7 @@ def params(
     from rm_optimizer.interfaces.params import print_params
 
     print_params(model, optimizer)
+
+
+if __name__ == "__main__":
+    app()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -13,6 +16,13 @@ from rm_optimizer.schema.store import OPTIMIZERS
 
 def rm_opt(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_module_of_the_commands_runs_them():
+    command = [sys.executable, "-m", "rm_optimizer.interfaces.cli", "trian"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown command 'trian'; did you mean 'train'?")
 
 
 @pytest.mark.parametrize(
