@@ -1,21 +1,21 @@
-"""A trainer that stops in the middle of a transfer: `python half_sender.py URL`; says `half` and then nothing more."""
+"""A trainer that stops in the middle of a transfer."""
 
 from __future__ import annotations
 
-import sys
 import time
+from multiprocessing.synchronize import Event
 
 import httpx
 import torch
 
+from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.serving.group_transfer import SENDER, GroupLink, open_store
 from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode, Transport
 from rm_optimizer.serving.sent_tensors import manifest
 
 
-def main(url: str, checkpoint: str) -> None:
-    from rm_optimizer.core.reward_model import BradleyTerryRM
-
+def send_half(url: str, checkpoint: str, sent: Event) -> None:
+    """Begin an update, send half of it, say so, and then nothing more."""
     tensors = dict(BradleyTerryRM.from_pretrained(checkpoint).model.state_dict())
     specs = manifest(tensors)
     store = open_store("127.0.0.1", 30.0)
@@ -31,9 +31,5 @@ def main(url: str, checkpoint: str) -> None:
     httpx.post(f"{url}/rm/weights/begin", json=begin.model_dump(mode="json"), timeout=30).raise_for_status()
     link = GroupLink(store, SENDER, Transport.gloo, 30.0)
     link.send((spec.name, torch.zeros_like(tensors[spec.name])) for spec in specs[: len(specs) // 2])
-    print("half", flush=True)
+    sent.set()
     time.sleep(600)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

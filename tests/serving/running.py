@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.receiver import WeightReceiver
 from rm_optimizer.serving.service import RewardService
 from rm_optimizer.serving.weight_routes import weight_router
+from tests.serving.server_processes import ForkedServer, StartedServer
 
 READY_SECONDS = 300.0
 
@@ -82,23 +80,24 @@ def engine_running(make_engine, *, root: Path | None = None, **options: object) 
 
 
 @contextmanager
-def serve_process(checkpoint: Path, *options: str, port: int | None = None) -> Iterator[SimpleNamespace]:
-    """`rm-opt serve` as a process: `url` and `process`."""
+def serve_process(
+    checkpoint: Path, *options: str, port: int | None = None, is_forked: bool = True
+) -> Iterator[SimpleNamespace]:
+    """`rm-opt serve` as a process: `url` and `process`.
+
+    Args:
+        checkpoint: what it serves.
+        options: more options of the command.
+        port: None takes a free one.
+        is_forked: fork it, with its imports done, and so its workers; otherwise start it as a user does.
+    """
     with free_socket() as taken:
         port = port or taken.getsockname()[1]
-    command = [sys.executable, "-c", "from rm_optimizer.interfaces.cli import app; app()", "serve", str(checkpoint)]
-    command += [
-        "--port",
-        str(port),
-        "--threads",
-        "1",
-        "--token-budget",
-        "512",
-        "--transports",
-        "inline,path,gloo",
-        *options,
+    arguments = [
+        *("serve", str(checkpoint), "--port", str(port), "--threads", "1", "--token-budget", "512"),
+        *("--transports", "inline,path,gloo", *options),
     ]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = (ForkedServer if is_forked else StartedServer)(arguments)
     state = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
     try:
         wait_ready(state)
@@ -117,5 +116,5 @@ def wait_ready(state: SimpleNamespace) -> None:
                 return
         except httpx.TransportError:
             pass
-        time.sleep(0.1)
+        time.sleep(0.05)
     raise TimeoutError("the server did not become ready")

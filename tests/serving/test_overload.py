@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.serving.server_processes import forked
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SECONDS = 6.0
+SECONDS = 4.0
 PLAUSIBLE_GROWTH = 32 * 2**20
 """Bytes; some 200 open connections of a tenth of a megabyte, and the allocator's steps."""
 
@@ -14,6 +16,7 @@ def test_ten_times_the_capacity_is_refused_in_words_and_what_is_accepted_is_answ
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import serving_overload as bench  # type: ignore[import-not-found]
 
+    monkeypatch.setattr(bench.multiprocessing, "get_context", forked)
     tally = bench.measure(SECONDS, factor=10.0)
     capacity = SECONDS * bench.TOKENS_PER_SECOND / len(bench.ROW)
     assert tally.unanswered == []

@@ -205,6 +205,7 @@ def test_the_command_wires_the_publisher_where_it_is_asked_for(tmp_path):
 
 def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     config = PublishConfig(url="http://127.0.0.1:9")
+    monkeypatch.setattr("rm_optimizer.serving.publisher.STARTING_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(PublishFailed, match=r"publish\.url: no server accepts connections at http://127\.0\.0\.1:9"):
         open_publisher(config)

@@ -22,7 +22,7 @@ from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
 from rm_optimizer.serving.retries import Deadline
 from tests.serving.engines import exported
 from tests.serving.running import serve_process
-from tests.serving.test_update_faults import assert_whole, is_gone, models_of, worker_of
+from tests.serving.test_update_faults import assert_whole, is_gone, models_of
 from tests.serving.test_weight_sync import PROMPTS, RESPONSES
 
 pytestmark = pytest.mark.slow
@@ -123,7 +123,7 @@ def slow_probe(model: BradleyTerryRM) -> WeightProbe:
 
 def kill_in_commit(server, new: BradleyTerryRM, moment: str) -> Publication:
     """Kill the server while it commits; what its publisher then says is still to come."""
-    worker = worker_of(server.process.pid)
+    worker = server.process.worker
     freeze = lambda: os.kill(worker, signal.SIGSTOP)  # noqa: E731 - it checks nothing, and the commit waits for it
     publication = Publication(server.url, new, freeze if moment == CHECKED else lambda: None)
     before = computed(worker)
@@ -148,7 +148,7 @@ def test_a_server_killed_in_a_commit_leaves_no_process_and_its_successor_serves_
         patched.setattr("rm_optimizer.serving.publisher.GIVING_UP_SECONDS", LOST_SECONDS)
         if moment == SWAPPED:
             patched.setattr("rm_optimizer.serving.publisher.weight_probe", slow_probe)
-        with serve_process(checkpoint) as server:
+        with serve_process(checkpoint, is_forked=moment == SWAPPED) as server:
             family = descendants(server.process.pid)
             publication = kill_in_commit(server, new, moment)
         wait_until(lambda: all(map(is_gone, family)), f"of {family} some outlived their server")

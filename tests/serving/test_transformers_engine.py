@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.serving import worker_link
 from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
 from rm_optimizer.serving.live_weights import tensor_specs
 from rm_optimizer.serving.protocol import RewardModelTrainingMode
@@ -21,6 +22,7 @@ from rm_optimizer.serving.worker import WorkerOptions
 from rm_optimizer.serving.worker_link import WorkerLimits
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 from tests.serving.engines import exported
+from tests.serving.server_processes import forked
 
 FULL = RewardModelTrainingMode.full
 SEQUENCES = [list(range(5, 60)), [7, 8, 9], [*range(5, 58), 9]]
@@ -38,7 +40,8 @@ def close(rewards, expected):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path):
+def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_link, "get_context", forked)
     first = rewards_of(exported("llama", tmp_path / "model"))
     tokenizer = tiny_tokenizer("llama")
     other = BradleyTerryRM(tiny_model("llama", tokenizer, seed=1), tokenizer, max_length=128)
@@ -120,7 +123,9 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path):
+def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_link, "get_context", forked)
+
     async def scenario():
         engine = TransformersEngine(WorkerOptions(str(tmp_path / "nothing")))
         try:

@@ -36,14 +36,6 @@ def models_of(checkpoint: Path, number: int) -> list[BradleyTerryRM]:
     return [moved(BradleyTerryRM.from_pretrained(checkpoint), seed) for seed in range(1, number + 1)]
 
 
-def worker_of(server_pid: int) -> int:
-    """The server's child that holds the model."""
-    for child in Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split():
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise AssertionError("the server has no worker")
-
-
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; one that nobody has waited for has."""
     try:
@@ -108,7 +100,7 @@ def test_a_worker_that_is_killed_around_a_commit_leaves_old_or_new_weights(tmp_p
         rewards |= {f"new-{place}": model.score(PROMPTS, RESPONSES) for place, model in enumerate(models)}
         with asked_all_the_time(server.url, answers):
             uploaded(server.url, models[0], "new-0")
-            os.kill(worker_of(server.process.pid), signal.SIGKILL)
+            os.kill(server.process.worker, signal.SIGKILL)
             wait_restarted(server, 1)
             assert httpx.get(f"{server.url}/version").json()["version"] == serving
             outcome = commit(server.url, "new-0").json()  # what was received outlives the worker
@@ -128,7 +120,7 @@ def killed_at_commit(server, model: BradleyTerryRM, old: str, new: str, delay: f
     uploaded(server.url, model, new)
     said: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: said.append(commit(server.url, new)))
-    worker = worker_of(server.process.pid)
+    worker = server.process.worker
     thread.start()
     time.sleep(delay)
     os.kill(worker, signal.SIGKILL)
@@ -172,7 +164,7 @@ def test_a_server_that_is_killed_in_an_update_starts_from_its_checkpoint_and_the
         thread = threading.Thread(target=lambda: published.append(publisher.publish(new, "new")))
         thread.start()
         assert at_commit.wait(120)
-        worker = worker_of(server.process.pid)
+        worker = server.process.worker
         server.process.kill()
         server.process.wait()
     deadline = time.monotonic() + 30
@@ -197,7 +189,7 @@ def test_a_publisher_sends_again_what_a_dying_worker_lost(tmp_path):
 
         def kill_at_commit(request: httpx.Request) -> None:
             if request.url.path.endswith("commit") and not killed:
-                killed.append(worker_of(server.process.pid))
+                killed.append(server.process.worker)
                 os.kill(killed[0], signal.SIGKILL)
 
         with create_rm_publisher(server.url, timeout_seconds=240) as publisher:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -26,14 +23,15 @@ from rm_optimizer.serving.protocol import OutcomeStatus
 from rm_optimizer.serving.publisher import PublishFailed, RMPublisherAdapter, create_rm_publisher
 from tests.core.tiny_models import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of
+from tests.serving.half_sender import send_half
 from tests.serving.running import engine_running, serve_process
+from tests.serving.server_processes import FORKS
 from tests.serving.trained import moved
 
 SHORT = [*DEFAULT_PROBE[:3], ("Hi", "Go away."), ("Name a colour.", "Blue."), ("Why?", "Because."), ("Hi", "Hello!")]
 PROMPTS, RESPONSES = (list(column) for column in zip(*SHORT, strict=True))
 LORA = AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0)
 PARITY = 1e-4
-HALF_SENDER = Path(__file__).with_name("half_sender.py")
 names = (f"v{number}" for number in itertools.count())
 
 
@@ -157,12 +155,12 @@ def test_a_head_over_another_backbone_is_taken_back(plain):
 
 def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain):
     before = plain.client.score_versioned(PROMPTS, RESPONSES)
-    command = [sys.executable, str(HALF_SENDER), plain.url, str(plain.checkpoint)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as sender:
-        assert sender.stdout is not None
-        assert sender.stdout.readline() == "half\n"
-        sender.kill()
+    sent = FORKS.Event()
+    sender = FORKS.Process(target=send_half, args=(plain.url, str(plain.checkpoint), sent), daemon=True)
+    sender.start()
+    assert sent.wait(60)
+    sender.kill()
+    sender.join()
     assert httpx.get(f"{plain.url}/rm/weights/status").json()["active"] == "half"
     hasty = create_rm_publisher(plain.url, timeout_seconds=1)
     with hasty, pytest.raises(PublishFailed, match="half is under way"):
