@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -145,43 +144,38 @@ ROWS: list[tuple[str, str, str | bytes, int, str]] = [
     ("PUT", "/rm/weights/upload/nothing", b"123", 404, "nothing"),
     ("PUT", "/rm/weights/upload/" + "x" * 300, b"123", 400, ""),
 ]
-Send = Callable[[str, str, str | bytes], Coroutine[Any, Any, httpx.Response]]
+Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> InProcessEngine:
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Send a request to one server and return the answer."""
     root = tmp_path_factory.mktemp("served")
     exported("llama", root / "model")
-    return InProcessEngine(options_of(root / "model", root / "tokenizer"))
 
-
-def answered(
-    engine: InProcessEngine, method: str, path: str, body: str | bytes
-) -> tuple[httpx.Response, httpx.Response]:
-    """The answer, and that to a good request after it, from one server."""
-
-    async def main() -> tuple[httpx.Response, httpx.Response]:
+    async def started() -> tuple[WeightReceiver, httpx.AsyncClient]:
+        engine = InProcessEngine(options_of(root / "model", root / "tokenizer"))
         service = RewardService(engine, model_name="rm", max_queued_tokens=20_000)
         receiver = WeightReceiver(service, root=None)
         app = create_app(service, routers=[weight_router(receiver)])
         await service.start()
-        async with client_of(app) as client:
-            bad = await asyncio.wait_for(client.request(method, path, content=body, headers=JSON), timeout=30)
-            good = await asyncio.wait_for(client.post("/rm/score", json=GOOD), timeout=30)
-        await receiver.close()
-        return bad, good
+        return receiver, client_of(app)
 
-    return asyncio.run(main())
+    with asyncio.Runner() as runner:
+        receiver, client = runner.run(started())
+        yield lambda *request, **body: runner.run(asyncio.wait_for(client.request(*request, **body), timeout=30))
+        runner.run(client.aclose())
+        runner.run(receiver.close())
 
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "says"), ROWS, ids=[f"{m} {p} {str(b)[:60]!r}" for m, p, b, _, _ in ROWS]
 )
 def test_a_bad_request_is_one_sentence(
-    engine: InProcessEngine, method: str, path: str, body: str | bytes, status: int, says: str
+    ask: Ask, method: str, path: str, body: str | bytes, status: int, says: str
 ) -> None:
     started = time.process_time()
-    bad, good = answered(engine, method, path, body)
+    bad, good = ask(method, path, content=body, headers=JSON), ask("POST", "/rm/score", json=GOOD)
     taken = time.process_time() - started
     assert bad.status_code == status, bad.text[:300]
     sentence = ErrorBody.model_validate_json(bad.text).error
