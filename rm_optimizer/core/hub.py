@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-import httpx
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's, and httpx2's from 2.0 on
     DisabledRepoError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -56,7 +56,7 @@ def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | No
         )
     except HfHubHTTPError:
         return None  # a mirror that does not answer this question may still have the files
-    except (httpx.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         if not _is_cached(name, kind):
             return f"nothing of that name is here, and the hub cannot be reached ({error or type(error).__name__})"
         _log.warning("the hub cannot be reached; %s is taken from the cache", name)
