@@ -6,7 +6,6 @@ import base64
 import json
 import pickle
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.adapter_files import describe_adapter
+from rm_optimizer.core.model_files import require_archive
 from rm_optimizer.errors import CheckpointError
 
 PAYLOAD_KEY = "rm_optimizer"
@@ -52,11 +52,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         CheckpointError: if the file is torn, needs code to load, or was not written by RM-Optimizer.
     """
-    if Path(path).is_file() and not zipfile.is_zipfile(path):
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: it is torn, or is none (such files are zip archives, and this one "
-            "has no table of contents); give another file"
-        )
+    require_archive(Path(path))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rm_optimizer.core.model_files import no_trained_head
 from rm_optimizer.errors import CheckpointError, ConfigError
 
 REWARD_HEAD_PATTERNS = ("pooler",)
@@ -107,10 +108,7 @@ def require_trained_head(model: PreTrainedModel, drawn: Collection[str], source:
         lacks = f"it was saved as {model.config.architectures[0]}, whose output is no reward of a whole response"
     else:
         return
-    raise CheckpointError(
-        f"{source} has no trained reward head: {lacks}; give a trained reward model, or train one from it with "
-        f"rm-opt train model.path={source} (in Python: from_pretrained(..., new_head=True))"
-    )
+    raise no_trained_head(source, lacks)
 
 
 def keep_exact(module: nn.Module) -> None:

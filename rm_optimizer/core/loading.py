@@ -44,10 +44,10 @@ from rm_optimizer.core.checkpoint import read_checkpoint, write_description
 from rm_optimizer.core.dropout import disable_dropout, disable_dropout_modules
 from rm_optimizer.core.export_record import read_record, require_exported_weights
 from rm_optimizer.core.head import head_name, require_trained_head
-from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.modalities import freeze_beside_text
+from rm_optimizer.core.model_files import find_source
 from rm_optimizer.core.quantisation import is_quantised, quantisation_arguments
-from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind, resolve_source
+from rm_optimizer.core.sources import EXPORT_FILE, Source, SourceKind
 from rm_optimizer.core.torn_files import damage
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -148,9 +148,7 @@ def _load(source: str | Path, options: LoadOptions) -> LoadedModel:
     adapter = adapter_folder(source)
     if adapter is not None:
         return _from_adapter(adapter, options)
-    found = resolve_source(source)
-    if found.kind is SourceKind.HUB and (obstacle := hub_obstacle(found.location, "model", options.revision)):
-        raise CheckpointError(f"{source} cannot be loaded as a reward model: {obstacle}")
+    found = find_source(source, options.revision)
     try:
         if found.kind is SourceKind.CHECKPOINT:
             return _from_checkpoint(Path(found.location), options)

@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from rm_optimizer.core.model_files import refuse_by_files
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
 from rm_optimizer.interfaces.serve_options import ServeOptions, bound_socket
 
@@ -41,6 +42,7 @@ def serve(options: ServeOptions) -> None:
     with bound_socket(options.host, options.port) as listening:
         if options.warning is not None:
             print(f"rm-opt serve: warning: {options.warning}", file=sys.stderr, flush=True)
+        refuse_by_files(options.checkpoint)
         if not _takes_vllm(options):
             asyncio.run(_serve(options, listening))
             return

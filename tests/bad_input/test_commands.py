@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NoReturn
 
@@ -236,7 +237,21 @@ ROWS: list[tuple[str, str]] = [
     ("evaluate causal --data pairs.jsonl", "head"),
     ("evaluate broken/headless --data pairs.jsonl", "head"),
     ("doctor causal --data pairs.jsonl", "head"),
-    ("serve causal --port 18765", "head"),
+    ("serve causal --port 18765", "saved as LlamaForCausalLM, and none of its weights is a layer with one output"),
+    ("serve encoder --port 18765", "head"),
+    ("serve two_labels --port 18765", "head"),
+    ("serve broken/headless --port 18765", "head"),
+    ("serve broken/torn_weights --port 18765", "torn"),
+    ("serve broken/empty_weights --port 18765", "model.safetensors is empty"),
+    ("serve broken/no_weights --port 18765", "no weights"),
+    ("serve broken/no_config --port 18765", "config.json"),
+    ("serve broken/torn_config --port 18765", "config.json is torn"),
+    ("serve broken/torn_export --port 18765", "export.json is torn"),
+    ("serve broken/garbage.ckpt --port 18765", "garbage.ckpt"),
+    ("serve broken/empty --port 18765", "broken/empty"),
+    ("serve pairs.jsonl --port 18765", "pairs.jsonl"),
+    ("serve ./nowhere --port 18765", "nowhere"),
+    ("serve nowhere/model --port 18765", "nowhere/model"),
     ("analyze --checkpoint causal --data pairs.jsonl", "head"),
     ("score broken/changed --prompt a --response b", "changed"),
     ("evaluate broken/changed --data pairs.jsonl", "changed"),
@@ -337,6 +352,7 @@ def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setattr(launch, "become", _become)
     monkeypatch.setattr(sys, "argv", ["rm-opt"])
     monkeypatch.setattr(subprocess, "Popen", _start_nothing)
+    monkeypatch.setattr(SpawnProcess, "start", _start_nothing)
     loggers = (logging.root, logging.getLogger("rm_optimizer"))
     kept = [(list(logger.handlers), logger.level) for logger in loggers]
     before = signal.signal(signal.SIGALRM, _stop)
