@@ -16,7 +16,6 @@ _HINTS = {
     "activation": "unknown field; use_activation: false asks for raw rewards",
     "softmax": "unknown field; use_activation: false asks for raw rewards",
     "normalize": "unknown field; use_activation: false asks for raw rewards",
-    "truncate_prompt_tokens": "unknown field; nothing is truncated here; shorten the input",
 }
 
 

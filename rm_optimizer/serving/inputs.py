@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,6 +236,26 @@ class InputReader:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise InvalidRequest(f"{name} holds a token id outside [0, {self.vocab_size})", name)
         return tuple(ids)
+
+
+def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:
+    """Refuse sequences that a client wants cut: servers differ in which end they cut, and in the reward that is left.
+
+    Args:
+        sequences: as they were read.
+        most: tokens that the client wants of each; None and -1 ask for no cut below the model's own limit.
+
+    Raises:
+        TooLong: naming the first longer one.
+    """
+    limit = math.inf if most is None or most == -1 else most
+    for index, ids in enumerate(sequences):
+        if len(ids) > limit:
+            raise TooLong(
+                f"sequence {index} has {len(ids)} tokens, more than the {most} of truncate_prompt_tokens; nothing is "
+                "truncated here, as a cut text has another reward: shorten it, or leave truncate_prompt_tokens out",
+                "truncate_prompt_tokens",
+            )
 
 
 def is_encodable(text: str) -> bool:

@@ -145,7 +145,8 @@ class ClassifyRequest(WireModel):
 
     Exactly one of `input` and `messages` is given. Text is tokenised as it stands; `messages` is one conversation that
     ends with the assistant's response, rendered as in training. Fields of vLLM that cannot change a reward (`user`,
-    `priority`, `request_id`, `cache_salt`) are accepted and ignored.
+    `priority`, `request_id`, `cache_salt`) are accepted and ignored. Nothing is truncated: `truncate_prompt_tokens`
+    refuses what it would cut.
     """
 
     model: StrictStr | None = None
@@ -156,6 +157,10 @@ class ClassifyRequest(WireModel):
     )
     add_special_tokens: StrictBool = Field(
         default=True, description="Let the tokenizer add its special tokens to text, as vLLM does."
+    )
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = Field(
+        default=None,
+        description="Most tokens of a sequence; a longer one is refused, not cut. -1: the model's own limit.",
     )
     user: object = Field(default=None, description="Ignored.")
     priority: object = Field(default=None, description="Ignored.")

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 from rm_optimizer.serving.api_errors import NotReady
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.error_answers import error_responses
-from rm_optimizer.serving.inputs import TokenSequence, num_characters
+from rm_optimizer.serving.inputs import TokenSequence, num_characters, refuse_cuts
 from rm_optimizer.serving.protocol import (
     REVISION_HEADER,
     VERSION_HEADER,
@@ -111,6 +111,7 @@ async def classify(body: ClassifyRequest, request: Request, response: Response, 
     """Rewards of texts, token ids or one conversation, in vLLM's form."""
     service.check_model(body.model)
     sequences = await _sequences(body, service)
+    refuse_cuts(sequences, body.truncate_prompt_tokens)
     scored = await _scored(service, request, sequences, response)
     numbers = _numbers(scored.rewards, body.use_activation)
     return ClassifyResponse(

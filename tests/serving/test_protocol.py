@@ -24,7 +24,7 @@ def test_the_four_forms_of_input_stay_apart(value):
     assert ClassifyRequest.model_validate({"input": value}).input == value
 
 
-@pytest.mark.parametrize("field", ["activation", "normalize", "softmax", "truncate_prompt_tokens"])
+@pytest.mark.parametrize("field", ["activation", "normalize", "softmax"])
 def test_fields_of_another_age_are_refused(field):
     with pytest.raises(ValidationError, match="unknown field"):
         ClassifyRequest.model_validate({"input": "a", field: False})
