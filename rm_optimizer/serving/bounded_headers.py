@@ -30,6 +30,10 @@ HEADER_SECONDS = 20.0
 """From the connection, or on one that has answered before from the next request's first byte, to the last header."""
 
 
+LEAST_IDLE_SECONDS = 1.0
+"""Time without a byte after which a connection that waits for a request gives way to a new one."""
+
+
 class SlowHeaders(ApiError):
     """The client stopped in the middle of its headers, or sends them too slowly."""
 
@@ -40,6 +44,7 @@ class BoundedHeaders(HttpProtocol):
     """uvicorn's protocol, of whichever parser is installed, for `uvicorn.Config(http=…)`."""
 
     seconds = HEADER_SECONDS
+    least_idle_seconds = LEAST_IDLE_SECONDS
     max_connections = MAX_CONNECTIONS
     metrics: ServerMetrics | None = None
 
@@ -58,11 +63,12 @@ class BoundedHeaders(HttpProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._last = self.cycle  # the request before the one whose headers are counted
         self._num_bytes = 0
+        self._last_byte = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request's headers, unless too many connections are open."""
+        """Wait for the first request's headers, unless too many connections are open and none of them is idle."""
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.max_connections and not self._replace_idle():
             self._refuse(Overloaded(f"{self.max_connections} connections are open, which is the most"))
         else:
             self._begin_wait()
@@ -74,7 +80,7 @@ class BoundedHeaders(HttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Let uvicorn parse the bytes; those that complete no request's headers are counted, and end some time."""
-        last = self.cycle
+        last, self._last_byte = self.cycle, self.loop.time()
         if last is not self._last:
             self._last, self._num_bytes = last, 0
         if last is None or not last.more_body:  # the rest of a body that was answered early is none of this
@@ -90,6 +96,19 @@ class BoundedHeaders(HttpProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or what h11 finds too long, in our form."""
         self._refuse(HeadersTooLarge() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
+
+    def _replace_idle(self) -> bool:
+        """Close the connection that has waited longest for a request, as nginx does; False if none is idle."""
+        waiting = [other for other in self.connections if isinstance(other, BoundedHeaders) and other._is_waiting]
+        oldest = min(waiting, key=lambda other: other._last_byte, default=self)
+        if self.loop.time() - oldest._last_byte < self.least_idle_seconds:
+            return False
+        oldest.transport.close()
+        return True
+
+    @property
+    def _is_waiting(self) -> bool:
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def _begin_wait(self) -> None:
         if self._deadline is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 
 import httpx
 import pytest
@@ -119,6 +120,30 @@ def test_a_connection_too_many_is_told_503_and_those_before_are_served():
         for connection in idle:
             connection.close()
     assert 'rm_requests_total{route="other",status="503"} 1.0' in metrics.text().decode()
+
+
+def test_idle_connections_at_the_limit_give_way_and_those_that_are_answered_stay():
+    app, limited = served_without_reader(FakeEngine()), BoundedHeaders.limited(4, ServerMetrics())
+    limited.least_idle_seconds = 0.2
+
+    async def slow(scope, receive, send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/slow":
+            await asyncio.sleep(1.0)
+            scope = {**scope, "path": "/health", "raw_path": b"/health"}
+        await app(scope, receive, send)
+
+    with app_running(slow, limited) as url:
+        busy = connected(url)
+        busy.sendall(b"GET /slow HTTP/1.1\r\nHost: server\r\n\r\n")
+        idle = [connected(url) for _ in range(3)]
+        idle[1].sendall(b"GET /health HTT")
+        time.sleep(0.4)
+        for number in range(3):
+            assert httpx.get(f"{url}/health").status_code == 200, number
+        assert idle[0].recv(65536) == b""
+        assert busy.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for connection in (busy, *idle):
+            connection.close()
 
 
 def test_a_whole_head_that_is_too_large_is_refused_over_http():
