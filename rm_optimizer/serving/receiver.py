@@ -47,6 +47,8 @@ MAX_RETRY_SECONDS = 5
 """Longest that a sender is told to wait for another one's update, which may end before its time."""
 SWAP_GRACE_SECONDS = 15.0
 """Time past an update's own that a commit waits for the swap to end."""
+ROLLBACK_SECONDS = 1.0
+"""Longest that an outcome waits for the worker to drop what is staged; the next update waits for it."""
 DEFAULT_TRANSPORTS = frozenset({Transport.inline, Transport.path})
 """Those for which the server connects to nobody."""
 _log = logging.getLogger("rm_optimizer")
@@ -326,7 +328,10 @@ class WeightReceiver:
             await self.engine.commit(revision)
         except (RMOptimizerError, TimeoutError) as error:
             await self._roll_back()
-            reason = str(error) or f"it was not whole within {begin.timeout_seconds:.0f} s"
+            seconds = f"{begin.timeout_seconds:.3g} s"
+            reason = (
+                str(error) or f"it was not received and checked within {seconds}; give it more time, or look at /ready"
+            )
             return self._ended(update, OutcomeStatus.refused, _detail(error, reason))
         finally:
             self._release(update)
@@ -340,10 +345,9 @@ class WeightReceiver:
         return self._ended(update, OutcomeStatus.aborted, _detail(None, f"given up: {reason}"))
 
     async def _roll_back(self) -> None:
-        try:
-            await self.engine.rollback()
-        except EngineUnavailable:  # a restart loses what was staged anyway
-            return
+        rolling = asyncio.ensure_future(self.engine.rollback())
+        rolling.add_done_callback(_seen)
+        await asyncio.wait({rolling}, timeout=ROLLBACK_SECONDS)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -372,6 +376,12 @@ class WeightReceiver:
         while len(self._outcomes) > KEPT_OUTCOMES:
             self._outcomes.popitem(last=False)
         return outcome
+
+
+def _seen(rolling: asyncio.Future[None]) -> None:
+    """Raise what a rollback failed with, but for a dead worker: a restart loses what was staged anyway."""
+    if not rolling.cancelled() and not isinstance(rolling.exception(), EngineUnavailable):
+        rolling.result()
 
 
 def _is_floating(dtype: str) -> bool:

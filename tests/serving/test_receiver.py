@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from rm_optimizer.serving import receiver
-from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.serving.engine import EngineUnavailable, WeightsRefused
 from rm_optimizer.serving.incoming import FromPath, checked_path
 from rm_optimizer.serving.live_weights import tensor_specs
 from rm_optimizer.serving.protocol import Begin, OutcomeStatus, RewardModelTrainingMode, TensorSpec, Transport
@@ -355,6 +355,23 @@ def test_a_swap_that_takes_too_long_answers_in_time_and_may_be_asked_for_again(s
     assert "is still being swapped in; ask again" in refused(answer, 503)
     time.sleep(0.8)
     assert "given up" in refused(send(server, "commit", {"batch_id": begin["batch_id"]}))
+
+
+def test_an_update_that_a_still_worker_never_checks_is_refused_in_its_time(server, monkeypatch):
+    monkeypatch.setattr(receiver, "ROLLBACK_SECONDS", 0.2)
+    tensors, path = tensors_of(server), server.root / "still.safetensors"
+    save_file(tensors, path)
+
+    async def still(*_: object) -> None:
+        await asyncio.sleep(3.0)
+        raise EngineUnavailable("its worker was given up")
+
+    monkeypatch.setattr(server.engine, "stage", still)
+    monkeypatch.setattr(server.engine, "rollback", still)
+    started = time.monotonic()
+    answer = published(server, tensors, path, timeout_seconds=0.5)
+    assert "not received and checked within 0.5 s" in refused(answer)
+    assert time.monotonic() - started < 2.5
 
 
 def test_new_weights_that_score_otherwise_than_their_sender_are_taken_back(server):
