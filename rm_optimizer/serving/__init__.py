@@ -13,7 +13,7 @@ _HOME = {
     "RMPublisherAdapter": "rm_optimizer.serving.publisher",
     "RewardClient": "rm_optimizer.serving.client",
     "create_rm_publisher": "rm_optimizer.serving.publisher",
-    "trl_reward": "rm_optimizer.serving.trl_reward",
+    "trl_reward": "rm_optimizer.serving.reward_function",
 }
 __all__ = ["AsyncRewardClient", "RMPublisherAdapter", "RewardClient", "create_rm_publisher", "trl_reward"]
 

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pickle
+import pkgutil
 import signal
 import threading
 import time
@@ -17,9 +18,11 @@ import httpx
 import pytest
 import torch
 
+from rm_optimizer import core, landscape, serving, training
 from rm_optimizer.core.base import Message, Scorer
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.serving import trl_reward
 from rm_optimizer.serving.async_client import AsyncRewardClient
 from rm_optimizer.serving.client import RewardClient
 from rm_optimizer.serving.client_requests import ConversationForm, WrongAnswer
@@ -27,7 +30,6 @@ from rm_optimizer.serving.handshake import HandshakeFailed
 from rm_optimizer.serving.protocol import sigmoid
 from rm_optimizer.serving.publisher import create_rm_publisher
 from rm_optimizer.serving.retries import RewardServerRefused, RewardServerUnavailable, WrongVersion, retry_after
-from rm_optimizer.serving.trl_reward import trl_reward
 from tests.core.tiny_models import decoder_tokenizer
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
@@ -531,3 +533,22 @@ def test_trl_gets_rewards_of_texts_and_of_messages(stub, renderer, expected):
         assert longer == client.score([before], RESPONSES[:1]).tolist()
         with pytest.raises(ValueError, match="must end with a message of the assistant"):
             reward(prompts=prompts[:1], completions=[turns])
+
+
+class Lengths:
+    """A scorer that any process can make."""
+
+    def score(self, prompts: object, responses: list[str]) -> torch.Tensor:
+        return torch.tensor([float(len(text)) for text in responses])
+
+
+def test_trls_reward_goes_to_another_process_with_its_name():
+    copy = pickle.loads(pickle.dumps(trl_reward(Lengths(), name="helpful")))
+    assert copy.__name__ == "helpful"
+    assert copy(prompts=["a", "b"], completions=["c", "dd"]) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("package", [core, landscape, serving, training])
+def test_what_loads_on_first_use_is_not_hidden_by_a_module_of_its_name(package):
+    names = set(package._HOME)
+    assert not names & {module.name for module in pkgutil.iter_modules(package.__path__)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rm_optimizer.core.base import Scorer
@@ -10,7 +11,7 @@ from rm_optimizer.core.messages import Prompt, as_messages, read_messages, read_
 
 
 def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:
-    """A reward function of TRL: raw rewards of completions, as texts or as messages.
+    """A reward function of TRL: raw rewards of completions, as texts or as messages; pickled where the scorer can be.
 
     Args:
         scorer: `RewardClient`, or a model in memory.
@@ -22,14 +23,15 @@ def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float
     Example:
         >>> trainer = GRPOTrainer(model, reward_funcs=trl_reward(RewardClient(url)), …)  # doctest: +SKIP
     """
+    function = partial(_rewards, scorer)  # unlike a nested function, it can be pickled
+    function.__name__ = name  # type: ignore[attr-defined]
+    return function
 
-    def reward(prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
-        pairs = [_conversation(*pair) for pair in zip(prompts, completions, strict=True)]
-        rewards: list[float] = scorer.score([prompt for prompt, _ in pairs], [text for _, text in pairs]).tolist()
-        return rewards
 
-    reward.__name__ = name
-    return reward
+def _rewards(scorer: Scorer, /, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
+    pairs = [_conversation(*pair) for pair in zip(prompts, completions, strict=True)]
+    rewards: list[float] = scorer.score([prompt for prompt, _ in pairs], [text for _, text in pairs]).tolist()
+    return rewards
 
 
 def _conversation(prompt: Any, completion: Any) -> tuple[Prompt, str]:
