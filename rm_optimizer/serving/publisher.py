@@ -365,7 +365,6 @@ def _first_status(publisher: RMPublisherAdapter) -> WeightStatus:
             f"publish.url: no server accepts connections at {publisher.url}; start one with rm-opt serve, or train "
             f"with publish.url=null: {error}"
         ) from error
-    _log.info("waiting for the reward server at %s", publisher.url)
     try:
         return publisher.status()
     except RMOptimizerError as error:
