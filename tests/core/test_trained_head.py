@@ -130,4 +130,8 @@ def test_every_command_refuses_a_causal_model(
 def test_training_alone_asks_for_a_new_head() -> None:
     root = Path(rm_optimizer.__file__).parent
     asking = [path for path in root.rglob("*.py") if re.search(r"new_head=True", path.read_text())]
-    assert {str(path.relative_to(root)) for path in asking} == {"core/head.py", "core/loading.py", "training/run.py"}
+    assert {str(path.relative_to(root)) for path in asking} == {
+        "core/model_files.py",
+        "core/loading.py",
+        "training/run.py",
+    }
