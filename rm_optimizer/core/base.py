@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rm_optimizer.core.messages import Message as Message
 from rm_optimizer.core.messages import Prompt as Prompt
 from rm_optimizer.core.messages import as_messages as as_messages
-from rm_optimizer.core.messages import require_characters
+from rm_optimizer.core.messages import require_characters, require_response
 
 
 def digest(value: Any) -> str:
@@ -104,11 +104,9 @@ def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(text, str):
             raise ValueError(f"{name} must be text, got {type(text).__name__}")
-        if not text.strip():
-            raise ValueError(f"{name} must not be empty")
-    prompts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-    for name, text in (*(("prompt", text) for text in prompts), ("chosen", chosen), ("rejected", rejected)):
-        require_characters(name, text)
+        require_response(name, text)
+    for text in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
+        require_characters("prompt", text)
     if chosen == rejected:
         raise ValueError("chosen and rejected must differ")
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from rm_optimizer.core.files import naming
 from rm_optimizer.errors import DataError
 
 
@@ -55,7 +56,7 @@ def chunk_log(path: Path, identity: str, *, of_what: str) -> Iterator[ChunkLog]:
         file = path.open("r+b" if path.exists() else "w+b")
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
-    with file:
+    with naming(path), file:
         if not _locked(file):
             raise DataError(f"{path}: another process is writing it; wait until it has ended")
         _go_on(path, file, json.dumps({"identity": identity}).encode() + b"\n", of_what)

@@ -23,13 +23,15 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: if the file cannot be written.
     """
     if _is_written_through(path):
-        yield path
+        with naming(path):
+            yield path
         return
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -41,6 +43,21 @@ def _is_written_through(path: Path) -> bool:
         return False
     mode = path.stat().st_mode
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or path.absolute().parts[1:2] in (("dev",), ("proc",))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the file's name to a failure of the system in the block, as a write to an open file does not tell it.
+
+    Args:
+        path: the file that the block writes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -18,11 +18,11 @@ _NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of every parameter's name and bytes, in hexadecimal."""
+    """SHA-256 of the name and bytes of every parameter and buffer, in hexadecimal."""
     weights = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         weights.update(name.encode())
-        weights.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return weights.hexdigest()
 
 

@@ -41,7 +41,7 @@ class Message:
     Common names of the two speakers (human, gpt, bot, …) become `user` and `assistant`, which chat templates read.
 
     Raises:
-        ValueError: if the role is empty or the content is not text.
+        ValueError: if the role is empty, the content is not text, or a user's content is blank.
 
     Example:
         >>> Message("human", "Hi.").role
@@ -57,6 +57,8 @@ class Message:
         if not isinstance(self.content, str):
             raise ValueError(f"a message's content must be text, got {type(self.content).__name__}")
         object.__setattr__(self, "role", _ROLES.get(self.role.strip().lower(), self.role))
+        if self.role == "user" and not self.content.strip():
+            raise ValueError("a message of role user must not be empty")
 
     def to_dict(self) -> dict[str, str]:
         """`{"role": …, "content": …}`, the form chat templates take."""
@@ -230,6 +232,17 @@ def require_characters(name: str, text: str) -> None:
         raise ValueError(
             f"{name} holds half of a UTF-16 surrogate pair, which is no character and has no tokens, in {shown!r}"
         ) from error
+
+
+def require_response(name: str, text: str) -> None:
+    """Refuse a response that is blank or holds half of a surrogate pair.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not text.strip():
+        raise ValueError(f"{name} must not be empty")
+    require_characters(name, text)
 
 
 def is_empty(value: object) -> bool:

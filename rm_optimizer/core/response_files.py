@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rm_optimizer.core.messages import Prompt, is_empty, require_characters
+from rm_optimizer.core.messages import Prompt, is_empty, require_characters, require_response
 from rm_optimizer.core.readers import read_rows, row_unit
 from rm_optimizer.core.row_context import row_prompt
 from rm_optimizer.errors import DataError
@@ -118,16 +118,12 @@ def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
         expected = "responses must be a list of texts" if listed else "response must be text"
         raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
-    for text in responses:
-        _require_characters(where, text)
-    return ResponseRow(number, _prompt(where, row), tuple(responses), listed)
-
-
-def _require_characters(where: str, text: str) -> None:
     try:
-        require_characters("response", text)
+        for text in responses:
+            require_response("response", text)
     except ValueError as error:
         raise DataError(f"{where}: {error}; repair it or leave the row out") from error
+    return ResponseRow(number, _prompt(where, row), tuple(responses), listed)
 
 
 def _prompt(where: str, row: dict[str, Any]) -> Prompt:

@@ -119,16 +119,21 @@ class BradleyTerryRM(BaseRewardModel):
             new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
                 source is refused, since its rewards would be random.
             input_form: what a reward model of others reads that has no chat template: `plain`, or `pair` for what its
-                tokenizer makes of (prompt, response); None takes `plain`, with a warning. Others ignore it.
+                tokenizer makes of (prompt, response); None takes `plain`, with a warning.
 
         Raises:
             CheckpointError: if the source is missing, torn, no trained reward model, or recorded another rendering.
-            ConfigError: if an option is unknown or out of range.
+            ConfigError: if an option is unknown or out of range, or `input_form` is given for another model.
         """
         options = LoadOptions(
             attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
         )
         loaded = load_model(source, options)
+        if input_form is not None and (loaded.identity or render_fn or new_head or loaded.tokenizer.chat_template):
+            raise ConfigError(
+                f"input_form={input_form} is for reward models of others that have no chat template, but how {source} "
+                "reads its input is known; leave the option out"
+            )
         if not loaded.identity and render_fn is None:
             _settle_input(loaded, source, input_form, is_trained=not new_head)
         recorded = loaded.identity.get("template", {}).get("max_length")

@@ -74,8 +74,8 @@ def read_as_written(tokenizer: PreTrainedTokenizerBase) -> None:
 
     The template of an encoder that writes no CLS is framed as usual, which a warning says.
     """
-    template = tokenizer.chat_template
     framed = ConversationRenderer(tokenizer, _ENOUGH)
+    template = tokenizer.chat_template
     if not isinstance(template, str) or WRITTEN_MARK in template:
         return
     written = _sequences(framed, adds_frame=False)
@@ -112,9 +112,9 @@ def choose_form(tokenizer: PreTrainedTokenizerBase, form: str | None, source: ob
     if form is None:
         _log.warning(
             "%s has neither a chat template nor our export.json, so the form of its input is unknown; its rewards here "
-            "are those of 'Prompt: …\\n\\nResponse: …'. If its card calls tokenizer(prompt, response), store it "
-            "once with BradleyTerryRM.from_pretrained('%s', input_form='pair').save_pretrained('FOLDER') and give "
-            "FOLDER; input_form='plain' silences this",
+            "are those of 'Prompt: …\\n\\nResponse: …'. If its card calls tokenizer(prompt, response), evaluate, score "
+            "and doctor take --input-form pair; for the rest, store it once with BradleyTerryRM.from_pretrained('%s', "
+            "input_form='pair').save_pretrained('FOLDER') and give FOLDER. The form 'plain' silences this",
             source,
             source,
         )

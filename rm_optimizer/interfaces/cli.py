@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rm_optimizer.interfaces.groups import Commands, PassedOn, RootCommands
 from rm_optimizer.schema.data import MAX_BAD_SHARE
+
+if TYPE_CHECKING:
+    from rm_optimizer.interfaces.pairs import Reading
 
 QUIET = {
     "no_args_is_help": True,
@@ -23,17 +29,53 @@ app.add_typer(data_app, name="data")
 
 TokenBudget = Annotated[int, typer.Option("--token-budget", min=1, help="Tokens of one pass, padding included.")]
 MaxLength = Annotated[int | None, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")]
-DataFormat = Annotated[str, typer.Option("--format", help="Row format: auto, explicit, hh, messages or kwise.")]
-Columns = Annotated[list[str], typer.Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")]
-OnBadRow = Annotated[str, typer.Option("--on-bad-row", help="What a bad row does: error or drop.")]
-Winner = Annotated[
-    str | None,
-    typer.Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | between equal ones."),
-]
-MaxBadShare = Annotated[
-    float, typer.Option("--max-bad-share", min=0, max=1, help="Most bad rows to drop, as a share of a file's rows.")
-]
 Checkpoint = Annotated[str, typer.Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
+InputForm = Annotated[
+    str | None,
+    typer.Option("--input-form", help="Input of a model of others without a chat template: plain or pair."),
+]
+
+
+def _reading(
+    data_format: Annotated[
+        str, typer.Option("--format", help="Row format: auto, explicit, hh, messages, lists, winner or kwise.")
+    ] = "auto",
+    columns: Annotated[
+        list[str], typer.Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")
+    ] = [],  # noqa: B006
+    on_bad_row: Annotated[str, typer.Option("--on-bad-row", help="What a bad row does: error or drop.")] = "error",
+    winner: Annotated[
+        str | None,
+        typer.Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | between equal ones."),
+    ] = None,
+    max_bad_share: Annotated[
+        float, typer.Option("--max-bad-share", min=0, max=1, help="Most bad rows to drop, as a share of a file's rows.")
+    ] = MAX_BAD_SHARE,
+    kwise_rule: Annotated[
+        str, typer.Option("--kwise-rule", help="Pairs of a list of responses: all, best_worst or adjacent.")
+    ] = "all",
+) -> Reading:
+    """The flags of every command that reads pairs."""
+    from rm_optimizer.interfaces.pairs import Reading
+
+    return Reading(data_format, tuple(columns), on_bad_row, winner, max_bad_share, kwise_rule)
+
+
+def reads_pairs(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of `_reading` in place of its parameter `reading`."""
+    flags, own = (
+        inspect.signature(function, locals={"Reading": object}, eval_str=True) for function in (_reading, command)
+    )
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        reading = _reading(**{name: options.pop(name) for name in flags.parameters})
+        command(reading=reading, **options)
+
+    parameters = [item for item in own.parameters.values() if item.name != "reading"] + list(flags.parameters.values())
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    return run
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,9 +116,11 @@ def train(
 
 
 @app.command()
+@reads_pairs
 def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs: file, folder, pattern; may be repeated.")],
+    reading: Reading,
     output: Annotated[Path | None, typer.Option("--output", help="Folder for JSON and plots.")] = None,
     by: Annotated[
         list[str], typer.Option("--by", metavar="COLUMN", help="Also report by this column; may be repeated.")
@@ -85,27 +129,11 @@ def evaluate(
     token_budget: TokenBudget = 16384,
     bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the resamples.")] = 0,
-    data_format: DataFormat = "auto",
-    columns: Columns = [],  # noqa: B006
-    on_bad_row: OnBadRow = "error",
-    winner: Winner = None,
-    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
-    kwise_rule: Annotated[
-        str, typer.Option("--kwise-rule", help="Pairs of a list of responses: all, best_worst or adjacent.")
-    ] = "all",
+    input_form: InputForm = None,
 ) -> None:
     """Measure a reward model on preference pairs: table, JSON and plots; a stopped run continues when repeated."""
     from rm_optimizer.interfaces.evaluation import evaluate_and_print
-    from rm_optimizer.interfaces.pairs import Reading
 
-    reading = Reading(
-        format=data_format,
-        columns=tuple(columns),
-        on_bad_row=on_bad_row,
-        kwise_rule=kwise_rule,
-        winner=winner,
-        max_bad_share=max_bad_share,
-    )
     evaluate_and_print(
         checkpoint,
         data,
@@ -116,6 +144,7 @@ def evaluate(
         token_budget=token_budget,
         num_bootstrap=bootstrap,
         seed=seed,
+        input_form=input_form,
     )
 
 
@@ -128,15 +157,16 @@ def score(
     response: Annotated[list[str], typer.Option("--response", help="…and response; may be repeated.")] = [],  # noqa: B006
     token_budget: TokenBudget = 16384,
     max_length: MaxLength = None,
+    input_form: InputForm = None,
 ) -> None:
     """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
     from rm_optimizer.interfaces.scores import print_scores, score_to_file
 
+    options: dict[str, Any] = {"token_budget": token_budget, "max_length": max_length, "input_form": input_form}
     if prompt is not None:
-        files = (in_file, out_file)
-        print_scores(checkpoint, prompt, response, files, token_budget=token_budget, max_length=max_length)
+        print_scores(checkpoint, prompt, response, (in_file, out_file), **options)
     else:
-        score_to_file(checkpoint, in_file, out_file, response, token_budget=token_budget, max_length=max_length)
+        score_to_file(checkpoint, in_file, out_file, response, **options)
 
 
 @app.command()
@@ -196,34 +226,25 @@ def serve(
 
 
 @data_app.command("check")
+@reads_pairs
 def data_check(
     paths: Annotated[list[str], typer.Argument(help="Files, folders or hub names; each is one split.")],
+    reading: Reading,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Hub id or folder of a tokenizer.")] = None,
     max_length: Annotated[int, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")] = 512,
-    data_format: DataFormat = "auto",
-    columns: Columns = [],  # noqa: B006
-    on_bad_row: OnBadRow = "error",
-    winner: Winner = None,
-    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the audit here.")] = None,
 ) -> None:
     """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
     from rm_optimizer.interfaces.data_check import audit_and_print
-    from rm_optimizer.interfaces.pairs import Reading
 
-    reading = Reading(
-        format=data_format,
-        columns=tuple(columns),
-        on_bad_row=on_bad_row,
-        winner=winner,
-        max_bad_share=max_bad_share,
-    )
     audit_and_print(paths, reading, tokenizer=tokenizer, max_length=max_length, json_file=json_file)
 
 
 @app.command()
+@reads_pairs
 def doctor(
     checkpoint: Checkpoint,
+    reading: Reading,
     data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis here.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also print the checks that are ok.")] = False,
@@ -231,32 +252,22 @@ def doctor(
     max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, help="Pairs, over all splits, to score.")] = 256,
     token_budget: TokenBudget = 8192,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
-    data_format: DataFormat = "auto",
-    columns: Columns = [],  # noqa: B006
-    on_bad_row: OnBadRow = "error",
-    winner: Winner = None,
-    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
+    input_form: InputForm = None,
 ) -> None:
     """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
     from rm_optimizer.interfaces.doctor import diagnose_and_print
-    from rm_optimizer.interfaces.pairs import Reading
 
     code = diagnose_and_print(
         checkpoint,
         data,
-        Reading(
-            format=data_format,
-            columns=tuple(columns),
-            on_bad_row=on_bad_row,
-            winner=winner,
-            max_bad_share=max_bad_share,
-        ),
+        reading,
         json_file=json_file,
         max_length=max_length,
         max_pairs=max_pairs,
         token_budget=token_budget,
         seed=seed,
         show_all=show_all,
+        input_form=input_form,
     )
     raise typer.Exit(code)
 

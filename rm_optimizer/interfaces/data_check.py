@@ -7,13 +7,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rm_optimizer.core.audit import audit_pairs
+from rm_optimizer.core.audit import DataAudit, audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset, label_note
-from rm_optimizer.core.files import write_text
 from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.interfaces.json_option import printed_beside, write_json
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
@@ -38,6 +38,13 @@ def audit_and_print(
         CheckpointError: if there is no such tokenizer.
         ConfigError: if the JSON file cannot be written.
     """
+    with printed_beside(json_file):
+        audit = _audited(paths, reading, tokenizer, max_length)
+    write_json(json_file, audit.to_json())
+
+
+def _audited(paths: Sequence[str], reading: Reading, tokenizer: str | None, max_length: int) -> DataAudit:
+    """The audit of the splits, once it is printed."""
     datasets = dict(zip(_split_names(paths), (reading.load(path) for path in paths), strict=True))
     if tokenizer is None:
         print(
@@ -53,8 +60,7 @@ def audit_and_print(
             print(f"{name}: {note}")
         for row in dataset.skipped:
             print(f"dropped {row}")
-    if json_file is not None:
-        _write(json_file, audit.to_json() + "\n")
+    return audit
 
 
 def _split_names(paths: Sequence[str]) -> list[str]:
@@ -74,10 +80,3 @@ def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> Pre
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no tokenizer at '{source}': give a hub id or a folder with tokenizer files") from error
     return loaded
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(f"--json must be a file that can be written, got '{path}' ({error.strerror})") from error

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.files import write_text
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.json_option import printed_beside, write_json
 from rm_optimizer.interfaces.local_model import length_note, load_local
 from rm_optimizer.interfaces.pairs import Reading
 from rm_optimizer.reporting.doctor_table import print_diagnosis
@@ -30,6 +30,7 @@ def diagnose_and_print(
     token_budget: int,
     seed: int,
     show_all: bool = False,
+    input_form: str | None = None,
 ) -> int:
     """Print the diagnosis, write it as JSON where asked, and return the exit code.
 
@@ -43,6 +44,7 @@ def diagnose_and_print(
         token_budget: tokens, padding included, of one pass.
         seed: of samples, folds, random labels and bootstraps.
         show_all: print the checks that are ok as well.
+        input_form: the value of `--input-form`.
 
     Returns:
         0 if nothing failed, warnings or not; `diagnosis.FAILED_EXIT_CODE` otherwise.
@@ -53,16 +55,16 @@ def diagnose_and_print(
         ConfigError: if an option is out of range or the JSON file cannot be written.
     """
     data = _datasets(sources, reading)
-    model = load_local(checkpoint, max_length=max_length, seed=seed)
+    model = load_local(checkpoint, max_length=max_length, input_form=input_form, seed=seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
     diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
-    print_diagnosis(diagnosis, show_all=show_all)
-    if dropped := [row for dataset in data.values() for row in dataset.skipped]:
-        print(f"{len(dropped)} bad rows dropped, the first: {dropped[0]}")
-    if note := length_note(model):
-        print(f"note: {note}")
-    if json_file is not None:
-        _write(json_file, diagnosis.to_json() + "\n")
+    with printed_beside(json_file):
+        print_diagnosis(diagnosis, show_all=show_all)
+        if dropped := [row for dataset in data.values() for row in dataset.skipped]:
+            print(f"{len(dropped)} bad rows dropped, the first: {dropped[0]}")
+        if note := length_note(model):
+            print(f"note: {note}")
+    write_json(json_file, diagnosis.to_json())
     return diagnosis.exit_code
 
 
@@ -89,10 +91,3 @@ def _with_progress(
             token_budget=token_budget,
             on_stage=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
         )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(f"--json must be a file that can be written, got '{path}' ({error.strerror})") from error

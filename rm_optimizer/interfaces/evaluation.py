@@ -32,6 +32,7 @@ def evaluate_and_print(
     token_budget: int,
     num_bootstrap: int,
     seed: int,
+    input_form: str | None,
 ) -> None:
     """Print the metrics, and write them with the rewards of every pair and the plots into a folder.
 
@@ -45,6 +46,7 @@ def evaluate_and_print(
         token_budget: tokens, padding included, of one pass.
         num_bootstrap: resamples over prompts for the intervals.
         seed: seed of the resamples.
+        input_form: the value of `--input-form`.
 
     Raises:
         DataError: if the pairs cannot be read.
@@ -56,7 +58,7 @@ def evaluate_and_print(
     _require_columns(data, by)
     folder = _made(output_dir or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     try:
-        model = load_local(checkpoint, max_length=max_length)
+        model = load_local(checkpoint, max_length=max_length, input_form=input_form)
         with progress("evaluating", "responses") as show:
             evaluation = evaluate_model(
                 model,

@@ -53,6 +53,7 @@ def print_scores(
     *,
     token_budget: int,
     max_length: int | None,
+    input_form: str | None,
 ) -> None:
     """Print one reward a line, in the order of the responses; what was cut is said on standard error.
 
@@ -64,7 +65,9 @@ def print_scores(
         raise ConfigError(USAGE)
     if not prompt.strip():
         raise ConfigError("--prompt must not be empty")
-    model = load_local(checkpoint, max_length=max_length)
+    if not all(response.strip() for response in responses):
+        raise ConfigError("--response must not be empty")
+    model = load_local(checkpoint, max_length=max_length, input_form=input_form)
     counted = LocalScorer(model, token_budget).score_counted([prompt] * len(responses), responses)
     require_finite(counted.rewards, lambda index: f"response {index + 1}")
     for reward in counted.rewards:
@@ -81,6 +84,7 @@ def score_to_file(
     *,
     token_budget: int,
     max_length: int | None,
+    input_form: str | None,
 ) -> None:
     """Write `source` with a `reward` column to `target`, continuing an earlier call that was stopped.
 
@@ -94,7 +98,7 @@ def score_to_file(
     """
     if source is None or target is None or responses:
         raise ConfigError(USAGE)
-    model = load_local(checkpoint, max_length=max_length)
+    model = load_local(checkpoint, max_length=max_length, input_form=input_form)
     identity = scorer_digest(model)
     try:
         with progress("scoring", "rows") as show:

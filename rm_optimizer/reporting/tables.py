@@ -81,6 +81,8 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
             f"{best.accuracy} (random {best.random:.3f}, longest {best.longest:.3f})"
         )
     rows["cut"] = _cut(evaluation)
+    if equal := evaluation.truncation.num_identical_dropped:
+        rows["equal responses"] = f"{equal:,} pairs have one sequence of tokens on both sides and count as ties"
     rows["trained on"] = _trained_on(evaluation)
     return rows
 
@@ -89,11 +91,11 @@ def _cut(evaluation: Evaluation) -> str:
     report = evaluation.truncation
     default = " (a default: the model records none; set --max-length)" if evaluation.has_default_length else ""
     text = f"at {report.max_length:,} tokens{default}"
-    if not (report.num_prompt_cut or report.num_response_cut or report.num_identical_dropped):
+    if not (report.num_prompt_cut or report.num_response_cut):
         return f"none, {text}"
     return (
         f"{text}: {report.num_prompt_cut:,} of {report.num_pairs:,} pairs lost prompt tokens, "
-        f"{report.num_response_cut:,} response tokens; {report.num_identical_dropped:,} became equal and count as ties"
+        f"{report.num_response_cut:,} response tokens"
     )
 
 
@@ -219,7 +221,7 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
         "rows skipped": split.num_skipped,
         "duplicate pairs": counted(split.num_duplicates),
         "contradictions": counted(split.num_contradictions),
-        "identical after truncation": counted(split.num_identical),
+        "identical as tokens": counted(split.num_identical),
         "truncated": counted(split.num_truncated),
         "prompt cut unevenly": counted(split.num_uneven_cut),
         "response truncated": counted(split.num_response_cut),

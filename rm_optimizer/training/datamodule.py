@@ -237,7 +237,7 @@ def _tokenized(
     if cut.num_prompt_cut or cut.num_response_cut or cut.num_identical_dropped:
         log.info(
             "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d (%d more on one side than on the other), "
-            "%d response tokens; %d become equal and %s",
+            "%d response tokens; %d have equal sequences and %s",
             split,
             cut.num_pairs,
             cut.num_prompt_cut,

@@ -94,6 +94,8 @@ def _bad_rows(root: Path) -> None:
             for i in range(6)
         ],
         "no_response": [{"prompt": "Hi", "response": "a"}, {"prompt": "Hi"}],
+        "empty_response": [{"prompt": "Hi", "response": "a"}, {"prompt": "Hi", "response": " "}],
+        "empty_turn": _changed("prompt", [{"role": "user", "content": ""}]),
         "null_response": [{"prompt": "Hi", "response": None}],
         "number_response": [{"prompt": "Hi", "response": 3}],
     }

@@ -51,6 +51,27 @@ def test_names_of_the_assistant_are_the_assistant(role: str) -> None:
     assert Message(role, "Hi").role == "assistant"
 
 
+BLANK_TURNS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": " "}],
+    "sharegpt": [{"from": "system", "value": ""}, {"from": "human", "value": ""}],
+    "json": json.dumps([{"role": "user", "content": "\n"}]),
+    "transcript": "Human: Hi\n\nAssistant: Hello!\n\nHuman: \n\nAssistant:",
+}
+
+
+@pytest.mark.parametrize("form", BLANK_TURNS)
+def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "chosen": "a", "rejected": "b"}))
+    with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
+        PreferenceDataset.load(path)
+    path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "response": "a"}))
+    with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
+        list(read_responses(path))
+    with pytest.raises(ValueError, match="role user must not be empty"):
+        as_messages(BLANK_TURNS[form])
+
+
 @pytest.mark.parametrize(
     "field", [{"tool_calls": [{"id": 1}]}, {"reasoning_content": "Hm."}, {"name": "Ann"}, {"notes": "a " * 20}]
 )

@@ -40,7 +40,7 @@ class LengthScorer:
         return torch.tensor(rewards)
 
 
-ROWS = [{"prompt": f"question {i}", "response": "é" * (i % 7), "id": i} for i in range(23)]
+ROWS = [{"prompt": f"question {i}", "response": "é" * (1 + i % 7), "id": i} for i in range(23)]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
@@ -230,6 +230,8 @@ def test_no_call_of_the_scorer_gets_more_than_a_chunk(tmp_path):
         ("a.jsonl", '{"prompt": "", "response": "r"}\n', r"line 1: prompt must be non-empty text.*got ''"),
         ("a.jsonl", '{"prompt": "p", "response": 3}\n', r"line 1: response must be text, got 3"),
         ("a.jsonl", '{"prompt": "p", "responses": []}\n', r"line 1: responses must be a list of texts, got \[\]"),
+        ("a.jsonl", '{"prompt": "p", "response": " "}\n', r"line 1: response must not be empty; repair it"),
+        ("a.jsonl", '{"prompt": "p", "responses": ["r", ""]}\n', r"line 1: response must not be empty; repair it"),
         ("a.jsonl", '{"prompt": "p", "response": "r", "reward": 1}\n', r"line 1: there is a column 'reward' already"),
         ("a.jsonl", "", r"a\.jsonl: the file is empty"),
         ("a.csv", "prompt,response\n", r"a\.csv: there are no rows to score"),

@@ -151,6 +151,15 @@ def test_a_cut_conversation_keeps_what_its_template_ends_with(tmp_path: Path) ->
         assert text.endswith("<end_of_turn>\n")
 
 
+def test_a_date_that_is_pinned_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = base("gemma", tmp_path, has_head=True)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }} " + template.read_text())
+    model = BradleyTerryRM.from_pretrained(folder, max_length=96)
+    assert model.renderer.pinned_date == "26 Jul 2024"
+    assert [text.split(" is ")[0] for text in caplog.messages] == ["the chat template inserts today's date; it"]
+
+
 def test_an_export_of_an_earlier_version_keeps_its_frame_and_its_rewards(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +199,8 @@ def test_a_reward_model_of_text_pairs_is_read_as_its_tokenizer_makes_them(
     assert guessed.score(prompts, responses).tolist() != pytest.approx(cards, abs=1e-5)
     with pytest.raises(ConfigError, match="did you mean 'pair'"):
         BradleyTerryRM.from_pretrained(tmp_path / "theirs", input_form="pairs", max_length=96)
+    with pytest.raises(ConfigError, match=r"ours reads its input is known; leave the option out"):
+        BradleyTerryRM.from_pretrained(tmp_path / "ours", input_form="pair")
 
 
 def test_text_pairs_that_need_token_types_are_refused(tmp_path: Path) -> None:

@@ -161,6 +161,15 @@ def test_data_check_prints_the_audit_and_writes_it(pairs):
     assert "longer wins" in printed
 
 
+@pytest.mark.parametrize("command", ["data check {pairs}", "doctor {checkpoint} --data {pairs} --max-pairs 4"])
+def test_json_on_standard_output_stands_alone(command, checkpoint, pairs, capfd):
+    arguments = command.format(checkpoint=checkpoint, pairs=pairs).split()
+    done = CliRunner().invoke(app, [*arguments, "--json", "/dev/stdout"])
+    assert json.loads(capfd.readouterr().out)
+    assert done.stdout == ""
+    assert "pairs.jsonl" in done.stderr
+
+
 def test_data_check_lists_the_rows_it_dropped(pairs):
     with Path(pairs).open("a") as lines:
         lines.write('{"prompt": "p", "chosen": "same", "rejected": "same"}\n')

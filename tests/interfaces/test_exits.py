@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rm_optimizer.core.chunk_log import chunk_log
 from rm_optimizer.core.files import replacing, write_text
 from rm_optimizer.errors import ConfigError, DataError, DiskError
 from rm_optimizer.interfaces.exits import CLOSED_OUTPUT, one_exit
+from rm_optimizer.training.disk import disk_error
 
 ENTRY = "from rm_optimizer.interfaces.cli import app; app()"
 
@@ -126,6 +129,24 @@ def test_a_dangling_link_gets_its_file(tmp_path):
 def test_a_device_is_written_through(device):
     with replacing(Path(device)) as written:
         assert written == Path(device)
+
+
+def test_a_refused_write_names_its_file(tmp_path):
+    with pytest.raises(OSError, match="/dev/full"):
+        write_text(Path("/dev/full"), "x")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def append_beyond_the_limit() -> None:
+        with chunk_log(tmp_path / "a.partial", "id", of_what="x") as log:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+            log.append(["a reward"] * 64)
+
+    try:
+        with pytest.raises(OSError, match=r"a\.partial") as caught:
+            append_beyond_the_limit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(disk_error(caught.value)).startswith(f"{tmp_path}/a.partial cannot be written (File too large)")
 
 
 def test_a_pipe_is_written_through(tmp_path):

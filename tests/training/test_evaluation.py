@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ def test_pairs_equal_after_truncation_are_ties_and_are_said(model: BradleyTerryR
     result = evaluated(model, [*SHORT, *CUT], tmp_path)
     assert (result.metrics.num_pairs, result.metrics.tie_rate) == (10, 0.4)
     assert result.truncation.num_identical_dropped == result.truncation.num_response_cut == 4
-    assert "4 response tokens; 4 became equal and count as ties" in printed(result)
+    assert "of 10 pairs lost prompt tokens, 4 response tokens" in printed(result)
+    assert "4 pairs have one sequence of tokens on both sides and count as ties" in printed(result)
+    uncut = replace(result.truncation, num_prompt_cut=0, num_response_cut=0)
+    assert "none, at 64 tokens" in printed(replace(result, truncation=uncut))
     stored = json.loads((tmp_path / "metrics.json").read_text())
     assert stored["truncation"]["num_identical_dropped"] == 4
     assert PairwiseMetrics.from_json((tmp_path / "metrics.json").read_text()) == result.metrics
