@@ -12,7 +12,7 @@ from typing import Any
 
 from rm_optimizer.core.columns import Columns, renamed
 from rm_optimizer.core.formats import RowFormat, detect_format
-from rm_optimizer.core.messages import is_empty
+from rm_optimizer.core.messages import is_empty, is_message
 from rm_optimizer.core.readers import Row
 from rm_optimizer.core.row_context import unread_column
 from rm_optimizer.errors import DataError
@@ -145,7 +145,7 @@ def _nested_hint(rows: Sequence[Row], names: Sequence[str], spelling: Spelling) 
     for name in names:
         value: Any = next((row[name] for row in rows if not is_empty(row.get(name))), None)
         inner = value[0] if isinstance(value, list) and value else value
-        if isinstance(inner, Mapping):
+        if isinstance(inner, Mapping) and not is_message(inner):
             parts[name] = [f"{name}.{part}" for part in inner]
     if not parts:
         return None
@@ -179,8 +179,9 @@ def require_readable(path: str, rows: Sequence[Row], columns: Columns, spelling:
         spelling: how to name options.
 
     Raises:
-        DataError: if a column would change what the model reads, or labels are no probabilities.
+        DataError: if a column would change what the model reads, labels are no probabilities, or no column has prompts.
     """
+    _require_prompts(path, rows, spelling)
     lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
     if lost is not None:
         use = f"append it to the prompt with {spelling.columns({'input': lost})}, "
@@ -191,6 +192,19 @@ def require_readable(path: str, rows: Sequence[Row], columns: Columns, spelling:
             f"with {spelling.columns({lost: 'null'})}"
         )
     _require_probabilities(path, rows, columns, spelling)
+
+
+def _require_prompts(path: str, rows: Sequence[Row], spelling: Spelling) -> None:
+    """Refuse rows whose `chosen` is the response's message alone, as LLaMA-Factory's are, without a prompt column."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    sides = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
+    if "prompt" in names or not sides or not all(len(side) == 1 and is_message(side[0]) for side in sides):
+        return
+    prompt = _known_names(names, rows).get("prompt", "…")
+    raise DataError(
+        f"{path}: chosen has no prompt before its response; name the column that holds the prompt with "
+        f"{spelling.columns({'prompt': prompt})}; got columns {', '.join(names)}"
+    )
 
 
 def _require_probabilities(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> None:

@@ -176,6 +176,20 @@ HINTLESS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "similar-is-not-same": ({"promt": "Q?", "choosen": GOOD, "reject": BAD}, ("name yours as",), ("did you mean",)),
     "responses": ({"prompt": "Q?", "response": GOOD}, ("rm-opt score",), ("did you mean",)),
+    "llama-factory": (
+        {
+            "conversations": [{"from": "human", "value": "Q?"}],
+            "chosen": {"from": "gpt", "value": GOOD},
+            "rejected": {"from": "gpt", "value": BAD},
+        },
+        ("chosen has no prompt before its response; name the column", "--columns prompt=conversations;"),
+        ("on-bad-row",),
+    ),
+    "kto": (
+        {"conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": GOOD}], "label": True},
+        ("name yours as",),
+        ("conversations.from",),
+    ),
     "objects": (
         {"prompt": "Q?", "chosen": {"text": GOOD}, "rejected": {"text": BAD}},
         ("--columns chosen=chosen.text",),
