@@ -176,6 +176,13 @@ def test_the_readme_gives_the_two_commands_of_a_fresh_clone():
     assert {"make quickstart", "make test"} <= set(commands)
 
 
+def test_the_contents_of_the_manual_are_its_chapters():
+    text = (ROOT / "doc.md").read_text(encoding="utf-8")
+    chapters = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    listed = re.findall(r"\[(.+?)\]\(#(.+?)\)", text.partition("\n## ")[0])
+    assert listed == [(name, name.lower().replace(" ", "-")) for name in chapters]
+
+
 def test_the_option_tables_are_those_of_the_schema():
     text = (ROOT / "doc.md").read_text(encoding="utf-8")
     inside = text.partition(BEGIN)[2].partition(END)[0]

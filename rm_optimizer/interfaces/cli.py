@@ -54,11 +54,14 @@ def _reading(
     kwise_rule: Annotated[
         str, typer.Option("--kwise-rule", help="Pairs of a list of responses: all, best_worst or adjacent.")
     ] = "all",
+    label: Annotated[
+        float, typer.Option("--label", min=0, max=1, help="P(chosen > rejected) of rows without a label; 0.5 for ties.")
+    ] = 1.0,
 ) -> Reading:
     """The flags of every command that reads pairs."""
     from rm_optimizer.interfaces.pairs import Reading
 
-    return Reading(data_format, tuple(columns), on_bad_row, winner, max_bad_share, kwise_rule)
+    return Reading(data_format, tuple(columns), on_bad_row, winner, max_bad_share, kwise_rule, label)
 
 
 def reads_pairs(command: Callable[..., None]) -> Callable[..., None]:

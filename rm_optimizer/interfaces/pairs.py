@@ -28,6 +28,7 @@ class Reading:
         winner: values of the winner column as typed, or None.
         max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
         kwise_rule: pairs that a list of scored responses gives: all, best_worst or adjacent.
+        label: probability that `chosen` is the better response, for rows that have no label.
     """
 
     format: str
@@ -36,6 +37,7 @@ class Reading:
     winner: str | None = None
     max_bad_share: float = MAX_BAD_SHARE
     kwise_rule: str = KwiseRule.all
+    label: float = 1.0
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set.
@@ -72,7 +74,7 @@ class Reading:
     def _part(self, file: str, label: str) -> PreferenceDataset:
         """The pairs of one file, those without a source of their own under `label`."""
         part = PreferenceDataset.load(
-            file,
+            {"path": file, "label": self.label},
             format=self.format,
             columns=self.column_mapping(),
             winner=self.winner,

@@ -201,6 +201,7 @@ ROWS: list[tuple[str, str]] = [
     (f"{CHECK} rows/empty_chosen.jsonl", "line 6"),
     (f"{CHECK} rows/number_chosen.jsonl", "line 6"),
     (f"{CHECK} rows/empty_turn.jsonl", "line 6: prompt: a message of role user must not be empty"),
+    (f"{CHECK} pairs.jsonl --label 2", "--label"),
     (f"{CHECK} pairs.jsonl --kwise-rule worst", "unknown --kwise-rule 'worst'"),
     (f"{CHECK} rows/label_two.jsonl", "line 6"),
     (f"{CHECK} rows/label_word.jsonl", "line 6"),

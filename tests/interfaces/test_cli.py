@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import DataError, TrainingDiverged
 from rm_optimizer.interfaces import info
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.interfaces.progress import progress
 from rm_optimizer.schema.store import OPTIMIZERS
 
 
@@ -102,3 +104,13 @@ def test_params_counts_every_parameter_once(monkeypatch):
     result = rm_opt("params", "tiny", "-o", "muon")
     assert result.exit_code == 0
     assert "muon on tiny" in result.stdout
+
+
+def test_progress_without_a_terminal_is_a_line_a_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress("evaluating", "responses") as show:
+        for now[0] in (1.0, 30.0, 61.0, 90.0, 125.0):
+            show(int(now[0]), 1000)
+    lines = ["evaluating: 61 of 1,000 responses, 61 s", "evaluating: 125 of 1,000 responses, 125 s"]
+    assert capsys.readouterr().err.splitlines() == lines

@@ -170,6 +170,16 @@ def test_json_on_standard_output_stands_alone(command, checkpoint, pairs, capfd)
     assert "pairs.jsonl" in done.stderr
 
 
+def test_data_check_reads_as_training_would(pairs):
+    rows = [{"prompt": f"{i}?", "responses": ["a", "b", "c"], "scores": [1, 2, 3]} for i in range(6)]
+    Path("lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rm_opt(
+        "data", "check", pairs, "lists.jsonl", "--kwise-rule", "best_worst", "--label", "0.5", "--json", "audit.json"
+    )
+    splits = DataAudit.from_json(Path("audit.json").read_text()).splits
+    assert (splits["lists.jsonl"].num_pairs, splits[pairs].num_soft_labels) == (6, len(PAIRS))
+
+
 def test_data_check_lists_the_rows_it_dropped(pairs):
     with Path(pairs).open("a") as lines:
         lines.write('{"prompt": "p", "chosen": "same", "rejected": "same"}\n')
