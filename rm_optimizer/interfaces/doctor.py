@@ -61,7 +61,7 @@ def diagnose_and_print(
     with printed_beside(json_file):
         print_diagnosis(diagnosis, show_all=show_all)
         if dropped := [row for dataset in data.values() for row in dataset.skipped]:
-            print(f"{len(dropped)} bad rows dropped, the first: {dropped[0]}")
+            print(f"rows that give no pair: {len(dropped)}, the first: {dropped[0]}")
         if note := length_note(model):
             print(f"note: {note}")
     write_json(json_file, diagnosis.to_json())

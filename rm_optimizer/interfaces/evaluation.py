@@ -86,7 +86,7 @@ def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, fold
     what = ", ".join(sources) if len(sources) <= 3 else f"{len(sources)} sources"
     print_evaluation(f"{checkpoint} on {what}", evaluation)
     if evaluation.num_skipped:
-        print(f"{evaluation.num_skipped} bad rows dropped")
+        print(f"rows that give no pair: {evaluation.num_skipped}")
     print(f"metrics, rewards and plots: {folder}")
 
 
