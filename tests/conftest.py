@@ -8,8 +8,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from jaxtyping import install_import_hook
+
+from tests.fork_server import starts
 
 CHECKED_ROOMS = (
     "losses",
@@ -27,6 +34,16 @@ install_import_hook([f"rm_optimizer.core.{room}" for room in CHECKED_ROOMS], "be
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that none of them is left to one worker at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with most slow tests first, so that none of them is left to one worker at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A `python` with an `rm-opt` beside it; on Linux they start with torch and Lightning imported."""
+    if sys.platform != "linux":
+        yield Path(sys.executable)
+        return
+    with starts(tmp_path_factory.mktemp("python")) as python:
+        yield python

@@ -225,8 +225,8 @@ def python_blocks() -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "way"), parameters())
-def test_a_documented_command_works(command, way, scratch):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def test_a_documented_command_works(command, way, scratch, python):
+    path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     where = ROOT if way.in_checkout else scratch
     done = subprocess.run(
@@ -243,6 +243,6 @@ def test_a_documented_command_works(command, way, scratch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", python_blocks())
-def test_a_documented_program_works(block, scratch):
-    done = subprocess.run([sys.executable, "-c", block], cwd=scratch, capture_output=True, text=True, check=False)
+def test_a_documented_program_works(block, scratch, python):
+    done = subprocess.run([python, "-c", block], cwd=scratch, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

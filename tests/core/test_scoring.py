@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -143,10 +142,10 @@ score_file(LengthScorer(), Path("in.jsonl"), Path("out.jsonl"), scorer_name="len
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_rows_scored_before_kill_9_are_kept(tmp_path):
+def test_rows_scored_before_kill_9_are_kept(python, tmp_path):
     write_jsonl(tmp_path / "in.jsonl", ROWS)
     script = KILLED.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=False)
+    done = subprocess.run([python, "-c", script], cwd=tmp_path, check=False)
     assert done.returncode == -signal.SIGKILL
     scorer = LengthScorer()
     score_file(scorer, tmp_path / "in.jsonl", tmp_path / "out.jsonl", scorer_name="length", chunk_rows=4)

@@ -191,14 +191,14 @@ for name in ("new", "torn"):
 """
 
 
-def test_processes_that_start_together_leave_one_cache_and_agree(tmp_path: Path) -> None:
+def test_processes_that_start_together_leave_one_cache_and_agree(python: Path, tmp_path: Path) -> None:
     alone = tokenize_pairs(some_pairs(1000), renderer(), tmp_path / "alone")
     torn = tmp_path / "torn" / alone.folder.name
     torn.mkdir(parents=True)
     (torn / "tokens.bin").write_bytes(b"half")
     here = str(Path(__file__).parent)
     racers = [
-        subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path), here, str(i)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([python, "-c", RACER, str(tmp_path), here, str(i)], stdout=subprocess.PIPE, text=True)
         for i in range(2)
     ]
     while all(racer.poll() is None for racer in racers) and len(list(tmp_path.glob("ready-*"))) < 2:

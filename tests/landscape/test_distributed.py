@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,8 +32,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
+def test_two_processes_find_what_one_finds(python: Path, tmp_path: Path) -> None:
+    command = [str(python), "-W", "ignore", "-c", RANK]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(tmp_path)], env=environment)

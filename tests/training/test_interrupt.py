@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,14 +32,16 @@ def wait_for_rows(path: Path, rows: int, process: subprocess.Popen[str]) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_checkpoint_and_says_where(small_overrides: list[str], tmp_path: Path, number: int) -> None:
+def test_a_signal_leaves_a_checkpoint_and_says_where(
+    python: Path, small_overrides: list[str], tmp_path: Path, number: int
+) -> None:
     options = [
         *small_overrides,
         "training.max_steps=100000",
         "training.checkpoint_every=2",
         f"hydra.run.dir={tmp_path}/run",
     ]
-    command = [sys.executable, "-m", "rm_optimizer.train", *options]
+    command = [python, "-m", "rm_optimizer.train", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
