@@ -2,7 +2,8 @@
 
 `starts` makes a folder whose `python` and `rm-opt` take the place of the real ones. They send their arguments, folder,
 environment, process group and standard streams to the server, pass on signals, and end with the command's exit code.
-Each command is a process of its own, which dies with the `python` or `rm-opt` that asked for it.
+Each command is a process of its own, which dies with the `python` or `rm-opt` that asked for it. The ranks of a
+training run need the real Python: Lightning reads the rank of its process when it is imported.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,11 @@ def backward(model: BradleyTerryRM, share: list[list[int]], sharded: bool) -> No
 def weight_difference(mesh: DeviceMesh, rank: int, name: str) -> float:
     """After three steps of an optimizer; float64, so that only the order of sums differs."""
     found = []
+    config = options(f"optimizer={name}", "optimizer.lr=0.01").optimizer
     for sharded in (False, True):
         model = reward_model("llama")
         if sharded:
             shard_model(model, mesh)
-        config = options(f"optimizer={name}", "optimizer.lr=0.01").optimizer
         optimizer = build_optimizer(model, config, head_names=model.head_parameter_names(), num_steps=3)
         share = [[2 * rank], [2 * rank + 1]] if sharded else [[0, 1, 2, 3]]
         set_train_mode(optimizer, True)
@@ -192,3 +193,7 @@ def on_one_device(model: BradleyTerryRM, tokens: Any, pairs: Any, sharing: bool)
             rewards = model.eval().rewards_of(batch).view(-1, 2)
         margins[batch.pair_index] = (rewards[:, 0] - rewards[:, 1]).double()
     return margins
+
+
+if __name__ == "__main__":
+    measure(int(sys.argv[2]), sys.argv[1])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.core.data_loader import load_training_data
@@ -24,15 +25,17 @@ from tests.training.launched import (
     TOLERANCE,
     assert_same_bytes,
     assert_same_trajectory,
+    environment,
     forget_after,
     on_ranks,
     run_to_its_end,
     train_on_two_ranks,
 )
-from tests.training.sharded_worker import CASES, SHARDABLE, measure
+from tests.training.sharded_worker import CASES, SHARDABLE
 
 Build = Callable[..., TrainConfig]
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_torchrun.sh"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "train_torchrun.sh"
 
 # every second step is one pair, which one rank does not have
 OPTIONS = ["batching.batch_size=95", "training.epochs=2", "training.checkpoint_every=1", "training.keep_checkpoints=9"]
@@ -42,9 +45,11 @@ BFLOAT16 = 1e-6
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def measured(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("measured")
-    multiprocessing.spawn(measure, (str(folder),), nprocs=2)
+    start = [python, "-m", "tests.training.sharded_worker", str(folder)]
+    ranks = [subprocess.Popen([*start, str(rank)], cwd=ROOT, env=environment()) for rank in range(2)]
+    assert [rank.wait(timeout=400) for rank in ranks] == [0, 0]
     values: dict[str, float] = json.loads((folder / "measured.json").read_text())
     return values
 

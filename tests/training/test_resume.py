@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,28 +40,36 @@ def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatc
             train_reward_model(config)
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
-@pytest.mark.parametrize(
-    "options",
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         [],
         ["optimizer=muon"],
         ["optimizer=schedulefree", "schedule=constant", "training.eval_at_start=false"],
-        ["model.dropout=true"],
+        ["model.dropout=true", "+model.architecture.attention_dropout=0.1"],
         ["adapter=lora_r8", "adapter.dropout=0.1"],
     ],
     ids=["adamw", "muon", "schedulefree", "dropout", "lora"],
 )
+def whole(
+    request: pytest.FixtureRequest, small_config: Build, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str]]:
+    """Folder of a run that was never killed, and its options."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    common = ["training.checkpoint_every=1", "training.epochs=1.5", "batching.micro_token_budget=400"]
+    options = [*request.param, *common]
+    train_reward_model(small_config(folder, *options))
+    return folder, options
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
 def test_a_resumed_run_ends_bitwise_equal(
-    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, options: list[str]
+    small_config: Build, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    common = [*options, "training.checkpoint_every=1", "training.epochs=1.5", "batching.micro_token_budget=400"]
-    if "model.dropout=true" in options:
-        common.append("+model.architecture.attention_dropout=0.1")
-    train_reward_model(small_config(tmp_path / "whole", *common))
-    stopped_after(step, small_config(tmp_path / "cut", *common), monkeypatch)
-    train_reward_model(small_config(tmp_path / "cut", *common, "resume=auto"))
-    assert_same_outcome(tmp_path / "whole", tmp_path / "cut")
+    folder, options = whole
+    stopped_after(step, small_config(tmp_path, *options), monkeypatch)
+    train_reward_model(small_config(tmp_path, *options, "resume=auto"))
+    assert_same_outcome(folder, tmp_path)
 
 
 def test_a_torn_checkpoint_is_skipped_for_the_one_before(
@@ -91,13 +98,15 @@ def test_resume_without_a_checkpoint_starts(finished_run: RunResult, small_confi
 
 
 @pytest.mark.slow
-def test_kill_minus_nine_loses_nothing(small_overrides: list[str], small_config: Build, tmp_path: Path) -> None:
+def test_kill_minus_nine_loses_nothing(
+    python: Path, small_overrides: list[str], small_config: Build, tmp_path: Path
+) -> None:
     options = [*small_overrides, "training.max_steps=40", "training.checkpoint_every=3", "resume=auto"]
-    command = [sys.executable, "-m", "rm_optimizer.train", *options, f"hydra.run.dir={tmp_path}/cut"]
+    command = [python, "-m", "rm_optimizer.train", *options, f"hydra.run.dir={tmp_path}/cut"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for kill_at in (4, 17):
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
         )
         path = tmp_path / "cut" / "checkpoints"
         while process.poll() is None and not any(int(p.stem[5:]) >= kill_at for p in path.glob("step-*.ckpt")):
