@@ -135,6 +135,7 @@ class ConversationRenderer:
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
         self._unprinted: dict[tuple[str, ...], int | None] = {}
+        self.refused_tokens: dict[int, str] = {}
         if max_length <= len(self._lead) + len(self._end):
             special = len(self._lead) + len(self._end)
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
@@ -146,6 +147,15 @@ class ConversationRenderer:
     def has_lead(self, ids: Sequence[int]) -> bool:
         """Whether a sequence starts with BOS or CLS, or needs none."""
         return not self.frame[0] or bool(self._lead_width(ids))
+
+    def refuse_tokens_from(self, num_embeddings: int) -> None:
+        """Refuse conversations with an added token that the model's embedding has no row for.
+
+        Args:
+            num_embeddings: rows of the embedding.
+        """
+        added = self.tokenizer.get_added_vocab()
+        self.refused_tokens = {index: token for token, index in added.items() if index >= num_embeddings}
 
     def closing(self) -> tuple[int, ...]:
         """The token ids that the rendering writes after every response."""
@@ -198,7 +208,10 @@ class ConversationRenderer:
         """Why a side of the pair cannot be rendered; None if both can."""
         try:
             for response in (pair.chosen, pair.rejected):
-                _check_encodable(self.text(pair.prompt, response))
+                text = self.text(pair.prompt, response)
+                _check_encodable(text)
+                if self.refused_tokens:
+                    self._ids([text])
         except ConversationRefused as error:
             return str(error)
         return None
@@ -348,7 +361,18 @@ class ConversationRenderer:
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         ids: list[list[int]] = encoded["input_ids"]
+        if self.refused_tokens:
+            for text, row in zip(texts, ids, strict=True):
+                self._require_embedded(text, row)
         return ids
+
+    def _require_embedded(self, text: str, ids: Sequence[int]) -> None:
+        refused = next((index for index in ids if index in self.refused_tokens), None)
+        if refused is not None:
+            raise ConversationRefused(
+                f"the model's embedding has no row for the token {self.refused_tokens[refused]!r} (id {refused}) of "
+                f"{text[:60]!r}; resize the embedding, or take the token out of the data"
+            )
 
     def _framed(self, ids: list[int]) -> list[int]:
         """The ids with BOS and EOS, each added unless it is there."""

@@ -176,7 +176,7 @@ def build_model(
     try:
         config = _config_from_fields(architecture, tokenizer)
         return LoadedModel(_build(_prepared(config, options), options), tokenizer, is_head_fresh=True)
-    except (ValueError, StrictDataclassError) as error:
+    except (ValueError, ImportError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture does not describe a model: {_reason(error)}") from error
 
 
@@ -217,7 +217,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         )
     missing = set(report["missing_keys"])
     _require_backbone(model, missing)
-    if missing:
+    if missing and options.new_head:
         _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     is_fresh = f"{head_name(model)}.weight" in missing
     folder = _record_folder(source, options)
@@ -330,6 +330,11 @@ def _prepared(config: PretrainedConfig, options: LoadOptions) -> PretrainedConfi
             "use its base model or a reward model"
         )
     refuse_known(config)
+    if config.model_type == "xmod" and config.default_language is None:
+        raise CheckpointError(
+            "xmod reads a text with the layers of one language, and its configuration names none; set default_language "
+            f"in its config.json to one of {', '.join(config.languages)}"
+        )
     if getattr(config, "attention_type", None) == "block_sparse":
         config.attention_type = "original_full"  # BigBird would turn to it for good at the first short batch
     config.num_labels = 1

@@ -74,6 +74,7 @@ class BradleyTerryRM(BaseRewardModel):
         last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
         ends_freely = len(last_ids) > 1
         self.pad_choice = choose_pad_token(tokenizer, _num_embeddings(model), last_ids, ends_freely=ends_freely)
+        self.renderer.refuse_tokens_from(_num_embeddings(model))
         set_pad_token_id(model, self.pad_choice.token_id)
         model.config.num_labels = 1
         model.config.problem_type = "regression"
@@ -191,14 +192,23 @@ class BradleyTerryRM(BaseRewardModel):
         head_seed = seed if loaded.is_head_fresh else None
         model, tokenizer = loaded.model, loaded.tokenizer
         built = cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
-        refuse_measured(
-            type(model).__name__,
-            built,
-            built.reward_head,
-            num_tokens=tokenizer.vocab_size,
-            pad_token_id=built.pad_choice.token_id,
-            dtype=computing_dtype(model),
-        )
+        try:
+            refuse_measured(
+                type(model).__name__,
+                built,
+                built.reward_head,
+                num_tokens=tokenizer.vocab_size,
+                pad_token_id=built.pad_choice.token_id,
+                dtype=computing_dtype(model),
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"{type(model).__name__} computes no rewards from token ids alone ({reason}); mend its configuration, "
+                "or use another model"
+            ) from error
         return built
 
     @property

@@ -212,7 +212,7 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
     """16 hexadecimal digits of everything that the token ids depend on."""
     tokenizer = renderer.tokenizer
     template = None if renderer.kind == "custom" else tokenizer.chat_template
-    setting = [_LAYOUT, renderer.identity(), template, _tokenizer_digest(tokenizer)]
+    setting = [_LAYOUT, renderer.identity(), template, _tokenizer_digest(tokenizer), sorted(renderer.refused_tokens)]
     content = hashlib.sha256(digest(setting).encode())
     for pair in pairs:
         prompt = [[message.role, message.content] for message in as_messages(pair.prompt)]

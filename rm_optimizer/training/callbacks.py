@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -236,13 +237,23 @@ class Checkpoints(pl.Callback):
         every: optimizer steps between checkpoints.
         keep: newest checkpoints kept.
         stop: whether the user asked to stop.
+        before_saving: called by the first process before each checkpoint, to write what must not be older than it.
     """
 
-    def __init__(self, run_dir: Path, *, every: int, keep: int, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        every: int,
+        keep: int,
+        stop: StopSignal,
+        before_saving: Callable[[], None] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.every = every
         self.keep = keep
         self.stop = stop
+        self.before_saving = before_saving
         self._random_states: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -281,6 +292,8 @@ class Checkpoints(pl.Callback):
         assert isinstance(pl_module, RewardModelLightning)
         path = checkpoint_path(self.run_dir, trainer.global_step)
         with writing(path, first_in=TEMPORARY):
+            if trainer.is_global_zero and self.before_saving is not None:
+                self.before_saving()
             pl_module.last_checkpoint = save_checkpoint(trainer, path)
         if trainer.is_global_zero:
             prune(self.run_dir, self.keep)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -248,9 +249,16 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
     every = config.training.checkpoint_every or max(
         1, run.datamodule.steps_per_epoch // (config.training.evals_per_epoch or PER_EPOCH)
     )
+    is_streamed = config.data.streaming != Streaming.off  # the pairs read are known only as they are
     callbacks: list[Callback] = [
         *watching(config, observers, run.datamodule, run.evaluation, run.run_dir),
-        Checkpoints(run.run_dir, every=every, keep=config.training.keep_checkpoints, stop=stop),
+        Checkpoints(
+            run.run_dir,
+            every=every,
+            keep=config.training.keep_checkpoints,
+            stop=stop,
+            before_saving=partial(_keep_trained_pairs, run) if is_streamed else None,
+        ),
     ]
     run.evaluation.stop = stop
     if checkpoint is not None:
@@ -266,13 +274,13 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
         trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
     finally:
         close_loggers(trainer.loggers)
-        if trainer.is_global_zero and config.data.streaming != Streaming.off:  # only now have its rows been read
+        if trainer.is_global_zero and is_streamed:
             _keep_trained_pairs(run)
     run.fit_seconds = time.perf_counter() - before
     run.steps = trainer.global_step
     run.is_first_rank = trainer.is_global_zero
     run.device = trainer.strategy.root_device
-    if stop.requested:
+    if trainer.strategy.reduce_boolean_decision(stop.requested, all=False):  # a signal may have reached one process
         raise Interrupted(_stopped(run, " in its evaluation" if run.evaluation.missed else ""))
     is_whole = run.evaluation.stopped_early or run.steps == run.module.num_steps
     assert is_whole, f"training ended after step {run.steps} of {run.module.num_steps}"

@@ -92,6 +92,28 @@ def test_a_model_without_an_embedding_of_ids_is_refused_in_one_sentence() -> Non
         BradleyTerryRM(model, encoder_tokenizer(), max_length=16)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "says"),
+    [
+        ("xmod", {"languages": ["en_XX", "de_DE"]}, "set default_language in its config.json to one of en_XX, de_DE"),
+        ("layoutlmv2", {}, "model.architecture does not describe a model: LayoutLMv2Model requires the detectron2"),
+        ("layoutlmv3", {}, "LayoutLMv3ForSequenceClassification computes no rewards from token ids alone"),
+        ("lilt", {}, "LiltForSequenceClassification computes no rewards from token ids alone"),
+    ],
+)
+def test_a_model_that_cannot_compute_is_refused_in_one_sentence(
+    model_type: str, fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=says) as caught:
+        built(model_type, SMALL | fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_language_that_is_named_is_read() -> None:
+    fields = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
+    assert built("xmod", SMALL | fields).score(["a"], ["b"]).isfinite().all()
+
+
 @pytest.mark.parametrize("model_type", ["longformer", "data2vec-text", "luke", "xlm-roberta", "ibert"])
 def test_positions_counted_from_after_the_pad_id_shorten_the_window(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, max_position_embeddings=130, pad_token_id=1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.errors import Interrupted
@@ -143,3 +144,18 @@ def test_a_signal_that_comes_while_the_processes_agree_is_not_lost(tmp_path):
     assert stop.requested
     assert checkpoints._stops(trainer)  # type: ignore[arg-type]
     assert trainer.should_stop
+
+
+def test_a_signal_of_another_process_after_the_last_step_ends_all_of_them(
+    small_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def agree(strategy: SingleDeviceStrategy, decision: bool, all: bool = True) -> bool:
+        asked.append(decision)
+        return len(asked) == 5  # after training; the four before are its start and the steps
+
+    monkeypatch.setattr(SingleDeviceStrategy, "reduce_boolean_decision", agree)
+    with pytest.raises(Interrupted, match=r"stopped after step 3 of 3.*step-00000003\.ckpt.*resume=auto"):
+        train_reward_model(small_config(tmp_path, "training.max_steps=3"))
+    assert asked == [False] * 5

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tiny import train_tokenizer
 from rm_optimizer.errors import DataError
@@ -64,3 +65,20 @@ def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., Tr
     assert "line 5: " in listed
     assert "line 8: " in listed
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["skipped_rows"] == 2
+
+
+def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path) -> None:
+    texts = ["user assistant Question? Yes. No."]
+    model = BradleyTerryRM.from_config(LLAMA, train_tokenizer(texts, 300), max_length=128, seed=0)
+    model.tokenizer.add_tokens(["<tool>"])  # as a base model whose embedding nobody resized
+    model = BradleyTerryRM(model.model, model.tokenizer, max_length=128)
+    table = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]
+    table[6]["rejected"] = "No <tool>."
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line 7: .*no row for the token '<tool>' \(id 283\)"):
+        PreferenceDataset.load(path).accepted_by(model.renderer)
+    kept = PreferenceDataset.load(path, on_bad_row="drop").accepted_by(model.renderer)
+    assert [len(kept), len(kept.skipped)] == [19, 1]
+    with pytest.raises(DataError, match="no row for the token '<tool>'"):
+        model.score(["Question?"], ["No <tool>."])

@@ -16,7 +16,7 @@ from rm_optimizer.core.ray_tokens import BlockTokenizer, BlockTokens
 from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import train_reward_model
+from rm_optimizer.training import callbacks, train_reward_model
 from tests.training.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
@@ -92,6 +92,20 @@ def test_a_resumed_streamed_run_ends_bitwise_equal(
     assert_same_outcome(tmp_path / "whole", tmp_path / "cut")
     records = [(tmp_path / run / TRAINED_PAIRS_FILE).read_bytes() for run in ("whole", "cut")]
     assert records[0] == records[1]
+
+
+def test_the_pairs_read_so_far_are_on_disk_before_each_checkpoint(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    counts: list[int] = []
+
+    def counted(run_dir: Path, keep: int) -> None:
+        counts.append(len(TrainedPairs.read(run_dir / TRAINED_PAIRS_FILE).pairs))
+
+    monkeypatch.setattr(callbacks, "prune", counted)
+    train_reward_model(small_config(tmp_path / "run", *options))
+    assert counts[0] >= 16
+    assert counts[-1] == 100
 
 
 @pytest.mark.parametrize(
