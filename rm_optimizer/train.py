@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
 from rm_optimizer.interfaces.exits import one_exit, rank, report
-from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job
+from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job, naming_sweep_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -133,7 +133,7 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     name = flags.config_name or "config"
     folders: set[str] = set()
-    for number, overrides in enumerate(_jobs(flags) if flags.multirun else [flags.overrides]):
+    for number, overrides in _jobs(flags) if flags.multirun else [(None, flags.overrides)]:
         config = checked(
             overrides,
             TrainConfig,
@@ -141,10 +141,11 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
             config_dir=flags.config_dir,
             writable=flags.cfg is None,
             sweeps=flags.multirun or flags.cfg is not None,
-            job=number if flags.multirun else None,
+            job=number,
         )
         if flags.multirun:
-            _require_own_folder(config, folders)
+            with naming_sweep_folder():
+                _require_own_folder(config, folders)
         if flags.multirun and config.hardware.devices > 1:
             raise ConfigError(
                 f"--multirun takes hardware.devices=1, got {config.hardware.devices}; start one command a configuration"
@@ -159,19 +160,26 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     return config
 
 
-def _jobs(flags: Namespace) -> list[list[str]]:
-    """Overrides of jobs that together hold every value of a sweep, all with the sweep's folder as it is now."""
-    from rm_optimizer.schema.command_line import cells, run_folder
+def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
+    """Numbers and overrides of jobs that together hold every value of a sweep, and of those whose folder is there.
 
-    jobs, option = cells(flags.overrides), "hydra.sweep.dir="
-    folder = run_folder(jobs[0], name=flags.config_name or "config", config_dir=flags.config_dir, of_sweep=True)
-    kept = ([line for line in job if not line.startswith(option)] for job in jobs)
-    return [[*job, f"{option}'{folder}'"] for job in kept]
+    All of them have the sweep's folder as it is now.
+    """
+    from rm_optimizer.schema.command_line import planned_sweep
+
+    plan, option = (
+        planned_sweep(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir),
+        "hydra.sweep.dir=",
+    )
+    begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
+    return [
+        (number, [*(line for line in plan.jobs[number] if not line.startswith(option)), f"{option}'{plan.folder}'"])
+        for number in sorted({*plan.covering, *begun})
+    ]
 
 
 def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
     """Refuse a sweep whose jobs share a folder, or start in one that holds another run; its folder becomes taken."""
-    from rm_optimizer.schema.config import Resume
     from rm_optimizer.schema.run_folder import require_usable
 
     if config.output_dir in taken:
@@ -180,8 +188,7 @@ def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
             "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
         )
     taken.add(config.output_dir)
-    if config.resume == Resume.none:
-        require_usable(config)
+    require_usable(config)
 
 
 def _has_ended(config: TrainConfig) -> bool:
@@ -250,7 +257,8 @@ def run(config: DictConfig) -> float:
 
 def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> float:
     try:
-        objective = _trained(config)
+        with naming_sweep_folder():
+            objective = _trained(config)
     except Exception as error:
         SWEEP.add(failed_job(overrides, folder, error), sweep)
         if not isinstance(error, RMOptimizerError):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rm_optimizer.errors import Interrupted, RMOptimizerError, TrainingDiverged
+from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted, RMOptimizerError, TrainingDiverged
 
 SWEEP_FILE = "sweep.json"
 """In the folder of the sweep."""
@@ -43,6 +44,20 @@ def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
     return Job(
         overrides=tuple(overrides), status=status, objective=None, folder=folder, error=str(error), exit_code=code
     )
+
+
+@contextmanager
+def naming_sweep_folder() -> Iterator[None]:
+    """Name the option of a sweep's folder where a refusal names that of one run.
+
+    Raises:
+        ConfigError: what the block raises, in these words.
+        CheckpointError: likewise.
+    """
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(str(error).replace("hydra.run.dir", "hydra.sweep.dir")) from error
 
 
 @dataclass

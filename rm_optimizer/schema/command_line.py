@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,48 +81,75 @@ def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
 
 
-def run_folder(
-    overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None, of_sweep: bool = False
-) -> str:
+def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:
     """The value of `hydra.run.dir` for these overrides, times in it filled in.
 
     Args:
         overrides: what the user typed, in Hydra's grammar, without sweeps.
         name: main file.
         config_dir: the user's own folder of presets, searched before ours.
-        of_sweep: take `hydra.sweep.dir` in its place.
 
     Raises:
         ConfigError: if an override is wrong.
     """
+    return str(_composed(overrides, name, config_dir).hydra.run.dir)
+
+
+def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
+    """The configuration with Hydra's own options, unchecked."""
     register()
     search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
     try:
         with initialize_config_dir(config_root(), version_base="1.3"):
-            config = hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
-            return str(config.hydra.sweep.dir if of_sweep else config.hydra.run.dir)
+            return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides)) from error
 
 
-def cells(overrides: Sequence[str]) -> list[list[str]]:
-    """Override lists that together hold every value of every sweep, one sweep varied at a time.
+@dataclass(frozen=True)
+class SweepPlan:
+    """The jobs of a sweep.
+
+    Args:
+        folder: the value of `hydra.sweep.dir`, times in it filled in.
+        jobs: overrides of each job, in the order of their numbers.
+        covering: numbers of jobs that together hold every value, one sweep varied at a time, ascending.
+    """
+
+    folder: Path
+    jobs: list[list[str]]
+    covering: list[int]
+
+
+def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> SweepPlan:
+    """The jobs that Hydra makes of these overrides and of the sweeps in their presets, which come first.
+
+    Args:
+        overrides: what the user typed, in Hydra's grammar.
+        name: main file.
+        config_dir: the user's own folder of presets, searched before ours.
 
     Raises:
-        ConfigError: if an override cannot be read.
-
-    Example:
-        >>> cells(["seed=1,2", "optimizer=adamw"])
-        [['seed=1', 'optimizer=adamw'], ['seed=2', 'optimizer=adamw']]
+        ConfigError: if an override cannot be read or composed.
     """
+    first = [options[0] for options in _choices(overrides)]
+    config = _composed(first, name, config_dir)
+    of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
+    choices = _choices([*of_presets, *overrides])
+    covering, stride = [0], 1
+    for options in reversed(choices):
+        covering += [stride * number for number in range(1, len(options))]
+        stride *= len(options)
+    return SweepPlan(Path(config.hydra.sweep.dir), [list(job) for job in product(*choices)], sorted(covering))
+
+
+def _choices(overrides: Sequence[str]) -> list[list[str]]:
+    """For each override those that a sweep makes of it."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigError(explain(error, overrides)) from error
-    choices = [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
-    first = [options[0] for options in choices]
-    others = [[*first[:i], other, *first[i + 1 :]] for i, options in enumerate(choices) for other in options[1:]]
-    return [first, *others]
+    return [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
 
 
 def _values(item: Override, line: str) -> list[str]:
@@ -149,7 +178,7 @@ def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int 
     _check_known(config)
     built = typed(config, kind)
     if writable:
-        _check_writable("hydra.run.dir", Path(folder))
+        _check_writable("hydra.run.dir" if job is None else "hydra.sweep.dir", Path(folder))
         _check_writable("output_dir", Path(config.output_dir))
     return built
 

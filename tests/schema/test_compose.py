@@ -8,7 +8,7 @@ import pytest
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
-from rm_optimizer.schema.command_line import cells, checked
+from rm_optimizer.schema.command_line import checked, planned_sweep
 from rm_optimizer.schema.store import OPTIMIZERS
 
 ROOT = Path(config_root())
@@ -66,13 +66,18 @@ def test_hardware_h100_asks_for_bfloat16_on_a_gpu():
     assert (hardware.accelerator, hardware.precision) == ("gpu", "bf16-mixed")
 
 
-def test_sweeps_are_checked_value_by_value_not_as_a_product():
-    assert cells(["seed=1,2,3", "optimizer=adamw,lion", "model=tiny"]) == [
-        ["seed=1", "optimizer=adamw", "model=tiny"],
-        ["seed=2", "optimizer=adamw", "model=tiny"],
-        ["seed=3", "optimizer=adamw", "model=tiny"],
-        ["seed=1", "optimizer=lion", "model=tiny"],
+def test_the_jobs_of_a_sweep_have_hydras_numbers_and_few_of_them_hold_every_value():
+    plan = planned_sweep(["seed=1,2,3", "optimizer=adamw,lion", "model=tiny", "hydra.sweep.dir=s"])
+    assert plan.folder == Path("s")
+    assert [job[:2] for job in plan.jobs][:3] == [
+        ["seed=1", "optimizer=adamw"],
+        ["seed=1", "optimizer=lion"],
+        ["seed=2", "optimizer=adamw"],
     ]
+    assert (len(plan.jobs), plan.covering) == (6, [0, 1, 2, 4])
+    plan = planned_sweep(["experiment=sensitivity_smoothing", "model=tiny", "seed=1,2"])
+    assert plan.jobs[1][1:] == ["experiment=sensitivity_smoothing", "model=tiny", "seed=2"]
+    assert plan.jobs[0][0] == plan.jobs[1][0] != plan.jobs[2][0]
 
 
 @pytest.mark.parametrize(
