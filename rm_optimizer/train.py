@@ -133,6 +133,7 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
     name = flags.config_name or "config"
     folders: set[str] = set()
+    configs: list[TrainConfig] = []
     for number, overrides in _jobs(flags) if flags.multirun else [(None, flags.overrides)]:
         config = checked(
             overrides,
@@ -152,6 +153,9 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
             )
         if flags.cfg is None:
             require_launched(config.hardware)
+            configs.append(config)
+    for config in configs:
+        _require_compatible(config)
     if flags.multirun or flags.cfg is not None:
         return None
     if rank() == 0:  # the other processes find what the first has written
@@ -167,10 +171,8 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
     """
     from rm_optimizer.schema.command_line import planned_sweep
 
-    plan, option = (
-        planned_sweep(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir),
-        "hydra.sweep.dir=",
-    )
+    name, option = flags.config_name or "config", "hydra.sweep.dir="
+    plan = planned_sweep(flags.overrides, name=name, config_dir=flags.config_dir)
     begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
     return [
         (number, [*(line for line in plan.jobs[number] if not line.startswith(option)), f"{option}'{plan.folder}'"])
@@ -189,6 +191,12 @@ def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
         )
     taken.add(config.output_dir)
     require_usable(config)
+
+
+def _require_compatible(config: TrainConfig) -> None:
+    from rm_optimizer.optim import check_compatible  # needs torch, which a mistyped option does not wait for
+
+    check_compatible(config.optimizer, config.hardware, config.schedule)
 
 
 def _has_ended(config: TrainConfig) -> bool:

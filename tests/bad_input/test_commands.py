@@ -155,6 +155,7 @@ ROWS: list[tuple[str, str]] = [
     ("train --multirun seed=0,x", "seed must be an integer, got 'x'"),
     ("train --multirun optimizer=adamw,moun", "unknown optimizer 'moun'"),
     ("train --multirun hardware.devices=2", "hardware.devices"),
+    ("train --multirun optimizer=adamw,schedulefree schedule=cosine", "optimizer=schedulefree does not go with"),
     ("train experiment=sensitivity_lr", "--multirun"),
     ("train seed=1 seed=2", "seed is given twice"),
     ("train s\u0435ed=1", "U+0435"),

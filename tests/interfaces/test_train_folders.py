@@ -68,7 +68,24 @@ def test_two_jobs_of_a_sweep_in_one_folder_are_refused(shared: str) -> None:
         entry.check_command(["--multirun", *FEW, "seed=0,1", shared])
 
 
-def test_a_sweep_over_a_used_folder_is_refused(used: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "changes", "says"),
+    [
+        ("0", ["seed=3,4"], "already holds checkpoints"),
+        ("0", ["seed=0,1", "resume=auto", "optimizer.lr=0.5"], "optimizer.lr was .*, is 0.5; set them back"),
+        ("5", ["seed=1,0", "optimizer.lr=1,2,3"], "already holds checkpoints"),  # a job without a value of its own
+    ],
+)
+def test_a_sweep_over_a_used_folder_is_refused_before_its_first_job(
+    job: str, changes: list[str], says: str, used: Path
+) -> None:
+    (used.parent / job).symlink_to(used)
+    before = snapshot(used.parent)
+    with pytest.raises(ConfigError, match=f"{says}.*choose another hydra.sweep.dir"):
+        entry.check_command(["--multirun", *FEW, *changes, f"hydra.sweep.dir={used.parent}"])
+    assert snapshot(used.parent) == before
+
+
+def test_a_finished_sweep_may_be_continued_and_extended(used: Path) -> None:
     (used.parent / "0").symlink_to(used)
-    with pytest.raises(ConfigError, match="already holds"):
-        entry.check_command(["--multirun", *FEW, "seed=0,1", f"hydra.sweep.dir={used.parent}"])
+    entry.check_command(["--multirun", *FEW, "seed=0,1", "resume=auto", f"hydra.sweep.dir={used.parent}"])
