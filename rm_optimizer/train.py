@@ -11,6 +11,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,15 +42,26 @@ def main() -> None:
             if _has_ended(config):
                 return
             _require_devices(config)
+        named = _named_folder(config, sys.argv[1:])
         sys.argv[1:] = _with_model_preset(sys.argv[1:])
         sys.argv += _among_processes(sys.argv[1:])
+        from rm_optimizer.training.run_lock import reserved
+
         try:
-            _launch()
+            with nullcontext() if named is None else reserved(named):  # Hydra writes into it before the run does
+                _launch()
         finally:
             if SWEEP.jobs:
                 print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
         if SWEEP.exit_code:
             sys.exit(SWEEP.exit_code)
+
+
+def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path | None:
+    """The run folder that the user named and that this process is the first of its run to write into; else None."""
+    options = ("hydra.run.dir=", "output_dir=")
+    named = any(item.startswith(options) and "${" not in item for item in arguments)
+    return Path(config.output_dir) if config is not None and named and rank() == 0 else None
 
 
 def _require_devices(config: TrainConfig) -> None:

@@ -19,6 +19,7 @@ LOCK_FILE = ".lock"
 """In the run folder; it stays there, and only a living process holds it."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems without locks answer."""
+_RESERVED: set[Path] = set()
 log = logging.getLogger("rm_optimizer")
 
 
@@ -35,6 +36,10 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         ConfigError: if another process holds it; the text names that process.
         DiskError: if the folder cannot be written.
     """
+    if run_dir.resolve() in _RESERVED:
+        _RESERVED.remove(run_dir.resolve())
+        yield
+        return
     path = run_dir / LOCK_FILE
     with writing(path):
         file = path.open("a+", encoding="utf-8")
@@ -46,6 +51,27 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             _release(file)
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder, made where it is missing, for the `run_lock` that follows in this process and takes it over.
+
+    Args:
+        run_dir: the run folder.
+
+    Raises:
+        ConfigError: if another process holds it; the text names that process.
+        DiskError: if the folder cannot be written.
+    """
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    with run_lock(run_dir):
+        _RESERVED.add(run_dir.resolve())
+        try:
+            yield
+        finally:
+            _RESERVED.discard(run_dir.resolve())
 
 
 def require_free(run_dir: Path) -> None:

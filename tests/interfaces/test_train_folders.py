@@ -11,7 +11,9 @@ import pytest
 from rm_optimizer import train as entry
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training import run_lock as run_lock_module
 from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.run_lock import require_free, run_lock
 from tests.training.conftest import SMALL
 
 FEW = [line for line in SMALL if "synthetic" not in line]
@@ -60,6 +62,28 @@ def test_a_finished_run_is_shown_again_and_not_touched(
     printed = capsys.readouterr().out
     assert "finished after step 1; nothing is changed" in " ".join(printed.split())
     assert snapshot(used) == before
+
+
+def test_hydra_writes_only_into_a_folder_that_no_other_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    def launch() -> None:
+        with pytest.raises(ConfigError, match="is in use"):
+            require_free(tmp_path / "run")
+        with run_lock(tmp_path / "run"):
+            launched.append(sys.argv[-1])
+
+    monkeypatch.setattr(entry, "_launch", launch)
+    arguments = ["train", *FEW, f"hydra.run.dir={tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", list(arguments))
+    entry.main()
+    assert len(launched) == 1
+    with run_lock(tmp_path / "run"):  # since another run's check of the folder
+        monkeypatch.setattr(run_lock_module, "require_free", lambda folder: None)
+        monkeypatch.setattr(sys, "argv", list(arguments))
+        with pytest.raises(SystemExit, match="2"):
+            entry.main()
+    assert len(launched) == 1
 
 
 @pytest.mark.parametrize("shared", ["output_dir=one", "hydra.sweep.subdir=one", "hydra.sweep.subdir=${optimizer.name}"])
