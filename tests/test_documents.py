@@ -195,6 +195,18 @@ def test_every_documented_command_is_run_by_this_file():
     assert missing == [], "give each a Way in WAYS"
 
 
+def test_the_contents_name_every_chapter_and_every_link_leads_to_a_heading():
+    text = (ROOT / "doc.md").read_text(encoding="utf-8")
+    anchors = {
+        heading: re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+    links = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", text)
+    assert {anchor for _, anchor in links} <= set(anchors.values())
+    chapters = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert [name for name, _ in links][: len(chapters)] == chapters
+
+
 def test_make_quickstart_trains_the_quickstart_experiment():
     command = ["make", "--no-print-directory", "--dry-run", "quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
