@@ -46,7 +46,7 @@ from rm_optimizer.core.base import Prompt, as_messages
 from rm_optimizer.core.batching import MacroBatches, pair_collator
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.packing import epoch_order
+from rm_optimizer.core.orders import epoch_order
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs

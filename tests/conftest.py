@@ -28,6 +28,7 @@ CHECKED_ROOMS = (
     "certificate",
     "export",
     "prefix",
+    "tree_attention",
 )
 
 install_import_hook([f"rm_optimizer.core.{room}" for room in CHECKED_ROOMS], "beartype.beartype")

@@ -27,7 +27,6 @@ from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from rm_optimizer.core.reward_model import BradleyTerryRM
 
 ADAPTER_NAME = "default"
 """peft's name for the one adapter a reward model has."""
@@ -91,9 +90,7 @@ def lora_config(model: PreTrainedModel) -> LoraConfig:
     return model.peft_config[ADAPTER_NAME]
 
 
-def add_adapter(
-    reward_model: BradleyTerryRM, config: AdapterConfig | LoraConfig, *, seed: int
-) -> TrainableCount | None:
+def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, seed: int) -> TrainableCount | None:
     """Freeze the backbone and put trainable low-rank factors beside its matrices (Hu et al., 2021).
 
     Trained in full and saved with the factors, in float32: the reward head and every other module on its side (pooler,
@@ -101,7 +98,7 @@ def add_adapter(
     rewards are the base's own until the first step.
 
     Args:
-        reward_model: changed in place; its mode stays.
+        model: the classifier, changed in place; its mode stays.
         config: our options, or peft's own `LoraConfig`, which is copied with only this changed: the task, the head-side
             modules among those to save and out of the targets, and null targets for our default.
         seed: seed of the factors.
@@ -115,7 +112,6 @@ def add_adapter(
     """
     if isinstance(config, AdapterConfig) and config.kind == AdapterKind.none:
         return None
-    model: PreTrainedModel = reward_model.model
     if isinstance(config, AdapterConfig):
         _require_quantised(model, config.kind)
     attach(model, prepared_config(model, config), seed=seed)

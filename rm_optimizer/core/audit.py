@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rm_optimizer.core.base import PreferencePair, Prompt
-from rm_optimizer.core.data_loader import PreferenceDataset, num_leaked_pairs, prompt_ids
+from rm_optimizer.core.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.core.estimate import Estimate, cluster_bootstrap, with_honest_width
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)

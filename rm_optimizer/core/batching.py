@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.packing import epoch_order, micro_batches, pad_sequences, rank_share, row_batches
+from rm_optimizer.core.orders import epoch_order
+from rm_optimizer.core.packing import micro_batches, pad_sequences, rank_share, row_batches
 from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, shared_length
 from rm_optimizer.core.tokens import PairTokens
 from rm_optimizer.errors import DataError

@@ -25,7 +25,7 @@ from rm_optimizer.core.formats import (
     read_number,
     row_format,
 )
-from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.orders import random_positions
 from rm_optimizer.core.readers import Report, Row, read_rows, source_name
 from rm_optimizer.core.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.core.unread_columns import unread_note

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import safetensors
 import tokenizers
@@ -20,7 +20,7 @@ import torch
 import transformers
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 import rm_optimizer
@@ -37,9 +37,6 @@ from rm_optimizer.core.sources import EXPORT_FILE
 from rm_optimizer.core.written_template import writes_the_sequence
 from rm_optimizer.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from rm_optimizer.core.reward_model import BradleyTerryRM
-
 FORMAT_VERSION = 1
 """Version of `export.json`; raised when a reader of the older form would misread it."""
 MERGED_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2.0**-5, torch.bfloat16: 2.0**-2}
@@ -52,8 +49,37 @@ _PROBE_TOKEN_BUDGET = 8192
 _log = logging.getLogger("rm_optimizer")
 
 
+@runtime_checkable
+class Exportable(Protocol):
+    """A reward model as an export needs it: the classifier with its tokenizer and rendering, and its own rewards."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ConversationRenderer
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens of a sequence."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Description of the model for `export.json`."""
+        ...
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int
+    ) -> Float[Tensor, " sequences"]:
+        """Reward of each response."""
+        ...
+
+
 def save_export(
-    reward_model: BradleyTerryRM,
+    reward_model: Exportable,
     folder: Path,
     *,
     probe: Sequence[tuple[Prompt, str]] | None = None,
@@ -72,7 +98,7 @@ def save_export(
 
 
 def save_adapter(
-    reward_model: BradleyTerryRM,
+    reward_model: Exportable,
     folder: Path,
     *,
     probe: Sequence[tuple[Prompt, str]] | None = None,
@@ -110,7 +136,7 @@ class _Form:
 
 
 def _save(
-    reward_model: BradleyTerryRM,
+    reward_model: Exportable,
     folder: Path,
     probe: Sequence[tuple[Prompt, str]] | None,
     statistics: Mapping[str, Any] | None,
@@ -191,7 +217,7 @@ def _plain_rewards(
 
 
 def _certified(
-    reward_model: BradleyTerryRM, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
+    reward_model: Exportable, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
 ) -> ParityCertificate:
     prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
     renderer = reward_model.renderer
@@ -219,7 +245,7 @@ def _certified(
     return certificate
 
 
-def _renders_plainly(reward_model: BradleyTerryRM, folder: Path, certificate: ParityCertificate) -> bool:
+def _renders_plainly(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> bool:
     """Whether plain `apply_chat_template` of the stored tokenizer gives the certified tokens; if not, a warning."""
     has_code = hasattr(reward_model.model.config, "auto_map")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
@@ -237,7 +263,7 @@ def _renders_plainly(reward_model: BradleyTerryRM, folder: Path, certificate: Pa
 
 
 def _record(
-    reward_model: BradleyTerryRM, certificate: ParityCertificate, statistics: Mapping[str, Any] | None
+    reward_model: Exportable, certificate: ParityCertificate, statistics: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,

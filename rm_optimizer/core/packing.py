@@ -1,4 +1,4 @@
-"""Which sequences go together: orders, shares, and batches that hold as many tokens as a budget allows."""
+"""Plans of batches: shares of ranks, and sequences grouped by a token budget."""
 
 from __future__ import annotations
 
@@ -14,24 +14,6 @@ from torch import Tensor
 
 PASS_TOKENS = 256
 """What a further forward and backward pass is taken to cost, in tokens: where batches end is weighed against it."""
-
-
-def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the pairs in one epoch, a pure function of its arguments.
-
-    Positions are sorted by raw 64-bit PCG64 words seeded with ``(seed, epoch)``, neither negative. NumPy promises the
-    raw stream, unlike `Generator.permutation`, to stay the same from version to version (NEP 19).
-    """
-    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_pairs)
-    return np.argsort(words, kind="stable")
-
-
-def random_positions(num: int, num_drawn: int, seed: int | Sequence[int]) -> NDArray[np.int64]:
-    """Positions below `num` drawn without replacement, ascending; all of them where `num_drawn` is not smaller.
-
-    With one seed, a smaller draw lies within every larger one.
-    """
-    return np.sort(np.random.default_rng(seed).permutation(num)[:num_drawn]).astype(np.int64)
 
 
 def rank_share(

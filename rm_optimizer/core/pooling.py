@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.prefix import PackedTrees, attention_masks, last_hidden
+from rm_optimizer.core.prefix import PackedTrees
+from rm_optimizer.core.tree_attention import attention_masks, last_hidden
 
 
 def pools_last_token(model: PreTrainedModel) -> bool:

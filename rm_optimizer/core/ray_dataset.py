@@ -17,8 +17,8 @@ from rm_optimizer.core.base import Prompt
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.columns import Columns
 from rm_optimizer.core.conversations import folded_prompt_id
-from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.data_sources import parse_sources
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.ray_blocks import BLOCK_BYTES, blocks_of, stream_files
 from rm_optimizer.core.ray_stream import BatchShape, MacroBatchStream, StreamOrder
 from rm_optimizer.core.ray_tokens import BlockReader, BlockTokenizer

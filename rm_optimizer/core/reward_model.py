@@ -27,8 +27,9 @@ from rm_optimizer.core.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.packing import length_batches, pad_sequences, row_batches
 from rm_optimizer.core.padding import PadChoice, choose_pad_token, set_pad_token_id
 from rm_optimizer.core.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
-from rm_optimizer.core.prefix import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, sharing_obstacle, tree_groups
+from rm_optimizer.core.prefix import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, tree_groups
 from rm_optimizer.core.quantisation import computing_dtype
+from rm_optimizer.core.tree_attention import sharing_obstacle
 from rm_optimizer.core.window import check_window, default_max_length
 from rm_optimizer.core.written_template import choose_form, read_as_written, write_for_training
 from rm_optimizer.errors import CheckpointError, ConfigError

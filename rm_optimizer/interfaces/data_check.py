@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rm_optimizer.core.audit import DataAudit, audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.data_loader import PreferenceDataset, label_note
+from rm_optimizer.core.dataset import PreferenceDataset, label_note
 from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError

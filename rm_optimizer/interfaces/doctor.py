@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.json_option import printed_beside, write_json

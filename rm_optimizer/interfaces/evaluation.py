@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, did_you_mean
 from rm_optimizer.interfaces.local_model import load_local
 from rm_optimizer.interfaces.pairs import Reading

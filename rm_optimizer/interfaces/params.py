@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from rm_optimizer.core.data_loader import load_training_data
+from rm_optimizer.core.dataset import load_training_data
 from rm_optimizer.interfaces.launch import names_model, quoted
 from rm_optimizer.optim import build_optimizer
 from rm_optimizer.optim.param_groups import GroupRow, describe_groups

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal, load_pairs, load_training_data
+from rm_optimizer.core.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.parameters import select_parameters

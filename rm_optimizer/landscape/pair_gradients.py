@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.batching import AnyPairBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.prefix import PackedTrees, tree_mask
+from rm_optimizer.core.prefix import PackedTrees
+from rm_optimizer.core.tree_attention import tree_mask
 from rm_optimizer.landscape.objective import PairObjective
 from rm_optimizer.landscape.operators import OutputCurvature, fisher_factors, output_blocks
 

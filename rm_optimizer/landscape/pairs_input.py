@@ -9,7 +9,7 @@ import numpy as np
 
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch, pair_collator
-from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.orders import random_positions
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import ConfigError, DataError

@@ -13,7 +13,7 @@ from rm_optimizer.core.base import PreferencePair, digest
 from rm_optimizer.core.batching import AnyPairBatch, PairCollator
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.identity import weights_digest
-from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.orders import random_positions
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import tokenize_pairs
 from rm_optimizer.errors import DataError

@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.monitors import Mode, monitored_group
 

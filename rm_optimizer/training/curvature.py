@@ -15,7 +15,7 @@ from torch import nn
 
 from rm_optimizer.core.batching import AnyPairBatch, PairCollator
 from rm_optimizer.core.curvature import CurvatureReading, MeasureCurvature
-from rm_optimizer.core.packing import random_positions
+from rm_optimizer.core.orders import random_positions
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.config import HessianConfig

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.macro_loader import MacroBatchLoader
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs

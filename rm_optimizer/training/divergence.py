@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.training.checkpoints import last_good_checkpoint
 from rm_optimizer.training.evaluate import PairRewards

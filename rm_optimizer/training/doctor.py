@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.errors import DataError
 from rm_optimizer.training import doctor_data, doctor_head, doctor_model, doctor_rewards, doctor_text, label_probe

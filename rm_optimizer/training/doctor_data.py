@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from rm_optimizer.core.audit import DataAudit, SplitAudit, audit_pairs
 from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.estimate import wilson_interval
 from rm_optimizer.core.trained_pairs import folded_prompt_id
 from rm_optimizer.training.diagnosis import Check, Measured, Status, skipped

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rm_optimizer.core.audit import length_baseline
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.collapse import detect_collapse
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.estimate import Estimate
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.packing import length_batches, pad_sequences

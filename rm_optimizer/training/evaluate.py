@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import distributed
 
 from rm_optimizer.core.batching import AnyPairBatch, evaluation_batches
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.packing import length_batches, pad_sequences

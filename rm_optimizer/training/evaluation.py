@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rm_optimizer.core.best_of_n import BestOfN, best_of_n
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.metrics import PairwiseMetrics
 from rm_optimizer.core.reward_model import BradleyTerryRM

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rm_optimizer.core.packing import epoch_order
+from rm_optimizer.core.orders import epoch_order
 from rm_optimizer.optim import optimizer_info
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind

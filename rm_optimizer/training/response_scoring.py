@@ -9,7 +9,7 @@ import numpy as np
 
 from rm_optimizer.core.base import Prompt, digest
 from rm_optimizer.core.chunk_log import ChunkLog, chunk_log
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.identity import scorer_digest
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.scoring import require_finite

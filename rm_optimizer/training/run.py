@@ -24,7 +24,7 @@ from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.audit import length_baseline
 from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.checkpoint import read_checkpoint
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.dataset import PreferenceDataset
 from rm_optimizer.core.files import write_text
 from rm_optimizer.core.head import require_trainable_head
 from rm_optimizer.core.loading import load_weights
@@ -159,7 +159,7 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW) -> _Run:
         log.warning(note)
     model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
     model.beta = config.loss.beta
-    if count := add_adapter(model, config.adapter, seed=config.seed):
+    if count := add_adapter(model.model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
     require_trainable_head(model.train().model)
     datamodule = data_module(

@@ -10,7 +10,7 @@ import numpy as np
 
 from rm_optimizer.core.bad_rows import SkippedRow
 from rm_optimizer.core.batching import MacroBatch
-from rm_optimizer.core.data_loader import TrainVal, distinct_prompts, load_pairs, load_training_data
+from rm_optimizer.core.dataset import TrainVal, distinct_prompts, load_pairs, load_training_data
 from rm_optimizer.core.ray_dataset import RayPreferenceDataset
 from rm_optimizer.core.ray_stream import MacroBatchStream, StreamPosition
 from rm_optimizer.core.ray_tally import StreamTally

@@ -75,7 +75,7 @@ def scrambled(model: BradleyTerryRM, seed: int = 3) -> BradleyTerryRM:
 
 def adapted(family: str, folder: Path, config: AdapterConfig | LoraConfig = LORA) -> BradleyTerryRM:
     model = BradleyTerryRM.from_pretrained(base_folder(family, folder), max_length=64, new_head=True)
-    add_adapter(model, config, seed=0)
+    add_adapter(model.model, config, seed=0)
     return scrambled(model)
 
 
@@ -89,7 +89,7 @@ def lightning_checkpoint(model: BradleyTerryRM, path: Path) -> Path:
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_adapts_its_attention_and_mlp_and_nothing_else(family: str) -> None:
     model = in_memory(family)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     adapters = [name for name, _ in model.model.named_modules() if name.endswith(".lora_A")]
     assert " ".join(sorted({name.split(".")[-2] for name in adapters})) == EXPECTED_TARGETS[family]
     head_side = head_side_modules(model.model)
@@ -106,7 +106,7 @@ def test_every_family_adapts_its_attention_and_mlp_and_nothing_else(family: str)
 def test_rewards_are_the_bases_own_until_the_first_step(family: str) -> None:
     model = in_memory(family)
     before = model.score(PROMPTS, RESPONSES)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     assert torch.equal(model.score(PROMPTS, RESPONSES), before)
     assert not model.training
 
@@ -116,7 +116,7 @@ def test_rewards_are_the_bases_own_until_the_first_step(family: str) -> None:
 def test_the_merged_export_scores_as_memory_and_leaves_memory_alone(family: str, tmp_path: Path) -> None:
     model = in_memory(family)
     untouched = model.score(PROMPTS, RESPONSES)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     scrambled(model)
     rewards, state = model.score(PROMPTS, RESPONSES), {k: v.clone() for k, v in model.state_dict().items()}
     assert (rewards - untouched).abs().min() > 1e-3
@@ -154,7 +154,7 @@ def test_the_adapter_folder_scores_as_memory_through_us_and_through_plain_peft(f
 @pytest.mark.parametrize("family", ["gpt2", "opt", *ENCODERS])  # the other decoders' norms compute in float32
 def test_merging_is_exact_up_to_rounding(family: str, tmp_path: Path) -> None:
     model = in_memory(family).double()
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     assert scrambled(model).save_pretrained(tmp_path / "merged").relative_difference < 1e-10
 
 
@@ -197,7 +197,7 @@ def test_a_training_checkpoint_keeps_the_adapter_trainable(family: str, tmp_path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_optimizer_finds_factors_and_head(family: str) -> None:
     model = in_memory(family)
-    count = add_adapter(model, LORA, seed=0)
+    count = add_adapter(model.model, LORA, seed=0)
     roles = partition(model, head_names=model.head_parameter_names())
     sizes: dict[str, int] = {}
     for item in roles.parameters:
@@ -212,7 +212,7 @@ def test_the_optimizer_finds_factors_and_head(family: str) -> None:
 
 def test_factor_counts_follow_from_shapes() -> None:
     model, hidden, inner, kv = in_memory("llama"), 32, 64, 16
-    count = add_adapter(model, LORA, seed=0)
+    count = add_adapter(model.model, LORA, seed=0)
     layers = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
     assert count is not None
     assert count.adapter == 2 * sum(4 * (rows + columns) for rows, columns in layers)
@@ -224,7 +224,7 @@ def test_factors_follow_the_seed_and_leave_the_global_stream_alone() -> None:
     models = [in_memory("llama") for _ in range(3)]
     state = torch.get_rng_state()
     for model, seed in zip(models, (1, 1, 2), strict=True):
-        add_adapter(model, LORA, seed=seed)
+        add_adapter(model.model, LORA, seed=seed)
     assert torch.equal(torch.get_rng_state(), state)
     first, again, other = ({k: v for k, v in m.state_dict().items() if "lora_A" in k} for m in models)
     assert all(torch.equal(value, again[name]) for name, value in first.items())
@@ -251,7 +251,7 @@ def test_gradients_reach_factors_and_head_also_with_checkpointing(family: str, t
         for on in (False, True)
     )
     for model in (plain, recomputed):
-        add_adapter(model, LORA, seed=0)
+        add_adapter(model.model, LORA, seed=0)
         scrambled(model)
     expected, got = dict(gradients(plain)), dict(gradients(recomputed))
     assert expected.keys() == got.keys()
@@ -279,7 +279,7 @@ def test_a_users_lora_config_is_copied_with_only_what_must_change() -> None:
     model = in_memory("bert")
     given = LoraConfig(r=3, lora_alpha=5, target_modules=["query", "dense"], use_rslora=True, bias="none")
     before = given.to_dict()
-    add_adapter(model, given, seed=0)
+    add_adapter(model.model, given, seed=0)
     assert given.to_dict() == before
     changed = {name for name, value in lora_config(model.model).to_dict().items() if value != before[name]}
     assert changed == {"task_type", "modules_to_save", "exclude_modules"}
@@ -329,7 +329,7 @@ def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_p
 def test_what_cannot_be_kept_is_refused_in_a_sentence(config: AdapterConfig | LoraConfig, message: str) -> None:
     model = in_memory("llama")
     with pytest.raises(ConfigError, match=message):
-        add_adapter(model, config, seed=0)
+        add_adapter(model.model, config, seed=0)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -338,22 +338,22 @@ def test_a_second_adapter_and_a_frozen_head_are_refused() -> None:
     model.reward_head.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"the reward head score must be trainable, but its weight"):
         require_trainable_head(model.model)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     require_trainable_head(model.model)
     with pytest.raises(ConfigError, match="carries a LoRA adapter already"):
-        add_adapter(model, LORA, seed=0)
+        add_adapter(model.model, LORA, seed=0)
 
 
 def test_no_adapter_changes_nothing() -> None:
     model = in_memory("llama")
-    assert add_adapter(model, AdapterConfig(), seed=0) is None
+    assert add_adapter(model.model, AdapterConfig(), seed=0) is None
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_an_adapter_without_a_base_to_load_again_is_refused_but_merges(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer("llama")
     model = BradleyTerryRM.from_config(tiny_architecture("llama"), tokenizer, max_length=64, seed=0)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     with pytest.raises(CheckpointError, match="needs a base that can be loaded again"):
         save_adapter(scrambled(model), tmp_path / "adapter")
     assert list(tmp_path.iterdir()) == []
@@ -414,7 +414,7 @@ def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path) -> None:
 def test_a_half_precision_base_keeps_head_side_and_factors_in_float32(family: str, tmp_path: Path) -> None:
     folder = base_folder(family, tmp_path / "base")
     model = BradleyTerryRM.from_pretrained(folder, max_length=64, dtype="bfloat16", new_head=True)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     scrambled(model)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -461,7 +461,7 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     loaded = load_model(tmp_path / "base", LoadOptions(quantize=True))
     model = BradleyTerryRM(loaded.model, loaded.tokenizer, max_length=64, fresh_head_seed=0)
     qlora = AdapterConfig(kind=AdapterKind.qlora, rank=4, alpha=8.0, dropout=0.0)
-    count = add_adapter(model, qlora, seed=0)
+    count = add_adapter(model.model, qlora, seed=0)
     assert count is not None
     assert is_quantised(model.model)
     assert count.total > sum(parameter.numel() for parameter in model.parameters())

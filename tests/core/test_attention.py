@@ -18,13 +18,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_atten
 from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2Config, LlamaConfig, PreTrainedModel
 from transformers.integrations import flex_attention as flex_integration
 
-from rm_optimizer.core import attention, attention_switch, prefix
+from rm_optimizer.core import attention, attention_switch, tree_attention
 from rm_optimizer.core.attention import choose_attention
 from rm_optimizer.core.attention_switch import SWITCHES, AttentionSwitch
 from rm_optimizer.core.packing import pad_sequences
 from rm_optimizer.core.pooling import last_token_logits, packed_logits
-from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, tree_block_mask, tree_mask
+from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree
 from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.tree_attention import tree_block_mask, tree_mask
 from tests.core.tiny_models import decoder_tokenizer, tiny_model, tiny_tokenizer
 
 PAD = 2
@@ -110,7 +111,7 @@ def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
     model.set_attn_implementation("sdpa_or_flex")
     torch.testing.assert_close(packed_logits(model, packed), expected)
     assert not masks_seen  # on a CPU the switch is SDPA
-    monkeypatch.setattr(prefix, "takes_blocks", lambda kernel, device: True)
+    monkeypatch.setattr(tree_attention, "takes_blocks", lambda kernel, device: True)
     torch.testing.assert_close(packed_logits(model, packed), expected, rtol=2e-5, atol=2e-5)
     assert masks_seen == [BlockMask, BlockMask]
 

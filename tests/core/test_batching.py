@@ -30,9 +30,10 @@ from rm_optimizer.core.batching import (
 )
 from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.macro_loader import create_dataloader
-from rm_optimizer.core.packing import epoch_order, length_batches, micro_batches, pad_sequences, rank_share
-from rm_optimizer.core.prefix import tree_mask
+from rm_optimizer.core.orders import epoch_order
+from rm_optimizer.core.packing import length_batches, micro_batches, pad_sequences, rank_share
 from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.tree_attention import tree_mask
 from rm_optimizer.errors import DataError, DataStalled
 
 PAD = 0

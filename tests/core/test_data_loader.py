@@ -19,10 +19,10 @@ from rm_optimizer.core.data_loader import (
     TrainVal,
     load_pairs,
     load_training_data,
-    num_leaked_pairs,
     prompt_ids,
     require_disjoint_prompts,
 )
+from rm_optimizer.core.dataset import num_leaked_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import DataConfig
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, SyntheticConfig

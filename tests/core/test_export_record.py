@@ -125,7 +125,7 @@ def test_a_changed_configuration_is_seen_in_the_rewards(folder: Path) -> None:
 
 def test_a_changed_adapter_is_refused(exported: Path, tmp_path: Path) -> None:
     model = BradleyTerryRM.from_pretrained(exported)
-    add_adapter(model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
+    add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
     save_adapter(model, tmp_path / "adapter")
     BradleyTerryRM.from_pretrained(tmp_path / "adapter")
     name = "base_model.model.score.weight"

@@ -25,7 +25,9 @@ def multimodal(family: str) -> BradleyTerryRM:
 
 def adapted(model: BradleyTerryRM, targets: list[str] | None = None) -> set[str]:
     """Names of the parameters that get a gradient from one reward."""
-    add_adapter(model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0, targets=targets), seed=0)
+    add_adapter(
+        model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0, targets=targets), seed=0
+    )
     model(**model.tokenize(["Hi"], ["Hello."])).sum().backward()
     return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
 

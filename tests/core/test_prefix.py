@@ -22,16 +22,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from rm_optimizer.core.packing import assign_rows, pad_sequences, row_batches
 from rm_optimizer.core.pooling import last_token_logits, packed_logits
-from rm_optimizer.core.prefix import (
-    PackedTrees,
-    attention_masks,
-    pack_trees,
-    prefix_tree,
-    sharing_obstacle,
-    tree_block_mask,
-    tree_groups,
-    tree_mask,
-)
+from rm_optimizer.core.prefix import PackedTrees, pack_trees, prefix_tree, tree_groups
+from rm_optimizer.core.tree_attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 
 HH = Path(__file__).parents[3] / "shared" / "data" / "hh_train.jsonl.gz"

@@ -337,7 +337,7 @@ def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen2")
     exported("qwen2", folder / "base", **SIZES)
     model = BradleyTerryRM.from_pretrained(folder / "base")
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     save_adapter(moved(model, 7), folder / "adapter")
     (folder / "root").mkdir()
     with vllm_server(folder / "adapter", model, folder / "root") as running:

@@ -189,7 +189,7 @@ def test_an_export_is_served_as_it_is_and_described_from_its_files(tmp_path):
 def test_an_adapter_is_served_beside_its_base(tmp_path):
     exported("qwen2", tmp_path / "base")
     model = BradleyTerryRM.from_pretrained(tmp_path / "base")
-    add_adapter(model, AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0), seed=0)
+    add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0), seed=0)
     with torch.no_grad():
         model.reward_head.weight.add_(1.0)
     save_adapter(model, tmp_path / "adapter")

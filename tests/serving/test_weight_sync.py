@@ -71,7 +71,7 @@ def test_the_server_scores_as_the_published_model(plain, mode, transport):
 def test_every_mode_reaches_every_family(family, tmp_path):
     base = exported(family, tmp_path / "base")
     model = BradleyTerryRM.from_pretrained(tmp_path / "base")
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     save_adapter(model, tmp_path / "adapter")
     for checkpoint, modes in (("base", ("full", "head_only")), ("adapter", ("lora",))):
         engine = lambda name=checkpoint: InProcessEngine(options_of(tmp_path / name, tmp_path / "tokenizer"))  # noqa: E731
@@ -86,7 +86,7 @@ def test_every_mode_reaches_every_family(family, tmp_path):
 
 def test_an_adapter_is_merged_for_a_server_of_the_whole_model(plain):
     model = BradleyTerryRM.from_pretrained(plain.checkpoint)
-    add_adapter(model, LORA, seed=0)
+    add_adapter(model.model, LORA, seed=0)
     version = next(names)
     with create_rm_publisher(plain.url, mode="full") as publisher:
         publisher.publish(moved(model, 3), version)
@@ -126,7 +126,7 @@ def test_two_trainers_that_alternate_are_told_of_each_other(plain, caplog):
 def test_a_mode_that_does_not_fit_is_refused_and_says_why(plain):
     before = plain.client.score_versioned(PROMPTS, RESPONSES)
     adapted = BradleyTerryRM.from_pretrained(plain.checkpoint)
-    add_adapter(adapted, LORA, seed=0)
+    add_adapter(adapted.model, LORA, seed=0)
     for mode, model, error, message in (
         ("lora", adapted, PublishFailed, "mode lora has no tensors in the served model"),
         ("lora", plain.model, ConfigError, "the model has none"),

@@ -90,7 +90,7 @@ def gradient_difference(
     for sharded in (False, True):
         model = reward_model(family, dtype)
         if change:
-            add_adapter(model, options(change).adapter, seed=0)
+            add_adapter(model.model, options(change).adapter, seed=0)
         if checkpointing:
             model.train().model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if sharded:

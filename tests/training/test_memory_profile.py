@@ -21,9 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from rm_optimizer.core.adapters import add_adapter
 from rm_optimizer.core.base import PreferencePair
 from rm_optimizer.core.batching import MacroBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.prefix import PrefixTree, pack_trees, tree_mask
+from rm_optimizer.core.prefix import PrefixTree, pack_trees
 from rm_optimizer.core.reward_model import BradleyTerryRM
 from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
+from rm_optimizer.core.tree_attention import tree_mask
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
@@ -186,7 +187,7 @@ def test_the_formula_counts_what_torch_runs_when_everything_trains() -> None:
 def test_the_formula_counts_what_torch_runs_with_an_adapter() -> None:
     model, batch = reward_model(), padded([48] * 4, shared=0)
     batch = replace(batch, input_ids=batch.input_ids % 200 + 3)
-    add_adapter(model, AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8, dropout=0.0), seed=0)
+    add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8, dropout=0.0), seed=0)
     # torch spares the gradient of the first layer's input: q, k and v are 2048 of each layer's 9216 weights
     assert formula(model, batch) == pytest.approx(counted(model, batch), rel=0.03)
     flops, whole = ModelFlops.of_model(model), ModelFlops.of_model(reward_model())

@@ -119,7 +119,7 @@ def _train(model: BradleyTerryRM, name: str, outcome: Outcome) -> None:
     """One step of an optimizer on every weight, or of AdamW on LoRA factors."""
     try:
         if name == "lora":
-            add_adapter(model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
+            add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
         optimizer = build_optimizer(
             model, preset("adamw" if name == "lora" else name), head_names=model.head_parameter_names()
         )
