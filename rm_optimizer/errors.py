@@ -80,3 +80,16 @@ def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names)}"
+
+
+def no_trained_head(source: object, reason: str) -> CheckpointError:
+    """The error of a model without a trained reward head.
+
+    Args:
+        source: where it was loaded from.
+        reason: the end of the sentence, from what shows it.
+    """
+    return CheckpointError(
+        f"{source} has no trained reward head: {reason}; give a trained reward model, or train one from it with "
+        f"rm-opt train model.path={source} (in Python: from_pretrained(..., new_head=True))"
+    )

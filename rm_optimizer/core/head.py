@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.model_files import no_trained_head
-from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.errors import CheckpointError, ConfigError, no_trained_head
 
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names that backbones give to modules on the reward head's side; whatever follows a backbone is there too."""

@@ -13,7 +13,7 @@ from rm_optimizer.core.export_record import read_record
 from rm_optimizer.core.hub import hub_obstacle
 from rm_optimizer.core.sources import Source, SourceKind, resolve_source
 from rm_optimizer.core.torn_files import damage
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.errors import CheckpointError, no_trained_head
 
 
 def find_source(source: str | Path, revision: str | None = None) -> Source:
@@ -55,19 +55,6 @@ def require_archive(path: Path) -> None:
             f"{path} cannot be read as a checkpoint: it is torn, or is none (such files are zip archives, and this one "
             "has no table of contents); give another file"
         )
-
-
-def no_trained_head(source: object, reason: str) -> CheckpointError:
-    """The error of a model without a trained reward head.
-
-    Args:
-        source: where it was loaded from.
-        reason: the end of the sentence, from what shows it.
-    """
-    return CheckpointError(
-        f"{source} has no trained reward head: {reason}; give a trained reward model, or train one from it with "
-        f"rm-opt train model.path={source} (in Python: from_pretrained(..., new_head=True))"
-    )
 
 
 def _refuse_folder(source: str, folder: Path) -> None:
