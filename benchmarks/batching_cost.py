@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rm_optimizer.core.batching import AnyPairBatch
-from rm_optimizer.core.losses import bradley_terry_pair_losses
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.losses import bradley_terry_pair_losses
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.batching import AnyPairBatch, MacroBatches, PackedPairCollator, PairCollator
-from rm_optimizer.core.losses import bradley_terry_pair_losses
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.model.losses import bradley_terry_pair_losses
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PackedPairCollator, PairCollator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 
 NUM_PAIRS = 48
 BUDGETS = (1, 150, 700, 100_000)

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.synthetic import synthetic_world
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.schema.data import SyntheticConfig
 
 TOKENS, HIDDEN = (512, 2048), (384, 768, 1536)

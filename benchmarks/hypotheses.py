@@ -49,18 +49,18 @@ from batching_cost import batching_row, gradients
 from paired_effects import SCORED, both, crossed_estimate, effect, verdict
 from scipy.special import log_expit
 
-from rm_optimizer.core.audit import length_baseline
-from rm_optimizer.core.batching import MacroBatches, PairCollator
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.core.files import write_text
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.tokens.batching import MacroBatches, PairCollator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.evaluation.pair_rewards import score_pairs
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.checkpoints import checkpoint_path
-from rm_optimizer.training.evaluate import score_pairs
-from rm_optimizer.training.provenance import commit, machine, versions
+from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.run import build_model
 
 ARMS = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetune", "lora_r16")

@@ -44,13 +44,13 @@ from landscape_minilm import measure_callback, measure_minilm
 from landscape_subjects import SHAPES, Subject, ours, prepare, some, timed
 from transformers.utils import logging as transformers_logging
 
-from rm_optimizer.landscape.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.operators import HessianOperator
-from rm_optimizer.landscape.products import ProductName
-from rm_optimizer.landscape.pyhessian_method import MAX_ITERATIONS, PyHessianProblem
+from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
+from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solvers.pyhessian_method import MAX_ITERATIONS, PyHessianProblem
 from rm_optimizer.schema import LossConfig
 
 PRECISE, ACCURATE = 1e-5, 1e-3

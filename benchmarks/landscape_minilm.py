@@ -14,16 +14,16 @@ from unittest.mock import patch
 import pytorch_lightning as pl
 from landscape_subjects import load_pairs, trained
 
-from rm_optimizer.core.batching import AnyPairBatch
-from rm_optimizer.core.curvature import CurvatureReading
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.lanczos import Progress
 from rm_optimizer.landscape.probe import measure_curvature
 from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.observers import Observers
+from rm_optimizer.training.callbacks.observers import Observers
 
 LEARNING_RATE = 5e-5
 EVERY = 50

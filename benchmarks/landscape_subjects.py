@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rm_optimizer.core.batching import AnyPairBatch, MacroBatches, PairCollator
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.losses import bradley_terry_pair_losses
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.synthetic import synthetic_world
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.model.losses import bradley_terry_pair_losses
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCollator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.spectrum import HessianSpectrum

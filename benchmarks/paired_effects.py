@@ -14,8 +14,8 @@ import numpy as np
 from scipy.special import log_expit
 from scipy.stats import t as student
 
-from rm_optimizer.core.calibration import NUM_BINS, equal_width_bins, fold
-from rm_optimizer.core.estimate import CONFIDENCE, Estimate, cluster_bootstrap
+from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, cluster_bootstrap
 
 SCORED = ("accuracy", "nll", "ece")
 """What `scores` returns, in order."""

@@ -29,12 +29,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 from trl import RewardConfig, RewardTrainer
 
-from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.batching import PairCollator
-from rm_optimizer.core.losses import bradley_terry_loss
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import train_tokenizer
-from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.model.losses import bradley_terry_loss
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import PairCollator
+from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 
 TOLERANCE = 1e-5
 NUM_PAIRS = 12

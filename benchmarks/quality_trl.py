@@ -31,17 +31,17 @@ import torch
 from scipy.special import log_expit
 from transformers import AutoTokenizer
 
-from rm_optimizer.core.audit import length_baseline
-from rm_optimizer.core.calibration import NUM_BINS, equal_width_bins, fold
-from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.estimate import Estimate, cluster_bootstrap
-from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
+from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.evaluate import PairRewards, metrics_of, score_pairs
 
 SIDES = ("trl", "ours")
 COMPARED = ("accuracy", "nll", "ece")

@@ -33,13 +33,13 @@ import httpx
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.synthetic import synthetic_world
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.schema.data import SyntheticConfig
-from rm_optimizer.serving.client import RewardClient
-from rm_optimizer.serving.publisher import RMPublisherAdapter, create_rm_publisher
+from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, create_rm_publisher
 
 READY_SECONDS = 300.0
 ARCHITECTURE = {

@@ -28,15 +28,15 @@ import torch
 import uvicorn
 from pydantic import ValidationError
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.synthetic import synthetic_world
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.schema.data import SyntheticConfig
-from rm_optimizer.serving.app import create_app
+from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
+from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.protocol import ClassifyResponse, ErrorBody
-from rm_optimizer.serving.service import RewardService
-from rm_optimizer.serving.worker import Worker, WorkerOptions
+from rm_optimizer.serving.service.service import RewardService
 
 ROW = list(range(5, 105))
 """The request: one sequence of 100 tokens."""

@@ -38,12 +38,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForSequenceClassification
 
-from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.serving.common_starts import unique_tokens
-from rm_optimizer.serving.worker import Worker, WorkerOptions
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.common_starts import unique_tokens
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
 
 GROUP = 8
 VOCABULARY = 16_000

@@ -41,15 +41,15 @@ from hypotheses import divided
 from quality_trl import paired_differences
 from serving_consistency import server
 
-from rm_optimizer.core.audit import length_baseline
-from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import tokenize_pairs
-from rm_optimizer.serving.client import RewardClient
-from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE, PairRewards, metrics_of, reward_distribution
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.evaluation.pair_rewards import PAIR_REWARDS_FILE, PairRewards, metrics_of, reward_distribution
+from rm_optimizer.serving.client.client import RewardClient
 
 NUM_BOOTSTRAP = 2000
 PROGRAM = "from rm_optimizer.interfaces.cli import app; app()"

@@ -42,14 +42,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
-from rm_optimizer.core.base import Prompt, as_messages
-from rm_optimizer.core.batching import MacroBatches, pair_collator
-from rm_optimizer.core.chat import ConversationRenderer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.orders import epoch_order
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.orders import epoch_order
+from rm_optimizer.core.pairs.pair import Prompt, as_messages
+from rm_optimizer.core.tokens.batching import MacroBatches, pair_collator
+from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
 

@@ -50,9 +50,9 @@ def completed(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if a flag or an override cannot be read.
     """
-    from rm_optimizer.schema.flags import flags_first, only_tells, parse_flags, require_given_once
+    from rm_optimizer.interfaces.flags import flags_first, only_tells, parse_flags, require_given_once
+    from rm_optimizer.records.recall import recalled
     from rm_optimizer.schema.landscape import AnalyzeConfig
-    from rm_optimizer.schema.recall import recalled
 
     flags = parse_flags(arguments, AnalyzeConfig)
     if only_tells(flags):
@@ -72,8 +72,8 @@ def check_command(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the folder cannot be written.
     """
-    from rm_optimizer.schema.command_line import checked
-    from rm_optimizer.schema.flags import only_tells, parse_flags
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.interfaces.flags import only_tells, parse_flags
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
     flags = parse_flags(arguments, AnalyzeConfig)
@@ -113,9 +113,9 @@ def analyze(options: AnalyzeConfig) -> Path:
         ConfigError: if an option does not fit the model, or the folder holds another analysis.
         TrainingDiverged: if the loss is not finite.
     """
-    from rm_optimizer.core.files import write_text
+    from rm_optimizer.records.analysis_folder import results_folder
+    from rm_optimizer.records.files import write_text
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
-    from rm_optimizer.schema.analysis_folder import results_folder
 
     folder, kind = results_folder(options), options.landscape.type
     options = replace(options, output_dir=str(folder))
@@ -169,8 +169,8 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
 
 def _run_checkpoints(checkpoint: str) -> dict[int, Path]:
     """A run's periodic checkpoints by step, ascending."""
-    from rm_optimizer.schema.recall import run_folder_of
-    from rm_optimizer.training.checkpoints import checkpoint_step, periodic_checkpoints
+    from rm_optimizer.records.recall import run_folder_of
+    from rm_optimizer.training.folder.checkpoints import checkpoint_step, periodic_checkpoints
 
     folder = run_folder_of(checkpoint)
     if folder is None:
@@ -185,10 +185,10 @@ def _unmerged(checkpoint: str) -> Path | None:
         CheckpointError: if the run has them no more.
         ConfigError: if they are four-bit ones.
     """
+    from rm_optimizer.records.recall import run_folder_of
+    from rm_optimizer.records.run_folder import read_options
     from rm_optimizer.schema.adapters import AdapterKind
-    from rm_optimizer.schema.recall import run_folder_of
-    from rm_optimizer.schema.run_folder import read_options
-    from rm_optimizer.training.checkpoints import BEST, FOLDER
+    from rm_optimizer.training.folder.checkpoints import BEST, FOLDER
 
     run_dir = run_folder_of(checkpoint)
     if run_dir is None or run_dir != Path(checkpoint).expanduser():
@@ -208,11 +208,11 @@ def _unmerged(checkpoint: str) -> Path | None:
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
     """The run's own measurements while it trained, beside its Hessian's spectrum."""
+    from rm_optimizer.records.recall import run_folder_of
     from rm_optimizer.reporting.curvature_plots import has_training_curvature
     from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
     from rm_optimizer.schema.landscape import AnalysisType
-    from rm_optimizer.schema.recall import run_folder_of
-    from rm_optimizer.training.recorder import read_rows
+    from rm_optimizer.training.folder.recorder import read_rows
 
     run_dir = run_folder_of(options.checkpoint)
     if run_dir is None or options.landscape.type not in (AnalysisType.hessian, AnalysisType.density):
@@ -223,8 +223,8 @@ def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
 
 
 def _history_caption(run_dir: Path) -> str:
-    from rm_optimizer.schema.run_folder import RESULT_FILE, read_options
-    from rm_optimizer.training.result import RunResult
+    from rm_optimizer.records.run_folder import RESULT_FILE, read_options
+    from rm_optimizer.training.folder.result import RunResult
 
     trained = read_options(run_dir)
     num_pairs, result = trained["training"]["hessian"]["num_pairs"], run_dir / RESULT_FILE
@@ -235,9 +235,9 @@ def _history_caption(run_dir: Path) -> str:
 
 def _record(options: AnalyzeConfig, folder: Path) -> None:
     """The composed options with what else decides the numbers."""
-    from rm_optimizer.core.files import write_text
-    from rm_optimizer.schema.analysis_folder import ANALYSIS_FILE
-    from rm_optimizer.training.provenance import commit, machine, versions
+    from rm_optimizer.records.analysis_folder import ANALYSIS_FILE
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.records.provenance import commit, machine, versions
 
     recorded = {"options": asdict(options), "commit": commit(), "versions": versions(), "machine": machine()}
     write_text(folder / ANALYSIS_FILE, json.dumps(recorded, indent=2, default=str) + "\n")

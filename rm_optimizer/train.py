@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.training.observers import Observers
-    from rm_optimizer.training.result import RunResult
+    from rm_optimizer.training.callbacks.observers import Observers
+    from rm_optimizer.training.folder.result import RunResult
 
 
 SWEEP = Sweep()
@@ -45,7 +45,7 @@ def main() -> None:
         named = _named_folder(config, sys.argv[1:])
         sys.argv[1:] = _with_model_preset(sys.argv[1:])
         sys.argv += _among_processes(sys.argv[1:])
-        from rm_optimizer.training.run_lock import reserved
+        from rm_optimizer.training.folder.lock import reserved
 
         try:
             with nullcontext() if named is None else reserved(named):  # Hydra writes into it before the run does
@@ -80,7 +80,7 @@ def show(result: RunResult) -> None:
 
 def observers(config: TrainConfig) -> Observers:
     """What the options that are on need of other floors than training's; the rest is not even imported."""
-    from rm_optimizer.training.observers import Observers
+    from rm_optimizer.training.callbacks.observers import Observers
 
     found = Observers()
     if config.training.calibration.enabled:
@@ -93,23 +93,23 @@ def observers(config: TrainConfig) -> Observers:
         products = config.training.hessian.num_products
         found = replace(found, measure_curvature=partial(measure_curvature, num_products=products))
     if config.publish.url is not None:
-        from rm_optimizer.serving.publisher import open_publisher
+        from rm_optimizer.serving.weights.publisher import open_publisher
 
         found = replace(found, open_publisher=open_publisher)
     return found
 
 
 def _in_order(arguments: Sequence[str]) -> list[str]:
+    from rm_optimizer.interfaces.flags import flags_first
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.schema.flags import flags_first
 
     return flags_first(arguments, TrainConfig)
 
 
 def _with_model_preset(arguments: Sequence[str]) -> list[str]:
     """The arguments, with the preset that goes with a model named by its path."""
+    from rm_optimizer.interfaces.flags import parse_flags
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.schema.flags import parse_flags
     from rm_optimizer.schema.implied import completed
 
     overrides = list(parse_flags(arguments, TrainConfig).overrides)
@@ -129,12 +129,12 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the run folder cannot be written,
             holds another run or is in use.
     """
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.interfaces.flags import only_tells, parse_flags, require_given_once
+    from rm_optimizer.records.run_folder import require_usable
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.schema.command_line import checked
-    from rm_optimizer.schema.flags import only_tells, parse_flags, require_given_once
-    from rm_optimizer.schema.run_folder import require_usable
+    from rm_optimizer.training.folder.lock import require_free
     from rm_optimizer.training.processes import require_launched
-    from rm_optimizer.training.run_lock import require_free
 
     flags = parse_flags(arguments, TrainConfig)
     if only_tells(flags):
@@ -181,7 +181,7 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
 
     All of them have the sweep's folder as it is now.
     """
-    from rm_optimizer.schema.command_line import planned_sweep
+    from rm_optimizer.interfaces.command_line import planned_sweep
 
     name, option = flags.config_name or "config", "hydra.sweep.dir="
     plan = planned_sweep(flags.overrides, name=name, config_dir=flags.config_dir)
@@ -194,7 +194,7 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
 
 def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
     """Refuse a sweep whose jobs share a folder, or start in one that holds another run; its folder becomes taken."""
-    from rm_optimizer.schema.run_folder import require_usable
+    from rm_optimizer.records.run_folder import require_usable
 
     if config.output_dir in taken:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _has_ended(config: TrainConfig) -> bool:
     if config.resume != Resume.auto or not (Path(config.output_dir) / "run.json").is_file():
         return False
     from rm_optimizer.reporting.pictures import print_run
-    from rm_optimizer.training.run_start import finished_result, finished_sentence
+    from rm_optimizer.training.folder.start import finished_result, finished_sentence
 
     if (result := finished_result(config)) is None:
         return False
@@ -230,14 +230,14 @@ def _has_ended(config: TrainConfig) -> bool:
 
 def _among_processes(arguments: Sequence[str]) -> list[str]:
     """Overrides that a process of torchrun or SLURM adds, so that all of them work in one run folder."""
+    from rm_optimizer.interfaces.flags import only_tells, parse_flags
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.schema.flags import only_tells, parse_flags
     from rm_optimizer.training.processes import launched_processes, process_overrides
 
     flags, processes = parse_flags(arguments, TrainConfig), launched_processes()
     if only_tells(flags) or flags.cfg is not None or processes is None:
         return []
-    from rm_optimizer.schema.command_line import run_folder
+    from rm_optimizer.interfaces.command_line import run_folder
 
     folder = run_folder(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir)
     return process_overrides(processes, folder, flags.overrides)
@@ -292,10 +292,10 @@ def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> 
 
 
 def _trained(config: DictConfig) -> float:
+    from rm_optimizer.records.disk import writing
     from rm_optimizer.schema import TrainConfig, typed
-    from rm_optimizer.training.disk import writing
+    from rm_optimizer.training.folder.start import finished_result
     from rm_optimizer.training.run import train_reward_model
-    from rm_optimizer.training.run_start import finished_result
 
     options = typed(config, TrainConfig)
     ended = finished_result(options) is not None

@@ -18,20 +18,21 @@ from jaxtyping import install_import_hook
 
 from tests.fork_server import starts
 
-CHECKED_ROOMS = (
-    "losses",
-    "metrics",
-    "calibration",
-    "pooling",
-    "head",
-    "reward_model",
-    "certificate",
-    "export",
-    "prefix",
-    "tree_attention",
+CHECKED = (
+    "metrics.calibration",
+    "metrics.pairwise",
+    "tokens.prefix_trees",
+    "classifier.head",
+    "classifier.pooling",
+    "classifier.tree_attention",
+    "storage.certificate",
+    "storage.export",
+    "model.losses",
+    "model.reward_model",
 )
+"""Modules of `core` whose shapes and types are checked on every call in the tests."""
 
-install_import_hook([f"rm_optimizer.core.{room}" for room in CHECKED_ROOMS], "beartype.beartype")
+install_import_hook([f"rm_optimizer.core.{module}" for module in CHECKED], "beartype.beartype")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ MODULES = (
     "rm_optimizer.training.run",
     "rm_optimizer.reporting.pictures",
     "rm_optimizer.landscape",
-    "rm_optimizer.core.loading",
+    "rm_optimizer.core.storage.loading",
     "transformers.models.llama.modeling_llama",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",

@@ -6,7 +6,9 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,67 +16,138 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rm_optimizer"
 FLOORS = (
-    {"errors", "schema"},
+    {"errors"},
+    {"schema"},
+    {"records"},
     {"core", "optim"},
-    {"training", "landscape", "serving", "rl_coupling"},
+    {"evaluation"},
+    {"training", "doctor", "landscape", "serving", "rl_coupling"},
     {"data_efficiency", "experiments"},
     {"reporting"},
-    {"train", "analyze", "compare", "interfaces"},
+    {"interfaces"},
+    {"train", "analyze", "compare"},
 )
-LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-BESIDE = {
-    ("schema", "errors"),
-    ("rl_coupling", "serving"),
-    ("core", "optim"),
-    ("train", "interfaces"),
-    ("analyze", "interfaces"),
-    ("compare", "interfaces"),
+"""Packages and modules of `rm_optimizer`; each imports only from floors before its own."""
+INNER = {
+    "core": (
+        {"rows", "metrics"},
+        {"pairs"},
+        {"tokens"},
+        {"streaming", "classifier"},
+        {"storage"},
+        {"model"},
+        {"data_loader"},
+    ),
+    "serving": (
+        {"protocol", "restart_limit", "parent_death"},
+        {"engine"},
+        {"staged_json", "client", "service"},
+        {"http"},
+        {"weights"},
+        {"embedded", "vllm"},
+    ),
 }
+"""The same one level down, for packages whose rooms have an order."""
+BESIDE = {("rl_coupling", "serving"), ("core", "optim")}
+MOST_FILES = 15
+"""Modules of a folder, `__init__` aside; past that it is divided."""
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and room of every import of ours, those inside functions included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "rm_optimizer":
-            names = [f"rm_optimizer.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "rm_optimizer" and len(parts) > 1 and not parts[1].startswith("__"):
-                yield node.lineno, parts[1]
+def module_of(path: Path) -> str:
+    """Dotted name below `rm_optimizer`; a package's is its own name."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE)
 
 
+MODULES = {module_of(path): path for path in sources()}
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of every import of ours, those in functions and under TYPE_CHECKING included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rm_optimizer":
+            home = (node.module or "").partition(".")[2]
+            for alias in node.names:
+                inside = f"{home}.{alias.name}".strip(".")
+                yield node.lineno, inside if inside in MODULES else home
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("rm_optimizer."):
+                    yield node.lineno, alias.name.removeprefix("rm_optimizer.")
+
+
+IMPORTS = {
+    name: [(line, other) for line, other in imported(ast.parse(path.read_text(encoding="utf-8"))) if other]
+    for name, path in MODULES.items()
+}
+
+
+def arrows_up(floors: tuple[set[str], ...], prefix: str = "") -> list[str]:
+    """Imports that do not go to a lower floor, among the children of a package."""
+    level = {room: index for index, rooms in enumerate(floors) for room in rooms}
+    found = []
+    for name, line, room, other in (
+        (name, line, name.removeprefix(prefix).partition(".")[0], other.removeprefix(prefix).partition(".")[0])
+        for name, imports in IMPORTS.items()
+        for line, other in imports
+        if name.startswith(prefix) and other.startswith(prefix)
+    ):
+        if room != other and level[other] >= level[room] and (room, other) not in BESIDE:
+            found.append(f"{name}, line {line}: {prefix}{other}")
+    return found
+
+
+def circle(children: dict[str, set[str]]) -> list[str]:
+    """A circle of imports among the children of a package; empty if there is none."""
+    try:
+        TopologicalSorter(children).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def test_every_room_has_a_floor():
-    assert {room_of(path) for path in sources()} <= set(LEVEL)
+    assert {name.partition(".")[0] for name in MODULES} <= set().union(*FLOORS)
+    for package, floors in INNER.items():
+        inside = {name.split(".")[1] for name in MODULES if name.startswith(f"{package}.")}
+        assert inside <= set().union(*floors)
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_to_lower_floors(path):
-    room = room_of(path)
-    wrong = [
-        f"line {line}: {other}"
-        for line, other in imported_rooms(ast.parse(path.read_text(encoding="utf-8")))
-        if other != room and LEVEL[other] >= LEVEL[room] and (room, other) not in BESIDE
-    ]
-    assert wrong == [], f"{room} may not import {', '.join(wrong)}"
+def test_imports_go_to_lower_floors():
+    assert arrows_up(FLOORS) == []
+
+
+@pytest.mark.parametrize("package", INNER)
+def test_imports_inside_a_package_go_to_lower_floors(package):
+    assert arrows_up(INNER[package], f"{package}.") == []
+
+
+@pytest.mark.parametrize("package", ["", *(name for name, path in MODULES.items() if path.name == "__init__.py")])
+def test_no_circle_of_imports_among_the_children_of_a_package(package):
+    prefix = f"{package}." if package else ""
+    children: dict[str, set[str]] = {}
+    for name, imports in IMPORTS.items():
+        if not name.startswith(prefix):
+            continue
+        child = name.removeprefix(prefix).partition(".")[0]
+        others = {other.removeprefix(prefix).partition(".")[0] for _, other in imports if other.startswith(prefix)}
+        children.setdefault(child, set()).update(others - {child})
+    assert circle(children) == []
+
+
+def test_no_folder_holds_more_files_than_a_reader_takes_in():
+    counts = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
+    crowded = {str(folder.relative_to(PACKAGE)): count for folder, count in counts.items() if count > MOST_FILES}
+    assert crowded == {}
 
 
 def test_a_wrong_import_would_be_seen():
     tree = ast.parse("def late():\n    from rm_optimizer.training.run import build_model\n")
-    assert list(imported_rooms(tree)) == [(2, "training")]
+    assert list(imported(tree)) == [(2, "training.run")]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
 
 
 def test_optim_does_not_import_core():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.schema.describe import BEGIN, END, option_reference
+from rm_optimizer.interfaces.describe import BEGIN, END, option_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "doc.md")
@@ -40,7 +40,7 @@ class Way:
 
 FEW = "training.max_steps=4 training.progress=false data.synthetic.num_train=64 data.synthetic.num_val=32"
 PAIRS = (
-    "python -c 'from rm_optimizer.core.synthetic import synthetic_world as world; import json; "
+    "python -c 'from rm_optimizer.core.pairs.synthetic import synthetic_world as world; import json; "
     "from rm_optimizer.schema.data import SyntheticConfig as Config; "
     "rows = world(Config(num_train=80, num_val=2)).train; "
     'open("pairs.jsonl", "w").writelines(json.dumps(row.to_dict()) + "\\n" for row in rows)\''
@@ -186,7 +186,7 @@ def test_the_contents_of_the_manual_are_its_chapters():
 def test_the_option_tables_are_those_of_the_schema():
     text = (ROOT / "doc.md").read_text(encoding="utf-8")
     inside = text.partition(BEGIN)[2].partition(END)[0]
-    expected = "print it with python -m rm_optimizer.schema.describe"
+    expected = "print it with python -m rm_optimizer.interfaces.describe"
     assert inside.strip() == option_reference().strip(), expected
 
 

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "PreferencePair": "rm_optimizer.core.base",
-    "BaseRewardModel": "rm_optimizer.core.base",
-    "BradleyTerryRM": "rm_optimizer.core.reward_model",
+    "PreferencePair": "rm_optimizer.core.pairs.pair",
+    "BaseRewardModel": "rm_optimizer.core.pairs.pair",
+    "BradleyTerryRM": "rm_optimizer.core.model.reward_model",
 }
 __all__ = ["BaseRewardModel", "BradleyTerryRM", "PreferencePair"]
 

@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.bad_rows import SkippedRow
-    from rm_optimizer.core.dataset import (
+    from rm_optimizer.core.pairs.dataset import (
         PreferenceDataset,
         TrainVal,
         load_pairs,
@@ -15,16 +14,17 @@ if TYPE_CHECKING:
         prompt_ids,
         require_disjoint_prompts,
     )
-    from rm_optimizer.core.macro_loader import create_dataloader
-    from rm_optimizer.core.ray_dataset import RayPreferenceDataset
+    from rm_optimizer.core.rows.bad_rows import SkippedRow
+    from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
+    from rm_optimizer.core.tokens.loader import create_dataloader
 
-_DATASET = "rm_optimizer.core.dataset"
+_DATASET = "rm_optimizer.core.pairs.dataset"
 _HOME = {
     "PreferenceDataset": _DATASET,
-    "RayPreferenceDataset": "rm_optimizer.core.ray_dataset",
-    "SkippedRow": "rm_optimizer.core.bad_rows",
+    "RayPreferenceDataset": "rm_optimizer.core.streaming.dataset",
+    "SkippedRow": "rm_optimizer.core.rows.bad_rows",
     "TrainVal": _DATASET,
-    "create_dataloader": "rm_optimizer.core.macro_loader",
+    "create_dataloader": "rm_optimizer.core.tokens.loader",
     "load_pairs": _DATASET,
     "load_training_data": _DATASET,
     "prompt_ids": _DATASET,

@@ -135,7 +135,7 @@ def evaluate(
     input_form: InputForm = None,
 ) -> None:
     """Measure a reward model on preference pairs: table, JSON and plots; a stopped run continues when repeated."""
-    from rm_optimizer.interfaces.evaluation import evaluate_and_print
+    from rm_optimizer.interfaces.commands.evaluate import evaluate_and_print
 
     evaluate_and_print(
         checkpoint,
@@ -163,7 +163,7 @@ def score(
     input_form: InputForm = None,
 ) -> None:
     """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
-    from rm_optimizer.interfaces.scores import print_scores, score_to_file
+    from rm_optimizer.interfaces.commands.score import print_scores, score_to_file
 
     options: dict[str, Any] = {"token_budget": token_budget, "max_length": max_length, "input_form": input_form}
     if prompt is not None:
@@ -205,8 +205,8 @@ def serve(
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the model.")] = None,
 ) -> None:
     """Serve a reward model over HTTP until SIGTERM; rewards are raw unless a request asks for their sigmoid."""
-    from rm_optimizer.interfaces.serve import serve as run_server
-    from rm_optimizer.interfaces.serve_options import ServeOptions
+    from rm_optimizer.interfaces.commands.serve import serve as run_server
+    from rm_optimizer.interfaces.commands.serve_options import ServeOptions
 
     run_server(
         ServeOptions(
@@ -238,7 +238,7 @@ def data_check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the audit here.")] = None,
 ) -> None:
     """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
-    from rm_optimizer.interfaces.data_check import audit_and_print
+    from rm_optimizer.interfaces.commands.data_check import audit_and_print
 
     audit_and_print(paths, reading, tokenizer=tokenizer, max_length=max_length, json_file=json_file)
 
@@ -258,7 +258,7 @@ def doctor(
     input_form: InputForm = None,
 ) -> None:
     """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
-    from rm_optimizer.interfaces.doctor import diagnose_and_print
+    from rm_optimizer.interfaces.commands.doctor import diagnose_and_print
 
     code = diagnose_and_print(
         checkpoint,
@@ -302,7 +302,7 @@ def analyze(
 @app.command()
 def info() -> None:
     """Print versions, devices, where the presets are, and what presets and optimizers there are."""
-    from rm_optimizer.interfaces.info import print_info
+    from rm_optimizer.interfaces.commands.info import print_info
 
     print_info()
 
@@ -313,7 +313,7 @@ def params(
     optimizer: Annotated[str, typer.Option("--optimizer", "-o", help="Optimizer preset.")] = "adamw",
 ) -> None:
     """Print which parameters an optimizer treats how."""
-    from rm_optimizer.interfaces.params import print_params
+    from rm_optimizer.interfaces.commands.params import print_params
 
     print_params(model, optimizer)
 

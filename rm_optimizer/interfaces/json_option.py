@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from rm_optimizer.core.files import write_text
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.files import write_text
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rm_optimizer.core.dataset import PreferenceDataset
-from rm_optimizer.core.readers import data_files, is_saved_folder, source_name
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.rows.readers import data_files, is_saved_folder, source_name
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
 

@@ -73,7 +73,7 @@ class Sweep:
 
     def add(self, job: Job, folder: Path) -> None:
         """Take in a job, and write all of them."""
-        from rm_optimizer.core.files import write_text  # needs torch, which a mistyped option does not wait for
+        from rm_optimizer.records.files import write_text  # needs torch, which a mistyped option does not wait for
 
         self.folder = folder
         self.jobs.append(job)

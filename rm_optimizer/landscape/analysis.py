@@ -10,25 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.base import digest
-from rm_optimizer.core.checkpoint import read_checkpoint
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.directions import (
-    Directions,
-    along_eigenvectors,
-    displacements_of,
-    filter_normalised,
-    trajectory_plane,
-)
-from rm_optimizer.landscape.grid import GridLedger, Points, measure_grid
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.lanczos import Progress, lanczos
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, block_names, curvature_of_blocks
-from rm_optimizer.landscape.ledger import Ledger
-from rm_optimizer.landscape.loss_at import MISSING
-from rm_optimizer.landscape.operators import HessianOperator
-from rm_optimizer.landscape.parameters import select_parameters
+from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
+from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
+from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.study import (
     DIRECTIONS_FILE,
@@ -38,8 +29,16 @@ from rm_optimizer.landscape.study import (
     Finding,
     Study,
 )
-from rm_optimizer.landscape.support import SupportedOperator
-from rm_optimizer.landscape.surface import (
+from rm_optimizer.landscape.surface.directions import (
+    Directions,
+    along_eigenvectors,
+    displacements_of,
+    filter_normalised,
+    trajectory_plane,
+)
+from rm_optimizer.landscape.surface.grid import GridLedger, Points, measure_grid
+from rm_optimizer.landscape.surface.loss_at import MISSING
+from rm_optimizer.landscape.surface.results import (
     Slice,
     Surface,
     Trajectory,
@@ -50,6 +49,7 @@ from rm_optimizer.landscape.surface import (
     symmetric_steps,
     trajectory_grid,
 )
+from rm_optimizer.records.ledger import Ledger
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 
 

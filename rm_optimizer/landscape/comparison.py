@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from rm_optimizer.core.json_text import json_text
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.records.json_text import json_text
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.landscape.density import SpectralDensity, spectral_density
-from rm_optimizer.landscape.operators import HessianOperator, LossOperator
-from rm_optimizer.landscape.sampling import sampling_error
-from rm_optimizer.landscape.sharpness import LocalGeometry, local_geometry
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
+from rm_optimizer.landscape.estimates.sampling import sampling_error
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry, local_geometry
+from rm_optimizer.landscape.estimates.trace import estimate_trace
+from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
 from rm_optimizer.landscape.solve import Solution, SpectrumOptions
-from rm_optimizer.landscape.trace import estimate_trace
 
 
 @dataclass

@@ -10,17 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rm_optimizer.core.batching import AnyPairBatch
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry, local_geometry
 from rm_optimizer.landscape.extras import Extra, with_extras
-from rm_optimizer.landscape.krylov import KrylovState
-from rm_optimizer.landscape.lanczos import Progress
-from rm_optimizer.landscape.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators import HessianOperator, LossOperator
+from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
+from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.parameters import TRAINABLE, parameter_blocks
 from rm_optimizer.landscape.pairs_input import FEWEST, PairSource, Prompts, clusters_of, fixed_batches
-from rm_optimizer.landscape.parameters import TRAINABLE, parameter_blocks
-from rm_optimizer.landscape.sharpness import LocalGeometry, local_geometry
 from rm_optimizer.landscape.solve import (
     Matrix,
     Method,
@@ -31,6 +29,8 @@ from rm_optimizer.landscape.solve import (
     make_operator,
     solve,
 )
+from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.schema import LossConfig
 

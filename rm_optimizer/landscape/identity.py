@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rm_optimizer.core.base import digest
-from rm_optimizer.core.batching import AnyPairBatch
-from rm_optimizer.core.identity import weights_digest
-from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.pair_gradients import single_pairs
+from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.pair_gradients import single_pairs
 
 
 def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:

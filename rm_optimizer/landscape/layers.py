@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.core.json_text import json_text
-from rm_optimizer.landscape.lanczos import Progress, lanczos
-from rm_optimizer.landscape.operators import HessianOperator
-from rm_optimizer.landscape.parameters import parameter_blocks, select_parameters
-from rm_optimizer.landscape.products import ProductName
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.trace import deflated_trace
+from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
+from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.sample import Subject
-from rm_optimizer.landscape.support import SupportedOperator
-from rm_optimizer.landscape.trace import deflated_trace
+from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
+from rm_optimizer.landscape.solvers.support import SupportedOperator
+from rm_optimizer.records.json_text import json_text
 
 
 @dataclass(frozen=True)

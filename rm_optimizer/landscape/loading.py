@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from rm_optimizer.core.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.landscape.parameters import select_parameters
+from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.sample import Subject, draw_pairs
+from rm_optimizer.records.recall import run_folder_of
+from rm_optimizer.records.run_folder import read_identity, read_options
+from rm_optimizer.records.run_options import FREE, is_among
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
-from rm_optimizer.schema.recall import run_folder_of
-from rm_optimizer.schema.run_folder import read_identity, read_options
-from rm_optimizer.schema.run_options import FREE, is_among
 
 _log = logging.getLogger("rm_optimizer")
 

@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch, pair_collator
-from rm_optimizer.core.orders import random_positions
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch, pair_collator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError, DataError
 
 PairSource: TypeAlias = Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]

@@ -12,15 +12,15 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rm_optimizer.core.batching import AnyPairBatch
-from rm_optimizer.core.curvature import CurvatureReading
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.landscape.differences import GradientDifferences
-from rm_optimizer.landscape.lanczos import lanczos
-from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.vectors import inner, length, unit
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+from rm_optimizer.landscape.operators.differences import GradientDifferences
+from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.random_vectors import RandomVectors
+from rm_optimizer.landscape.operators.vectors import inner, length, unit
+from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.schema import LossConfig
 
 FIRST_PRODUCTS = 10

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.landscape.density import Combine, Terms
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.density import Combine, Terms
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 
 _BY_MAGNITUDE = ("power_iteration", "pyhessian")

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from rm_optimizer.core.base import PreferencePair, digest
-from rm_optimizer.core.batching import AnyPairBatch, PairCollator
-from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.identity import weights_digest
-from rm_optimizer.core.orders import random_positions
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from rm_optimizer.landscape.identity import pairs_digest
-from rm_optimizer.landscape.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.pairs_input import Prompts, prompt_numbers
-from rm_optimizer.landscape.parameters import TRAINABLE
 from rm_optimizer.schema import LossConfig
 
 

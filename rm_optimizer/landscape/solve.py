@@ -12,20 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.landscape.dense import full_spectrum
-from rm_optimizer.landscape.gauss_newton import GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.estimates.trace import TraceMethod
 from rm_optimizer.landscape.identity import identity_of
-from rm_optimizer.landscape.krylov import KrylovState, OrthonormalBasis
-from rm_optimizer.landscape.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
-from rm_optimizer.landscape.objective import PairObjective
-from rm_optimizer.landscape.operators import HessianOperator, LossOperator, OutputCurvature, OutputOperator
-from rm_optimizer.landscape.power import power_iteration
-from rm_optimizer.landscape.products import ProductName
-from rm_optimizer.landscape.pyhessian_method import pyhessian_eigenpairs
-from rm_optimizer.landscape.support import Support, SupportedOperator
-from rm_optimizer.landscape.trace import TraceMethod
+from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.solvers.dense import full_spectrum
+from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
+from rm_optimizer.landscape.solvers.power import power_iteration
+from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
+from rm_optimizer.landscape.solvers.support import Support, SupportedOperator
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
 MATRICES = ("hessian", "gauss_newton", "fisher")

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.core.json_text import json_text, number
-from rm_optimizer.landscape.density import SpectralDensity
-from rm_optimizer.landscape.sharpness import LocalGeometry
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.density import SpectralDensity
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.records.json_text import json_text, number
 
 
 class SpectrumStatus(StrEnum):

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rm_optimizer.landscape.directions import Directions
-from rm_optimizer.landscape.lanczos import Progress
 from rm_optimizer.landscape.sample import Subject
-from rm_optimizer.landscape.surface import Measured, describe
+from rm_optimizer.landscape.solvers.lanczos import Progress
+from rm_optimizer.landscape.surface.directions import Directions
+from rm_optimizer.landscape.surface.results import Measured, describe
 from rm_optimizer.schema.landscape import LandscapeConfig
 
 POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"

@@ -6,8 +6,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status
 from rm_optimizer.reporting.tables import output_console
-from rm_optimizer.training.diagnosis import Check, Diagnosis, Status
 
 _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", Status.skipped: "dim"}
 

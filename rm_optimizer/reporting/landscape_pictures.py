@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rm_optimizer.core.files import write_text
-from rm_optimizer.landscape.density_curve import density_curve
+from rm_optimizer.landscape.estimates.density_curve import density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarise
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.surface import Row, Slice, Surface, Trajectory, write_rows
+from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory, write_rows
+from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
     places_of,

@@ -16,9 +16,9 @@ from matplotlib.contour import QuadContourSet
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from rm_optimizer.core.files import replacing
-from rm_optimizer.landscape.loss_at import PointLoss
-from rm_optimizer.landscape.surface import Measured, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.loss_at import PointLoss
+from rm_optimizer.landscape.surface.results import Measured, Slice, Surface, Trajectory
+from rm_optimizer.records.files import replacing
 from rm_optimizer.reporting.style import (
     BLUE,
     DPI,

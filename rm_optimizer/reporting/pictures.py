@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from rm_optimizer.core.metrics import PairwiseMetrics
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.evaluation.pair_rewards import PAIR_REWARDS_FILE
+from rm_optimizer.evaluation.saved_model import Evaluation
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.tables import (
     Cell,
@@ -20,10 +22,8 @@ from rm_optimizer.reporting.tables import (
     output_console,
     summary_table,
 )
-from rm_optimizer.training.evaluate import PAIR_REWARDS_FILE
-from rm_optimizer.training.evaluation import Evaluation
-from rm_optimizer.training.recorder import read_rows
-from rm_optimizer.training.result import TOY_WARNING, RunResult, is_toy
+from rm_optimizer.training.folder.recorder import read_rows
+from rm_optimizer.training.folder.result import TOY_WARNING, RunResult, is_toy
 
 PICTURES = "plots"
 

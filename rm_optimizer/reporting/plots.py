@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 
-from rm_optimizer.core.metrics import PairwiseMetrics
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.reporting.style import (
     BLUE,
     GREEN,

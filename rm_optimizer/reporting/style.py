@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rm_optimizer.core.files import replacing
+from rm_optimizer.records.files import replacing
 
 DPI = 150
 

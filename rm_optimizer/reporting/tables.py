@@ -10,11 +10,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rm_optimizer.core.audit import QUANTILES, DataAudit, SplitAudit
-from rm_optimizer.core.base import PreferencePair, as_messages
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.training.evaluation import Evaluation
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.pairs.audit import QUANTILES, DataAudit, SplitAudit
+from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.evaluation.saved_model import Evaluation
 
 Cell = str | int | float | Estimate | None
 

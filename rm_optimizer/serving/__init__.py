@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "AsyncRewardClient": "rm_optimizer.serving.async_client",
-    "RMPublisherAdapter": "rm_optimizer.serving.publisher",
-    "RewardClient": "rm_optimizer.serving.client",
-    "create_rm_publisher": "rm_optimizer.serving.publisher",
-    "trl_reward": "rm_optimizer.serving.reward_function",
+    "AsyncRewardClient": "rm_optimizer.serving.client.async_client",
+    "RMPublisherAdapter": "rm_optimizer.serving.weights.publisher",
+    "RewardClient": "rm_optimizer.serving.client.client",
+    "create_rm_publisher": "rm_optimizer.serving.weights.publisher",
+    "trl_reward": "rm_optimizer.serving.client.reward_function",
 }
 __all__ = ["AsyncRewardClient", "RMPublisherAdapter", "RewardClient", "create_rm_publisher", "trl_reward"]
 

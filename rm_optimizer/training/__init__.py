@@ -8,8 +8,8 @@ from typing import Any
 _HOME = {
     "RewardModelLightning": "rm_optimizer.training.lightning_module",
     "PreferenceDataModule": "rm_optimizer.training.datamodule",
-    "RunResult": "rm_optimizer.training.result",
-    "evaluate_checkpoint": "rm_optimizer.training.evaluation",
+    "RunResult": "rm_optimizer.training.folder.result",
+    "evaluate_checkpoint": "rm_optimizer.evaluation.saved_model",
     "train_reward_model": "rm_optimizer.training.run",
 }
 __all__ = ["PreferenceDataModule", "RewardModelLightning", "RunResult", "evaluate_checkpoint", "train_reward_model"]

@@ -8,7 +8,7 @@ import shutil
 
 import torch
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 
 log = logging.getLogger("rm_optimizer")

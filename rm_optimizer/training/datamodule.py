@@ -14,18 +14,18 @@ import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
 
-from rm_optimizer.core.bad_rows import SkippedRow
-from rm_optimizer.core.batching import MacroBatch, MacroBatches, pair_collator
-from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.core.macro_loader import MacroBatchLoader
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens import TokenizedPairs, tokenize_pairs
-from rm_optimizer.core.trained_pairs import TrainedPairs, pair_fingerprints
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, pair_fingerprints
+from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
+from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.loader import MacroBatchLoader
 from rm_optimizer.errors import ConversationRefused, DataError
+from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs
+from rm_optimizer.evaluation.prompt_sharing import shares_prefixes
 from rm_optimizer.schema import BatchingConfig, DataConfig
-from rm_optimizer.training.evaluate import PairRewards, score_pairs
-from rm_optimizer.training.sharing import shares_prefixes
 
 log = logging.getLogger("rm_optimizer")
 

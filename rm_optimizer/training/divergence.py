@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rm_optimizer.core.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.errors import TrainingDiverged
-from rm_optimizer.training.checkpoints import last_good_checkpoint
-from rm_optimizer.training.evaluate import PairRewards
+from rm_optimizer.evaluation.pair_rewards import PairRewards
+from rm_optimizer.training.folder.checkpoints import last_good_checkpoint
 
 SHOWN = 8
 """Pairs that the message names."""

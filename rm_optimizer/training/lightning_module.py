@@ -17,18 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rm_optimizer.core.batching import AnyPairBatch, MacroBatch
-from rm_optimizer.core.checkpoint import PAYLOAD_KEY
-from rm_optimizer.core.losses import configured_pair_losses
-from rm_optimizer.core.quantisation import is_quantised
-from rm_optimizer.core.reward_model import BradleyTerryRM, checkpoint_payload
-from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
-from rm_optimizer.schema import LossConfig
-from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
-from rm_optimizer.training.divergence import diverged
-from rm_optimizer.training.run_record import RUN_KEY, RunRecord
-from rm_optimizer.training.sharded_strategy import ShardedStrategy
-from rm_optimizer.training.sharding import (
+from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.model.losses import configured_pair_losses
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
+from rm_optimizer.core.model.sharding import (
     in_step,
     is_sharded,
     most_over_ranks,
@@ -37,6 +29,14 @@ from rm_optimizer.training.sharding import (
     unreduced_gradients,
     whole,
 )
+from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch
+from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
+from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+from rm_optimizer.training.divergence import diverged
+from rm_optimizer.training.folder.record import RUN_KEY, RunRecord
+from rm_optimizer.training.sharded_strategy import ShardedStrategy
 
 
 class RewardModelLightning(pl.LightningModule):

@@ -20,53 +20,53 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from rm_optimizer.core.adapters import add_adapter
-from rm_optimizer.core.audit import length_baseline
-from rm_optimizer.core.bad_rows import SkippedRow
-from rm_optimizer.core.checkpoint import read_checkpoint
-from rm_optimizer.core.dataset import PreferenceDataset
-from rm_optimizer.core.files import write_text
-from rm_optimizer.core.head import require_trainable_head
-from rm_optimizer.core.loading import load_weights
-from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.sources import BEST_FOLDER
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.classifier.head import require_trainable_head
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
+from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.storage.checkpoint import read_checkpoint
+from rm_optimizer.core.storage.loading import load_weights
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
-from rm_optimizer.optim import check_compatible
-from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
-from rm_optimizer.schema.adapters import AdapterKind
-from rm_optimizer.schema.config import WandbMode
-from rm_optimizer.schema.data import Streaming
-from rm_optimizer.schema.run_folder import require_usable
-from rm_optimizer.training.best import require_monitored, warn_of_unmeasured
-from rm_optimizer.training.callbacks import Checkpoints, Evaluation, StepProgress
-from rm_optimizer.training.checkpoints import BEST, FOLDER, checkpoint_step, periodic_checkpoints
-from rm_optimizer.training.compiling import compile_backbone
-from rm_optimizer.training.datamodule import PreferenceDataModule
-from rm_optimizer.training.devices import cluster_plugins, strategy_of
-from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.evaluate import (
+from rm_optimizer.evaluation.pair_rewards import (
     PAIR_REWARDS_FILE,
     PairRewards,
     ScoringStopped,
     write_evaluation,
     write_pair_rewards,
 )
-from rm_optimizer.training.evaluation_plan import PER_EPOCH, plan_of
-from rm_optimizer.training.extension import extension_at
-from rm_optimizer.training.interrupt import StopNow, StopSignal
+from rm_optimizer.optim import check_compatible
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.locations import BEST_FOLDER
+from rm_optimizer.records.provenance import commit, machine, versions
+from rm_optimizer.records.run_folder import require_usable
+from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
+from rm_optimizer.schema.adapters import AdapterKind
+from rm_optimizer.schema.config import WandbMode
+from rm_optimizer.schema.data import Streaming
+from rm_optimizer.training.callbacks.best import require_monitored, warn_of_unmeasured
+from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH, plan_of
+from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal
+from rm_optimizer.training.callbacks.loop import Checkpoints, Evaluation, StepProgress
+from rm_optimizer.training.callbacks.observers import Observers, csv_loggers, watching
+from rm_optimizer.training.callbacks.progress import ProgressLines, shows_bars
+from rm_optimizer.training.compiling import compile_backbone
+from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.devices import cluster_plugins, strategy_of
+from rm_optimizer.training.divergence import require_finite
+from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_step, periodic_checkpoints
+from rm_optimizer.training.folder.extension import extension_at
+from rm_optimizer.training.folder.lock import run_lock
+from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start, recorded, write_record
+from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunResult, RunStatus, is_toy
+from rm_optimizer.training.folder.start import begin, finished_result, finished_sentence, require_same_data
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.observers import Observers, csv_loggers, watching
 from rm_optimizer.training.processes import require_devices
-from rm_optimizer.training.progress import ProgressLines, shows_bars
-from rm_optimizer.training.provenance import commit, machine, versions
-from rm_optimizer.training.result import TOY_WARNING, DataSummary, RunResult, RunStatus, is_toy
-from rm_optimizer.training.run_lock import run_lock
-from rm_optimizer.training.run_record import RUN_KEY, RunRecord, Start, recorded, write_record
-from rm_optimizer.training.run_start import begin, finished_result, finished_sentence, require_same_data
-from rm_optimizer.training.sharding import is_sharded, load_whole_weights
 from rm_optimizer.training.streaming import data_module, fingerprints, load_data
 
 log = logging.getLogger("rm_optimizer")

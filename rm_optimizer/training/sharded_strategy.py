@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rm_optimizer.training.sharding import load_whole_weights, shard_like, whole
+from rm_optimizer.core.model.sharding import load_whole_weights, shard_like, whole
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rm_optimizer.core.bad_rows import SkippedRow
-from rm_optimizer.core.batching import MacroBatch
-from rm_optimizer.core.dataset import TrainVal, distinct_prompts, load_pairs, load_training_data
-from rm_optimizer.core.ray_dataset import RayPreferenceDataset
-from rm_optimizer.core.ray_stream import MacroBatchStream, StreamPosition
-from rm_optimizer.core.ray_tally import StreamTally
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.trained_pairs import TrainedPairs
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import TrainVal, distinct_prompts, load_pairs, load_training_data
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
+from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition
+from rm_optimizer.core.streaming.tally import StreamTally
+from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import BatchingConfig, DataConfig
 from rm_optimizer.schema.data import Streaming

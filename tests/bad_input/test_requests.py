@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from rm_optimizer.serving.app import create_app
+from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.protocol import ErrorBody
-from rm_optimizer.serving.receiver import WeightReceiver
-from rm_optimizer.serving.service import RewardService
-from rm_optimizer.serving.weight_routes import weight_router
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.weights.receiver import WeightReceiver
+from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of
 
 SECONDS = 2.0

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from tests.core.tiny_models import encoder_tokenizer
 
 LLAMA = {

@@ -15,8 +15,8 @@ import pytest
 from scipy.special import log_expit
 from scipy.stats import t as student
 
-from rm_optimizer.core.metrics import evaluate_pairs
-from rm_optimizer.core.synthetic import synthetic_world
+from rm_optimizer.core.metrics.pairwise import evaluate_pairs
+from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.schema.data import SyntheticConfig
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from rm_optimizer.core.metrics import evaluate_pairs
+from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from rm_optimizer.core.synthetic import synthetic_world
+from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.schema.data import SyntheticConfig
 from tests.serving.engines import exported
 

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rm_optimizer.core.base import Message, PreferencePair
-from rm_optimizer.core.conversations import conversation_groups, folded_prompt_id, prompt_keys
 from rm_optimizer.core.data_loader import (
     PreferenceDataset,
     TrainVal,
@@ -22,7 +20,9 @@ from rm_optimizer.core.data_loader import (
     prompt_ids,
     require_disjoint_prompts,
 )
-from rm_optimizer.core.dataset import num_leaked_pairs
+from rm_optimizer.core.pairs.conversations import conversation_groups, folded_prompt_id, prompt_keys
+from rm_optimizer.core.pairs.dataset import num_leaked_pairs
+from rm_optimizer.core.pairs.pair import Message, PreferencePair
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import DataConfig
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, SyntheticConfig
@@ -158,7 +158,8 @@ def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_dataloader_is_reached_from_here() -> None:
-    from rm_optimizer.core import data_loader, macro_loader
+    from rm_optimizer.core import data_loader
+    from rm_optimizer.core.tokens import loader as macro_loader
 
     assert data_loader.create_dataloader is macro_loader.create_dataloader
     with pytest.raises(AttributeError, match="no_such_name"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.messages import Message
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from tests.core.tiny_models import decoder_tokenizer
 

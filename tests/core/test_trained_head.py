@@ -20,7 +20,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import rm_optimizer
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.interfaces.cli import app
 from tests.core.tiny_models import tiny_architecture, tiny_model, tiny_tokenizer

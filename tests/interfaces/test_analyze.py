@@ -13,16 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 from rm_optimizer import analyze as entry
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.interfaces.command_line import checked
+from rm_optimizer.landscape.estimates.trace import deflated_trace
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.quantities import summarise
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.landscape.surface import Slice, Surface, Trajectory
-from rm_optimizer.landscape.trace import deflated_trace
+from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.command_line import checked
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.training import train_reward_model
 

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError, TrainingDiverged
-from rm_optimizer.interfaces import info
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.interfaces.progress import progress
+from rm_optimizer.interfaces.commands import info
+from rm_optimizer.records.progress import progress
 from rm_optimizer.schema.store import OPTIMIZERS
 
 
@@ -94,7 +94,7 @@ def test_info_names_versions_devices_presets_and_optimizers():
 
 
 def test_params_counts_every_parameter_once(monkeypatch):
-    from rm_optimizer.interfaces import params
+    from rm_optimizer.interfaces.commands import params
 
     rows = {name: params.groups_of("tiny", name) for name in ("adamw", "muon")}
     total = {name: sum(row.num_parameters for row in groups) for name, groups in rows.items()}

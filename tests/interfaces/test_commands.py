@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rm_optimizer.core.audit import DataAudit
-from rm_optimizer.core.identity import scorer_digest
-from rm_optimizer.core.metrics import PairwiseMetrics
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.audit import DataAudit
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.interfaces.cli import app
 from tests.bad_input.world import LLAMA, PAIRS
 

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.messages import Message
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import train_tokenizer
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.pairs_input import fixed_batches
 from tests.bad_input import world

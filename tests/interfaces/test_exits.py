@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.core.chunk_log import chunk_log
-from rm_optimizer.core.files import replacing, write_text
 from rm_optimizer.errors import ConfigError, DataError, DiskError
 from rm_optimizer.interfaces.exits import CLOSED_OUTPUT, one_exit
-from rm_optimizer.training.disk import disk_error
+from rm_optimizer.records.chunk_log import chunk_log
+from rm_optimizer.records.disk import disk_error
+from rm_optimizer.records.files import replacing, write_text
 
 ENTRY = "from rm_optimizer.interfaces.cli import app; app()"
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.interfaces.flags import flags_first, parse_flags
 from rm_optimizer.interfaces.launch import become, quoted
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.schema.flags import flags_first, parse_flags
 
 MODULE = ["-m", "rm_optimizer.train"]
 SUGAR = [

@@ -11,9 +11,9 @@ import pytest
 from rm_optimizer import train as entry
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training import run_lock as run_lock_module
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.run_lock import require_free, run_lock
+from rm_optimizer.training.folder import lock as run_lock_module
+from rm_optimizer.training.folder.lock import require_free, run_lock
 from tests.training.conftest import SMALL
 
 FEW = [line for line in SMALL if "synthetic" not in line]

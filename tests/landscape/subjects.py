@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.landscape.sample import Subject, draw_pairs
 from rm_optimizer.schema import LossConfig
 from tests.core.tiny_models import tiny_model, tiny_tokenizer

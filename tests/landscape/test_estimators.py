@@ -10,19 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape import sampling
-from rm_optimizer.landscape.combined import DifferenceOperator
-from rm_optimizer.landscape.density import SpectralDensity, spectral_density
-from rm_optimizer.landscape.density_curve import density_curve
-from rm_optimizer.landscape.gauss_newton import GramSpectrum
-from rm_optimizer.landscape.lanczos import Eigenpairs, lanczos
-from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
-from rm_optimizer.landscape.random_vectors import RandomVectors
-from rm_optimizer.landscape.sampling import pair_curvatures, sampling_error, weighted_means
-from rm_optimizer.landscape.trace import (
+from rm_optimizer.landscape.estimates import sampling
+from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
+from rm_optimizer.landscape.estimates.density_curve import density_curve
+from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error, weighted_means
+from rm_optimizer.landscape.estimates.trace import (
     TRACE_ESTIMATORS,
     TRACE_METHODS,
     control_variate_trace,
@@ -32,6 +26,12 @@ from rm_optimizer.landscape.trace import (
     hutchinson_trace,
     xtrace,
 )
+from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
+from rm_optimizer.landscape.operators.combined import DifferenceOperator
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
+from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.random_vectors import RandomVectors
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
 
 SIZE, SEEDS = 120, 200

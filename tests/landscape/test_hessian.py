@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rm_optimizer.core.base import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape import (
     HessianAnalyzer,
@@ -17,7 +17,7 @@ from rm_optimizer.landscape import (
     compare_spectra,
     summarise,
 )
-from rm_optimizer.landscape.lanczos import Progress
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import SpectrumStatus
 from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rm_optimizer.core.base import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.landscape.identity import identity_of, pairs_digest
-from rm_optimizer.landscape.objective import measuring
+from rm_optimizer.landscape.operators.objective import measuring
 from tests.landscape.worlds import EVERYTHING, PLAIN, micro_batches, pairs, reward_model
 
 

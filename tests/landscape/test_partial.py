@@ -11,8 +11,8 @@ import torch
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.lanczos import Progress
 from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from tests.landscape.worlds import INNER, dense, micro_batches, pairs
 

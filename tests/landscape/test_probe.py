@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.curvature import MeasureCurvature
+from rm_optimizer.evaluation.curvature_reading import MeasureCurvature
 from rm_optimizer.landscape import probe
-from rm_optimizer.landscape.dense import dense_matrix
-from rm_optimizer.landscape.differences import GradientDifferences
-from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.operators import HessianOperator, MatrixOperator
+from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
+from rm_optimizer.landscape.operators.differences import GradientDifferences
+from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.probe import FIRST_PRODUCTS, measure_curvature
+from rm_optimizer.landscape.solvers.dense import dense_matrix
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 
 

@@ -9,10 +9,10 @@ import torch
 
 from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.landscape import HessianAnalyzer, SpectrumOptions
-from rm_optimizer.landscape.lanczos import lanczos
-from rm_optimizer.landscape.objective import measuring
-from rm_optimizer.landscape.operators import HessianOperator
-from rm_optimizer.landscape.pyhessian_method import PyHessianProblem, pyhessian_eigenpairs
+from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.solvers.lanczos import lanczos
+from rm_optimizer.landscape.solvers.pyhessian_method import PyHessianProblem, pyhessian_eigenpairs
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, dense, micro_batches, pairs, reward_model
 
 

@@ -15,10 +15,10 @@ import torch
 from scipy.stats import t as student_t
 from torch import Tensor
 
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.landscape.density import spectral_density
-from rm_optimizer.landscape.lanczos import Eigenpairs, lanczos
-from rm_optimizer.landscape.operators import MatrixOperator
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.density import spectral_density
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.quantities import (
     SUMMARY,
     Quantity,
@@ -36,7 +36,7 @@ from rm_optimizer.landscape.quantities import (
     summarise,
     top_ratio,
 )
-from rm_optimizer.landscape.sharpness import LocalGeometry
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from tests.landscape.worlds import dense
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.func import functional_call, grad, jacfwd, jacrev
 from transformers import PreTrainedTokenizerFast
 
-from rm_optimizer.core.base import PreferencePair
-from rm_optimizer.core.batching import AnyPairBatch, PackedPairCollator, PairCollator
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import rendered_texts, train_tokenizer
-from rm_optimizer.core.tokens import tokenize_pairs
-from rm_optimizer.landscape.forward import RewardsModule, load_forward_rules
-from rm_optimizer.landscape.objective import PairObjective, measuring
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairCollator, PairCollator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules
+from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.schema import LossConfig
 
 load_forward_rules()  # tests differentiate forwards too

@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from rm_optimizer.core.estimate import Estimate
-from rm_optimizer.landscape.density import SpectralDensity
-from rm_optimizer.landscape.density_curve import density_curve
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.density import SpectralDensity
+from rm_optimizer.landscape.estimates.density_curve import density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
-from rm_optimizer.landscape.loss_at import PointLoss
-from rm_optimizer.landscape.surface import Measured, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.loss_at import PointLoss
+from rm_optimizer.landscape.surface.results import Measured, Slice, Surface, Trajectory
 from rm_optimizer.reporting import curvature_plots, landscape_plots
 from rm_optimizer.reporting.curvature_plots import (
     has_training_curvature,

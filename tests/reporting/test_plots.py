@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from rm_optimizer.core.metrics import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.reporting import plots, style
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
 
@@ -162,7 +162,7 @@ def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monk
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("rm_optimizer.core.files.os.replace", fail)
+    monkeypatch.setattr("rm_optimizer.records.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         plot_accuracy(HISTORY, path)
     assert path.read_bytes() == before

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.command_line import checked, planned_sweep
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
-from rm_optimizer.schema.command_line import checked, planned_sweep
 from rm_optimizer.schema.store import OPTIMIZERS
 
 ROOT = Path(config_root())

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.schema import TrainConfig, config_root
-from rm_optimizer.schema.command_line import checked
 from rm_optimizer.schema.store import register
 
 NAMES = sorted(file.stem for file in Path(config_root(), "experiment").glob("*.yaml"))

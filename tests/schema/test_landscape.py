@@ -10,10 +10,10 @@ import pytest
 
 from rm_optimizer.analyze import completed
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.command_line import checked
+from rm_optimizer.records.recall import recalled, run_folder_of
 from rm_optimizer.schema import TrainConfig, config_root
-from rm_optimizer.schema.command_line import checked
 from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ignored_options, without_ignored
-from rm_optimizer.schema.recall import recalled, run_folder_of
 
 
 def composed(*arguments: str) -> AnalyzeConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.schema.command_line import checked
 from rm_optimizer.schema.monitors import DIRECTIONS, UNDIRECTED, Mode, better_mode
 
 
@@ -42,7 +42,7 @@ def test_an_unknown_metric_is_refused_before_anything_is_loaded(monitor: str) ->
 def test_every_known_metric_is_logged() -> None:
     import numpy as np
 
-    from rm_optimizer.core.metrics import evaluate_pairs
+    from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 
     rng = np.random.default_rng(0)
     metrics = evaluate_pairs(

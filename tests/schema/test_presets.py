@@ -10,8 +10,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.schema import TrainConfig, config_root
-from rm_optimizer.schema.command_line import checked
 from rm_optimizer.schema.compose import compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleName
 from rm_optimizer.schema.store import OPTIMIZERS

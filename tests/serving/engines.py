@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.serving.app import create_app
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
 from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, ScoredBatch, StagedWeights
-from rm_optimizer.serving.service import RewardService
-from rm_optimizer.serving.worker import Worker, WorkerOptions
+from rm_optimizer.serving.http.app import create_app
+from rm_optimizer.serving.service.service import RewardService
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -8,10 +8,10 @@ from multiprocessing.synchronize import Event
 import httpx
 import torch
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.serving.group_transfer import SENDER, GroupLink, open_store
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode, Transport
-from rm_optimizer.serving.sent_tensors import manifest
+from rm_optimizer.serving.weights.group_transfer import SENDER, GroupLink, open_store
+from rm_optimizer.serving.weights.sent_tensors import manifest
 
 
 def send_half(url: str, checkpoint: str, sent: Event) -> None:

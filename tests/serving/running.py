@@ -16,12 +16,12 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from rm_optimizer.serving.app import create_app
-from rm_optimizer.serving.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.http.app import create_app
+from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.protocol import Transport
-from rm_optimizer.serving.receiver import WeightReceiver
-from rm_optimizer.serving.service import RewardService
-from rm_optimizer.serving.weight_routes import weight_router
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.weights.receiver import WeightReceiver
+from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.server_processes import ForkedServer, StartedServer
 
 READY_SECONDS = 300.0

@@ -14,16 +14,21 @@ from pathlib import Path
 import torch
 
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.serving import worker_link
+from rm_optimizer.serving.embedded import worker_link
+from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.worker import WorkerOptions
 
 FORKS: ForkServerContext = get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        *("pytest", "tests.serving.server_processes", "rm_optimizer.interfaces.serve", "rm_optimizer.serving.app"),
-        *("rm_optimizer.serving.bounded_headers", "rm_optimizer.serving.connections"),
-        *("rm_optimizer.serving.transformers_engine", "transformers.models.llama.modeling_llama"),
+        *(
+            "pytest",
+            "tests.serving.server_processes",
+            "rm_optimizer.interfaces.commands.serve",
+            "rm_optimizer.serving.http.app",
+        ),
+        *("rm_optimizer.serving.http.bounded_headers", "rm_optimizer.serving.http.connections"),
+        *("rm_optimizer.serving.embedded.engine", "transformers.models.llama.modeling_llama"),
     ]
 )
 

@@ -10,14 +10,14 @@ import time
 import httpx
 import pytest
 
-from rm_optimizer.serving.api_errors import MAX_HEADER_BYTES
-from rm_optimizer.serving.bounded_headers import BoundedHeaders
-from rm_optimizer.serving.connections import ConnectionLimits, report_lack_of_files_once
-from rm_optimizer.serving.metrics import ServerMetrics
+from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
 from rm_optimizer.serving.protocol import ErrorBody
-from rm_optimizer.serving.receiver import WeightReceiver
-from rm_optimizer.serving.service import RewardService
-from rm_optimizer.serving.weight_routes import weight_router
+from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
+from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.weights.receiver import WeightReceiver
+from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 from tests.serving.running import app_running
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rm_optimizer.serving.protocol import ErrorBody, RewardModelTrainingMode
-from rm_optimizer.serving.receiver import WeightReceiver
-from rm_optimizer.serving.service import RewardService
-from rm_optimizer.serving.weight_routes import weight_router
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.weights.receiver import WeightReceiver
+from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 
 CPU_SECONDS = 0.5

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from rm_optimizer.core.chat import ConversationRenderer
-from rm_optimizer.core.messages import Message
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.serving.api_errors import TooLarge, TooLong
-from rm_optimizer.serving.inputs import SLICE_CHARACTERS, InputReader
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.serving.service.api_errors import TooLarge, TooLong
+from rm_optimizer.serving.service.inputs import SLICE_CHARACTERS, InputReader
 from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_model
 from tests.serving.engines import InProcessEngine, client_of, options_of, served
 

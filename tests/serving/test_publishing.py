@@ -18,19 +18,19 @@ import torch
 from safetensors.torch import load_file
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.synthetic import COURTEOUS, NEUTRAL, RUDE, synthetic_world
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.synthetic import COURTEOUS, NEUTRAL, RUDE, synthetic_world
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.publish import OnFailure, PublishConfig
-from rm_optimizer.serving.client import RewardClient
-from rm_optimizer.serving.publisher import PublishFailed, RMPublisherAdapter, open_publisher
+from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.serving.weights.publisher import PublishFailed, RMPublisherAdapter, open_publisher
 from rm_optimizer.train import observers
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.observers import Observers
-from rm_optimizer.training.publishing import PublishWeights, run_name
-from rm_optimizer.training.run_record import RunRecord
+from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.callbacks.publishing import PublishWeights, run_name
+from rm_optimizer.training.folder.record import RunRecord
 from rm_optimizer.training.streaming import load_data
 from tests.serving.running import serve_process
 
@@ -205,7 +205,7 @@ def test_the_command_wires_the_publisher_where_it_is_asked_for(tmp_path):
 
 def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     config = PublishConfig(url="http://127.0.0.1:9")
-    monkeypatch.setattr("rm_optimizer.serving.publisher.STARTING_SECONDS", 0.5)
+    monkeypatch.setattr("rm_optimizer.serving.weights.publisher.STARTING_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(PublishFailed, match=r"publish\.url: no server accepts connections at http://127\.0\.0\.1:9"):
         open_publisher(config)

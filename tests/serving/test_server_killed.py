@@ -14,12 +14,12 @@ import httpx
 import pytest
 import torch
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.serving.client import RewardClient
-from rm_optimizer.serving.live_weights import checkpoint_version
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.protocol import MAX_ITEMS, WeightProbe
-from rm_optimizer.serving.publisher import PublishFailed, create_rm_publisher
-from rm_optimizer.serving.retries import Deadline
+from rm_optimizer.serving.weights.live_weights import checkpoint_version
+from rm_optimizer.serving.weights.publisher import PublishFailed, create_rm_publisher
 from tests.serving.engines import exported
 from tests.serving.running import serve_process
 from tests.serving.test_update_faults import assert_whole, is_gone, models_of
@@ -144,10 +144,10 @@ def test_a_server_killed_in_a_commit_leaves_no_process_and_its_successor_serves_
     original, checkpoint = exported("llama", tmp_path / "export"), tmp_path / "export"
     new = models_of(checkpoint, 1)[0]
     with monkeypatch.context() as patched:
-        patched.setattr("rm_optimizer.serving.publisher.Deadline", HurriedDeadline)
-        patched.setattr("rm_optimizer.serving.publisher.GIVING_UP_SECONDS", LOST_SECONDS)
+        patched.setattr("rm_optimizer.serving.weights.publisher.Deadline", HurriedDeadline)
+        patched.setattr("rm_optimizer.serving.weights.publisher.GIVING_UP_SECONDS", LOST_SECONDS)
         if moment == SWAPPED:
-            patched.setattr("rm_optimizer.serving.publisher.weight_probe", slow_probe)
+            patched.setattr("rm_optimizer.serving.weights.publisher.weight_probe", slow_probe)
         with serve_process(checkpoint, is_forked=moment == SWAPPED) as server:
             family = descendants(server.process.pid)
             publication = kill_in_commit(server, new, moment)

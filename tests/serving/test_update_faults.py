@@ -14,13 +14,13 @@ import httpx
 import pytest
 import torch
 
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.serving.client import RewardClient
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.engine import ScoredBatch
-from rm_optimizer.serving.outgoing import Cargo
 from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode, Transport
-from rm_optimizer.serving.publisher import create_rm_publisher
-from rm_optimizer.serving.sent_tensors import manifest, sent_tensors, weight_probe
+from rm_optimizer.serving.weights.outgoing import Cargo
+from rm_optimizer.serving.weights.publisher import create_rm_publisher
+from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
 from tests.serving.engines import exported
 from tests.serving.running import free_socket, serve_process, wait_ready
 from tests.serving.test_weight_sync import PARITY, PROMPTS, RESPONSES

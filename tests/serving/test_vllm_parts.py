@@ -18,29 +18,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rm_optimizer.core.adapters import add_adapter
-from rm_optimizer.core.export import save_adapter
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
-from rm_optimizer.interfaces.serve import serve
-from rm_optimizer.interfaces.serve_options import ServeOptions
+from rm_optimizer.interfaces.commands.serve import serve
+from rm_optimizer.interfaces.commands.serve_options import ServeOptions
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.serving import vllm_launch
-from rm_optimizer.serving.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
-from rm_optimizer.serving.live_weights import checked_tensors, checkpoint_version, tensor_specs
-from rm_optimizer.serving.metrics import ServerMetrics
+from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
-from rm_optimizer.serving.sent_tensors import manifest
-from rm_optimizer.serving.vllm_folder import prepare_model, suits_vllm
-from rm_optimizer.serving.vllm_gate import Gate
-from rm_optimizer.serving.vllm_launch import Supervisor, VllmOptions, command, environment
-from rm_optimizer.serving.vllm_plugin import RewardApplication
-from rm_optimizer.serving.vllm_pooling import Pooling
-from rm_optimizer.serving.vllm_settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
-from rm_optimizer.serving.vllm_swap import ReloadSwap, Serving
-from rm_optimizer.serving.vllm_worker import RewardWorkerExtension, latest_tensors
-from rm_optimizer.serving.weight_history import WeightHistory
+from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.vllm import launch as vllm_launch
+from rm_optimizer.serving.vllm.folder import prepare_model, suits_vllm
+from rm_optimizer.serving.vllm.gate import Gate
+from rm_optimizer.serving.vllm.launch import Supervisor, VllmOptions, command, environment
+from rm_optimizer.serving.vllm.plugin import RewardApplication
+from rm_optimizer.serving.vllm.pooling import Pooling
+from rm_optimizer.serving.vllm.settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.vllm.swap import ReloadSwap, Serving
+from rm_optimizer.serving.vllm.worker import RewardWorkerExtension, latest_tensors
+from rm_optimizer.serving.weights.live_weights import checked_tensors, checkpoint_version, tensor_specs
+from rm_optimizer.serving.weights.sent_tensors import manifest
+from rm_optimizer.serving.weights.weight_history import WeightHistory
 from tests.serving.engines import exported
 
 FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
@@ -294,7 +294,7 @@ def test_a_supervisor_that_is_killed_takes_a_server_along_that_is_still_starting
     )
     supervisor = f"""
 import os, pathlib, sys
-from rm_optimizer.serving.vllm_launch import Supervisor
+from rm_optimizer.serving.vllm.launch import Supervisor
 started = pathlib.Path({str(tmp_path / "started")!r})
 Supervisor([sys.executable, "-c", {program!r}], os.environ | {{"STARTED": str(started)}}, started).run()
 """

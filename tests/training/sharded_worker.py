@@ -16,13 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from rm_optimizer.core import BradleyTerryRM, PreferencePair
-from rm_optimizer.core.adapters import add_adapter
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.model.sharding import in_step, shard_model, spare_batch, unreduced_gradients, whole
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, set_train_mode
 from rm_optimizer.optim.sharded_muon import ShardedMuon
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training.evaluate import score_pairs
-from rm_optimizer.training.sharding import in_step, shard_model, spare_batch, unreduced_gradients, whole
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 
 TEXTS = [
@@ -184,7 +184,7 @@ def evaluation_difference(mesh: DeviceMesh) -> float:
 
 
 def on_one_device(model: BradleyTerryRM, tokens: Any, pairs: Any, sharing: bool) -> Tensor:
-    from rm_optimizer.core.batching import evaluation_batches
+    from rm_optimizer.core.tokens.batching import evaluation_batches
 
     margins = torch.zeros(len(pairs), dtype=torch.float64)
     pad = model.renderer.pad_token_id

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from rm_optimizer.core.checkpoint import describe_model
-from rm_optimizer.core.pooling import packed_logits
-from rm_optimizer.core.prefix import pack_trees, prefix_tree
-from rm_optimizer.core.reward_model import BradleyTerryRM
+from rm_optimizer.core.classifier.pooling import packed_logits
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.checkpoint import describe_model
+from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import callbacks, compiling, train_reward_model
+from rm_optimizer.training import compiling, train_reward_model
+from rm_optimizer.training.callbacks import loop as callbacks
 from rm_optimizer.training.compiling import compile_backbone
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rm_optimizer.core.batching import MacroBatch, MacroBatches
+from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import datamodule, run
 from rm_optimizer.training.datamodule import PreferenceDataModule

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.core.data_loader import load_training_data
-from rm_optimizer.core.tokens import tokenize_pairs
+from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.evaluate import score_pairs
 from tests.training.launched import (
     TOLERANCE,
     assert_same_bytes,

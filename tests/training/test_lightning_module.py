@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rm_optimizer.core.losses import bradley_terry_loss
+from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training.run import _prepare, build_trainer

@@ -18,9 +18,9 @@ from rm_optimizer.reporting.plots import plot_reliability
 from rm_optimizer.schema import LoggerConfig, TrainConfig
 from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.log_media import log_figure, log_histogram
-from rm_optimizer.training.observers import Observers
-from rm_optimizer.training.recorder import MetricsCSV, read_rows
+from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram
+from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.folder.recorder import MetricsCSV, read_rows
 from rm_optimizer.training.run import require_wandb_key
 
 Build = Callable[..., TrainConfig]

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from tests.core.test_bad_rows import rows, written
+from tests.core.rows.test_bad_rows import rows, written
 from tests.core.test_template_zoo import KNOWN_ROLES
 from tests.interfaces.test_entrances import LLAMA
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from rm_optimizer.errors import CheckpointError, ConfigError, RMOptimizerError
+from rm_optimizer.records.run_folder import read_identity, require_usable
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.schema.run_folder import read_identity, require_usable
 from rm_optimizer.training import RunResult, train_reward_model
-from rm_optimizer.training.recorder import read_rows
-from rm_optimizer.training.result import RunStatus
-from rm_optimizer.training.run_lock import require_free, run_lock
-from rm_optimizer.training.run_start import begin
+from rm_optimizer.training.folder.lock import require_free, run_lock
+from rm_optimizer.training.folder.recorder import read_rows
+from rm_optimizer.training.folder.result import RunStatus
+from rm_optimizer.training.folder.start import begin
 
 Build = Callable[..., TrainConfig]
 OUTCOMES = ("metrics.csv", "best/model.safetensors")
@@ -153,7 +153,7 @@ def test_two_processes_in_one_folder_are_refused(used: Path, small_config: Build
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    holds = "import sys, time; from pathlib import Path; from rm_optimizer.training.run_lock import run_lock\n"
+    holds = "import sys, time; from pathlib import Path; from rm_optimizer.training.folder.lock import run_lock\n"
     holds += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", holds, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -172,7 +172,7 @@ def test_a_file_system_without_locks_is_said(
 ) -> None:
     import errno
 
-    from rm_optimizer.training import run_lock as module
+    from rm_optimizer.training.folder import lock as module
 
     def has_none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

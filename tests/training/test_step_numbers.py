@@ -20,9 +20,9 @@ from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, set_
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.training import evaluate_checkpoint, train_reward_model
-from rm_optimizer.training.checkpoints import checkpoint_path, last_good_checkpoint
+from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
+from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.recorder import read_rows
 from rm_optimizer.training.run import _prepare, _Run, build_trainer
 
 Build = Callable[..., TrainConfig]

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rm_optimizer.core import ray_dataset
-from rm_optimizer.core.ray_blocks import Block
-from rm_optimizer.core.ray_tokens import BlockTokenizer, BlockTokens
-from rm_optimizer.core.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.streaming import dataset as ray_dataset
+from rm_optimizer.core.streaming.blocks import Block
+from rm_optimizer.core.streaming.tokens import BlockTokenizer, BlockTokens
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import callbacks, train_reward_model
-from tests.training.test_resume import assert_same_outcome, stopped_after
+from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.callbacks import loop as callbacks
+from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rm_optimizer.core.adapters import add_adapter
-from rm_optimizer.core.modalities import parts_beside_text
-from rm_optimizer.core.reward_model import BradleyTerryRM
-from rm_optimizer.core.tiny import train_tokenizer
+from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.classifier.modalities import parts_beside_text
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.optim import build_optimizer
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind

@@ -1,0 +1,321 @@
+"""LoRA through peft, beside a reward head that always trains.
+
+peft is asked to put its layers into the classifier, not to wrap it: the model keeps its class, its forward pass, its
+head's name and its backbone, so pooling, prefix sharing and the optimizer's roles work on it as on any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, require_trainable_head
+from rm_optimizer.core.classifier.modalities import parts_beside_text
+from rm_optimizer.core.classifier.quantization import is_quantised, parameter_size
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+ADAPTER_NAME = "default"
+"""peft's name for the one adapter a reward model has."""
+_ROUTERS = ("gate", "router")
+_WITHOUT_GRADIENT = re.compile(r"indexer|w2e_query|e2w_query|e2e_query|layout_.*|dt_proj")
+"""Parts of names of layers whose factors no gradient reaches.
+
+These choose keys (DeepSeek-V3.2), read entities (LUKE) or boxes (LiLT), or are used by their weight alone (Mamba).
+"""
+_KEEPS_BASE = (True, False, "gaussian", "orthogonal")
+"""Initialisations of the factors that leave the frozen weights as they were; the others rewrite them."""
+
+
+@dataclass(frozen=True)
+class TrainableCount:
+    """How many of a model's parameters train.
+
+    Args:
+        adapter: parameters of the LoRA factors.
+        head_side: parameters of the reward head and of the other modules trained in full.
+        trainable: all parameters that train.
+        total: all parameters, the factors included; a weight in four bits counts once.
+    """
+
+    adapter: int
+    head_side: int
+    trainable: int
+    total: int
+
+    def __str__(self) -> str:
+        """One line to print.
+
+        Example:
+            >>> str(TrainableCount(adapter=900, head_side=100, trainable=1000, total=40_000))
+            'trains 1,000 of 40,000 parameters (2.50 %): 900 in LoRA factors, 100 in the reward head and beside it'
+        """
+        share = 100 * self.trainable / self.total
+        parts = f"{self.adapter:,} in LoRA factors, {self.head_side:,} in the reward head and beside it"
+        return f"trains {self.trainable:,} of {self.total:,} parameters ({share:.2f} %): {parts}"
+
+    def to_json(self) -> dict[str, int]:
+        """The counts as JSON values."""
+        return asdict(self)
+
+
+def import_peft() -> ModuleType:
+    """The peft library, imported only where there is an adapter, since that takes a while."""
+    import peft
+
+    module: ModuleType = peft
+    return module
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether LoRA layers stand in the classifier."""
+    return ADAPTER_NAME in getattr(model, "peft_config", {})
+
+
+def lora_config(model: PreTrainedModel) -> LoraConfig:
+    """The complete peft configuration of an adapted classifier: reloaded by plain peft, it restores the head too."""
+    return model.peft_config[ADAPTER_NAME]
+
+
+def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, seed: int) -> TrainableCount | None:
+    """Freeze the backbone and put trainable low-rank factors beside its matrices (Hu et al., 2021).
+
+    Trained in full and saved with the factors, in float32: the reward head and every other module on its side (pooler,
+    dense, norm), which a base checkpoint may lack. Factors A are drawn from the seed, factors B are zero, so the
+    rewards are the base's own until the first step.
+
+    Args:
+        model: the classifier, changed in place; its mode stays.
+        config: our options, or peft's own `LoraConfig`, which is copied with only this changed: the task, the head-side
+            modules among those to save and out of the targets, and null targets for our default.
+        seed: seed of the factors.
+
+    Returns:
+        What trains now; None with `kind=none`, which changes nothing.
+
+    Raises:
+        ConfigError: if the model has an adapter already, a target names no layer, or the configuration asks for what
+            could not be saved exactly.
+    """
+    if isinstance(config, AdapterConfig) and config.kind == AdapterKind.none:
+        return None
+    if isinstance(config, AdapterConfig):
+        _require_quantised(model, config.kind)
+    attach(model, prepared_config(model, config), seed=seed)
+    return trainable_count(model)
+
+
+def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) -> LoraConfig:
+    """The configuration peft is given: the user's choices and what a reward model needs.
+
+    Raises:
+        ConfigError: if a target names no layer, or the configuration asks for what could not be saved exactly.
+    """
+    peft = import_peft()
+    if isinstance(config, AdapterConfig):
+        wanted = peft.LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.targets
+        )
+    else:
+        wanted = copy.deepcopy(config)
+    _require_exact(wanted)
+    head_side = head_side_modules(model)
+    wanted.task_type = peft.TaskType.SEQ_CLS
+    wanted.modules_to_save = sorted({*(wanted.modules_to_save or ()), *head_side})
+    linear = dict(_linear_layers(model))
+    if wanted.target_modules is None or wanted.target_modules == "all-linear":
+        picked = _default_targets(model, linear)
+        wanted.target_modules = {name.rpartition(".")[2] for name in picked}
+        others = [name for name in linear if name not in picked]
+    else:
+        others = [name for name in linear if _under(name, (*head_side, *parts_beside_text(model)))]
+        _require_targets(model, wanted.target_modules, others)
+    wanted.exclude_modules = _excluding(wanted.exclude_modules, others, wanted.target_modules)
+    _set_orientation(wanted, linear)
+    _name_base(wanted, model)
+    return wanted
+
+
+def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+    """Put a prepared configuration's layers into a classifier, freeze the backbone and free the modules to save.
+
+    Args:
+        model: changed in place; its mode stays.
+        config: as `prepared_config` returned it, or as it was stored; not mutated.
+        seed: seed of the factors.
+
+    Raises:
+        ConfigError: if the model has an adapter already, or no layer has a target's name.
+    """
+    peft, training = import_peft(), model.training
+    if has_adapter(model):
+        raise ConfigError(
+            "the model carries a LoRA adapter already; train that on with adapter=none, or export the model, "
+            "which merges it, and start from the export"
+        )
+    injected = copy.deepcopy(config)
+    injected.modules_to_save, injected.inference_mode = None, False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(injected, model, ADAPTER_NAME)
+        except ValueError as error:
+            raise ConfigError(_unknown_targets(model, _listed(config.target_modules))) from error
+    stored = copy.deepcopy(injected)
+    stored.modules_to_save = config.modules_to_save
+    model.peft_config = {ADAPTER_NAME: stored}
+    for name in saved_modules(model):
+        keep_exact(model.get_submodule(name).requires_grad_(True))
+    _keep_factors_exact(model)
+    model.train(training)
+    require_trainable_head(model)
+
+
+def _keep_factors_exact(model: PreTrainedModel) -> None:
+    """Factors are made in the type of their layer; in half precision small updates would be lost to rounding."""
+    for name, parameter in model.named_parameters():
+        if ADAPTER_NAME in name.split(".") and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+
+
+def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Dotted names of the modules that an adapted classifier trains and saves in full."""
+    beside = parts_beside_text(model)
+    named = modules_named(model, lora_config(model).modules_to_save or ())
+    return tuple(name for name in named if not _under(name, beside))
+
+
+def modules_named(model: PreTrainedModel, wanted: Collection[str]) -> tuple[str, ...]:
+    """Dotted names of the outermost modules whose names end in one of the wanted ones."""
+    names = [name for name, _ in model.named_modules() if any(f".{name}".endswith(f".{key}") for key in wanted)]
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+
+
+def trainable_count(model: PreTrainedModel) -> TrainableCount:
+    """Count what trains in a classifier, adapted or not."""
+    sizes = {name: (parameter_size(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    adapter = sum(size for name, (size, trains) in sizes.items() if trains and ADAPTER_NAME in name.split("."))
+    trainable = sum(size for size, trains in sizes.values() if trains)
+    total = sum(size for size, _ in sizes.values())
+    return TrainableCount(adapter=adapter, head_side=trainable - adapter, trainable=trainable, total=total)
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            yield name, module
+
+
+def _require_targets(model: PreTrainedModel, targets: str | Collection[str], others: Collection[str]) -> None:
+    """Refuse a name that no layer has, or only layers that a reward never passes through or that train in full.
+
+    A regular expression names all layers at once, so peft tells whether any fits.
+    """
+    if isinstance(targets, str):
+        return
+    beside = parts_beside_text(model)
+    names = [name for name, _ in model.named_modules() if name not in others and not _under(name, beside)]
+    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if unknown:
+        raise ConfigError(_unknown_targets(model, ", ".join(sorted(unknown))))
+
+
+def _unknown_targets(model: PreTrainedModel, got: str) -> str:
+    excluded = (*head_side_modules(model), *parts_beside_text(model))
+    usable = {name.rpartition(".")[2] for name, _ in _linear_layers(model) if not _under(name, excluded)}
+    return f"adapter.targets must name linear layers of the backbone, got {got}; known: {', '.join(sorted(usable))}"
+
+
+def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module]) -> set[str]:
+    """Attention and MLP matrices of every family: the linear layers in the text's numbered blocks, but routers."""
+    backbone, beside = f"{model.base_model_prefix}.", parts_beside_text(model)
+    picked = {
+        name
+        for name, module in linear.items()
+        if name.startswith(backbone)
+        and not _under(name, beside)
+        and any(part.isdigit() for part in name.split("."))
+        and name.rpartition(".")[2] not in _ROUTERS
+        and not name.rpartition(".")[2].isdigit()
+        and not any(_WITHOUT_GRADIENT.fullmatch(part) for part in name.split("."))
+        and getattr(module, "out_features", 2) > 1
+    }
+    if not picked:
+        raise ConfigError(
+            f"adapter.targets must name the layers to adapt of {type(model).__name__}, "
+            "whose backbone has no linear layer in numbered blocks"
+        )
+    return picked
+
+
+def _excluding(given: Any, others: list[str], targets: Any) -> Any:
+    """The user's `exclude_modules` and the linear layers a target would take wrongly."""
+    if isinstance(targets, str):
+        wrong = others
+    else:
+        wrong = [name for name in others if any(f".{name}".endswith(f".{target}") for target in targets)]
+    if not wrong:
+        return given
+    if isinstance(given, str):
+        return "|".join([f"(?:{given})", *(name.replace(".", r"\.") for name in wrong)])
+    return {*(given or ()), *wrong}
+
+
+def _set_orientation(config: LoraConfig, linear: dict[str, nn.Module]) -> None:
+    """GPT-2's `Conv1D` stores its matrix transposed; peft wants to be told."""
+    kinds = {type(module).__name__ == "Conv1D" for module in linear.values() if not hasattr(module, "out_features")}
+    config.fan_in_fan_out = bool(kinds) and all(kinds)
+
+
+def _name_base(config: LoraConfig, model: PreTrainedModel) -> None:
+    """Note where the base can be loaded again: a folder or a hub commit; neither a `.ckpt` nor a random start can."""
+    source = Path(model.name_or_path).expanduser()
+    is_folder = bool(model.name_or_path) and source.is_dir()
+    named = str(source.resolve()) if is_folder else model.name_or_path
+    config.base_model_name_or_path = None if source.is_file() or not named else named
+    config.revision = None if is_folder else getattr(model.config, "_commit_hash", None)
+
+
+def _require_exact(config: LoraConfig) -> None:
+    rewrites = config.init_lora_weights not in _KEEPS_BASE
+    refused = {
+        "init_lora_weights": config.init_lora_weights if rewrites else None,
+        "trainable_token_indices": config.trainable_token_indices,
+        "layer_replication": config.layer_replication,
+        "target_parameters": getattr(config, "target_parameters", None),
+        "modules_to_save": config.modules_to_save if isinstance(config.modules_to_save, str) else None,
+    }
+    for name, value in refused.items():
+        if value:
+            raise ConfigError(
+                f"LoraConfig.{name} must be left at its default for a reward model, got {value!r}: "
+                "such an adapter could not be saved and merged exactly"
+            )
+
+
+def _require_quantised(model: PreTrainedModel, kind: AdapterKind) -> None:
+    if kind == AdapterKind.qlora and not is_quantised(model):
+        raise ConfigError(
+            "adapter=qlora needs a base with weights to store in four bits; set model.path=MODEL, or take adapter=lora"
+        )
+
+
+def _under(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _listed(targets: Any) -> str:
+    return targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))

@@ -1,0 +1,94 @@
+"""Models that give a sequence another reward when something is padded beside it, found before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.errors import ConfigError
+
+KNOWN = {
+    "canine": "it pools groups of characters without its mask",
+    "convbert": "its convolutions read the padding",
+    "fnet": "its Fourier transform mixes tokens with the padding",
+    "funnel": "it pools neighboring tokens and drops the last one of the longest sequence",
+    "mobilebert": "its embedding reads each token's neighbors, the padding too",
+    "mra": "its attention follows the batch's length, and needs a CUDA kernel that transformers no longer has",
+    "nystromformer": "its landmarks are means over the padding too",
+    "reformer": "its buckets follow the batch's length, and are drawn at random",
+    "xlnet": "its classifier reads the last position, which is padding",
+    "yoso": "its attention is drawn at random and reads the padding",
+}
+"""`model_type`s whose rewards depend on their batch, and why; others are measured."""
+_SHORT, _LONG = 5, 9
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Relative change of what enters the head that is taken for rounding; half types round too much to tell."""
+
+
+def refuse_known(config: PretrainedConfig) -> None:
+    """Refuse an architecture of `KNOWN` before its weights are read.
+
+    Raises:
+        ConfigError: saying why.
+    """
+    reason = KNOWN.get(config.model_type)
+    if reason is not None:
+        raise ConfigError(_sentence(config.model_type, reason))
+
+
+@torch.no_grad()
+def refuse_measured(
+    name: str,
+    rewards_of: Callable[[Int[Tensor, "sequences tokens"], Int[Tensor, "sequences tokens"]], Tensor],
+    head: nn.Linear,
+    *,
+    num_tokens: int,
+    pad_token_id: int,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse a model whose state of a sequence changes when a longer one is beside it: two passes of 23 tokens in all.
+
+    What enters the head is compared, since a fresh head's rewards are all near zero. Nothing is measured in half types,
+    and what changes with the length of the batch alone is bounded by `window.exact_length`.
+
+    Args:
+        name: of the model, for the message.
+        rewards_of: the model's rewards from padded ids and their mask, in evaluation mode.
+        head: the final layer.
+        num_tokens: ids are drawn below it.
+        pad_token_id: fills masked positions.
+        dtype: type of the backbone.
+
+    Raises:
+        ConfigError: saying by how much the state changes.
+    """
+    if dtype not in _TOLERANCE:
+        return
+    seen: list[Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(num_tokens, (length,), generator=generator).tolist() for length in (_SHORT, _LONG)]
+    ids = [[token if token != pad_token_id else (token + 1) % num_tokens for token in row] for row in ids]
+    try:
+        for rows in (ids[:1], ids):
+            padded, mask = pad_sequences(rows, pad_token_id)
+            rewards_of(padded.to(head.weight.device), mask.to(head.weight.device))
+    finally:
+        hook.remove()
+    alone, beside = (states.flatten(1)[0].double() for states in seen)
+    beside = beside[: len(alone)]  # some heads read every token, those of the short sequence come first
+    change = float((beside - alone).norm() / alone.norm().clamp(min=1e-30))
+    if not change <= _TOLERANCE[dtype] and bool(alone.isfinite().all()):
+        raise ConfigError(_sentence(name, f"padding changes what it reads of a sequence by {change:.2g} of its length"))
+
+
+def _sentence(name: str, reason: str) -> str:
+    return (
+        f"{name} gives a response another reward when a longer one is scored beside it: {reason}; use another model, "
+        "such as BERT, DeBERTa, ModernBERT or a decoder"
+    )

@@ -1,0 +1,91 @@
+"""Backbones in four bits through bitsandbytes: NF4, quantised twice (Dettmers et al., 2023, arXiv 2305.14314)."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+from rm_optimizer.core.classifier.head import head_side_modules
+from rm_optimizer.errors import ConfigError, MissingExtra
+
+
+def quantisation_arguments(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What `from_pretrained` needs to store a backbone's matrices in four bits, head-side modules left as they are.
+
+    Args:
+        config: the classifier's configuration.
+        trust_remote_code: run modelling code that the checkpoint brings.
+
+    Raises:
+        MissingExtra: if bitsandbytes is not installed.
+        ConfigError: if there is no CUDA device.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise MissingExtra("bitsandbytes", "qlora")
+    if not torch.cuda.is_available():
+        raise ConfigError("a base in four bits (adapter=qlora) needs a CUDA device, and none is here; use adapter=lora")
+    computes_in = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    with torch.device("meta"):
+        skeleton = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+    device = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    return {"quantization_config": nf4(skeleton, computes_in), "device_map": {"": device}}
+
+
+def nf4(model: PreTrainedModel, computes_in: torch.dtype) -> BitsAndBytesConfig:
+    """The paper's storage: NF4, its constants quantised once more.
+
+    Args:
+        model: a classifier whose head-side modules keep their type.
+        computes_in: type of the matrix products.
+    """
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computes_in,
+        llm_int8_skip_modules=list(head_side_modules(model)),
+    )
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """Whether matrices of the model are stored in four bits."""
+    return any(is_packed(module) for module in model.modules())
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a layer's weight is stored in four bits."""
+    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+
+
+def unpacked(module: nn.Module) -> dict[str, Tensor]:
+    """Weight and bias of a layer stored in four bits, in the type they had before."""
+    dequantise = import_module("bitsandbytes.functional").dequantize_4bit
+    weight, bias = cast("Any", module.weight), cast("Tensor | None", module.bias)
+    state = {"weight": dequantise(weight.data, weight.quant_state).to(weight.quant_state.dtype)}
+    return state if bias is None else state | {"bias": bias.detach()}
+
+
+def parameter_size(parameter: nn.Parameter) -> int:
+    """How many numbers a parameter stands for; two share a byte in four bits."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+
+
+def reading_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """What `from_pretrained` needs to read a base as it stands in a model: in four bits on its device, or nothing."""
+    if not is_quantised(model):
+        return {}
+    return {"quantization_config": model.config.quantization_config, "device_map": {"": model.device}}
+
+
+def computing_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The type of a backbone's matrix products outside autocast, which bounds how exact its rewards are."""
+    quantisation = getattr(model.config, "quantization_config", None)
+    dtype = getattr(quantisation, "bnb_4bit_compute_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else model.dtype

@@ -1,0 +1,1 @@
+"""Agreement of rewards with preferences: metrics, calibration, collapse and intervals."""

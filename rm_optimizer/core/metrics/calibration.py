@@ -1,0 +1,206 @@
+"""Whether P(chosen > rejected) = sigmoid(beta * margin) means what it says.
+
+A pair has no "positive" side, so each counts from both: `(p, y)` and `(1 - p, 1 - y)`. Calibration on that symmetrised
+set is calibration on the *folded* pairs, which are seen from the side the model prefers: a confidence in [0.5, 1] and
+the probability that this side was the better one. The mirrored half carries the same gaps, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.optimize import brentq
+from scipy.special import expit, log_expit
+
+from rm_optimizer.core.metrics.estimate import wilson_interval
+
+NUM_BINS = 10
+"""Bins of [0.5, 1]: as many as 20 over [0, 1]."""
+
+_NOISE_DRAWS = 200
+_DRAWS_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True)
+class FoldedPairs:
+    """Pairs seen from the side the model prefers.
+
+    Args:
+        confidence: probability the model gives the side it prefers, in [0.5, 1].
+        outcome: probability by the label that this side is the better one, in [0, 1]; 0.5 where the model ties.
+        weight: how many pairs each counts for.
+    """
+
+    confidence: Float[np.ndarray, " pairs"]
+    outcome: Float[np.ndarray, " pairs"]
+    weight: Float[np.ndarray, " pairs"]
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """Pairs of similar confidence.
+
+    Args:
+        low: lower edge of the bin, a probability.
+        high: upper edge.
+        num_pairs: pairs in the bin.
+        mean_confidence: mean predicted probability of the preferred side.
+        frequency: how often that side was the better one.
+        frequency_low: lower end of the frequency's 95 % Wilson interval, taking pairs as independent.
+        frequency_high: upper end.
+    """
+
+    low: float
+    high: float
+    num_pairs: int
+    mean_confidence: float
+    frequency: float
+    frequency_low: float
+    frequency_high: float
+
+
+@dataclass(frozen=True)
+class TemperatureFit:
+    """The temperature that would calibrate the rewards, or why there is none.
+
+    Args:
+        temperature: T of sigmoid(beta * margin / T) with the least NLL; above 1 the model is over-confident.
+        nll: mean NLL at that temperature, in nats.
+        reason: why no finite positive temperature is best; None where one is.
+    """
+
+    temperature: float | None
+    nll: float | None
+    reason: str | None = None
+
+
+def fold(
+    logit: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"], weight: Float[np.ndarray, " pairs"]
+) -> FoldedPairs:
+    """The pairs seen from the side the model prefers.
+
+    Args:
+        logit: beta times the reward difference.
+        label: probability that `chosen` is the better one.
+        weight: how many pairs each counts for.
+    """
+    outcome = np.where(logit > 0, label, np.where(logit < 0, 1 - label, 0.5))
+    return FoldedPairs(expit(np.abs(logit)), outcome, weight)
+
+
+def equal_width_bins(confidence: Float[np.ndarray, " pairs"]) -> Int[np.ndarray, " pairs"]:
+    """Bin of each confidence when [0.5, 1] is cut into `NUM_BINS` equal parts; an edge belongs to the upper part."""
+    return np.minimum(((confidence - 0.5) * 2 * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+
+
+def equal_mass_bins(
+    confidence: Float[np.ndarray, " pairs"], weight: Float[np.ndarray, " pairs"]
+) -> Int[np.ndarray, " pairs"]:
+    """Bin of each confidence when `NUM_BINS` bins hold as equal a weight as ties allow; equal values share a bin."""
+    shares = np.arange(1, NUM_BINS) / NUM_BINS
+    edges = np.quantile(confidence, shares, weights=weight, method="inverted_cdf")
+    return np.searchsorted(edges, confidence, side="left").astype(np.int64)
+
+
+def expected_calibration_error(pairs: FoldedPairs, bins: Int[np.ndarray, " pairs"]) -> float:
+    """Symmetrised expected calibration error: mean over bins of |confidence - frequency|, by weight.
+
+    `sum_b |sum_{i in b} w_i (q_i - t_i)| / sum_i w_i` (Naeini et al., 2015, doi:10.1609/aaai.v29i1.9602, on both sides
+    of every pair).
+
+    Args:
+        pairs: the folded pairs.
+        bins: bin of each pair, in [0, `NUM_BINS`).
+    """
+    gaps = np.bincount(bins, pairs.weight * (pairs.confidence - pairs.outcome), minlength=NUM_BINS)
+    return float(np.abs(gaps).sum() / pairs.weight.sum())
+
+
+def calibration_noise_floor(pairs: FoldedPairs, bins: Int[np.ndarray, " pairs"], *, seed: int) -> float:
+    """Expected calibration error of a perfectly calibrated model with these very confidences.
+
+    Simulated: outcomes are drawn from the confidences, one draw for each pair whatever its weight; a pair the model
+    ties has an outcome of 0.5 without noise. A measured error near the floor is no evidence against calibration (cf.
+    Vaicenavicius et al., 2019, arXiv:1902.06977). Soft labels are less noisy than single votes, so for them the floor
+    is an upper bound.
+
+    Args:
+        pairs: the folded pairs; outcomes are not used.
+        bins: bin of each pair.
+        seed: of the simulation.
+    """
+    rng = np.random.default_rng(seed)
+    order = np.argsort(bins, kind="stable")
+    q = pairs.confidence[order]
+    w = np.where(q > 0.5, pairs.weight[order], 0.0)
+    starts = np.flatnonzero(np.diff(bins[order], prepend=-1))
+    rows_at_once = max(1, _DRAWS_AT_ONCE // len(q))
+    errors = []
+    for start in range(0, _NOISE_DRAWS, rows_at_once):
+        rows = min(rows_at_once, _NOISE_DRAWS - start)
+        outcomes = rng.random((rows, len(q))) < q
+        gaps = np.add.reduceat(w * (q - outcomes), starts, axis=1)
+        errors.append(np.abs(gaps).sum(axis=1))
+    return float(np.concatenate(errors).mean() / pairs.weight.sum())
+
+
+def reliability_curve(pairs: FoldedPairs) -> tuple[ReliabilityBin, ...]:
+    """The non-empty equal-width bins from low to high confidence, with Wilson intervals of the frequency.
+
+    With weights the interval's sample size is Kish's, `(sum w)^2 / sum w^2`.
+    """
+    bins = equal_width_bins(pairs.confidence)
+    return tuple(_reliability_bin(pairs, bins == index, int(index)) for index in np.unique(bins))
+
+
+def fit_temperature(
+    logit: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"], weight: Float[np.ndarray, " pairs"]
+) -> TemperatureFit:
+    """The temperature that minimises the NLL of sigmoid(logit / T) (Guo et al., 2017, arXiv:1706.04599, sec. 4.2).
+
+    The NLL is convex in `a = 1 / T` with slope `mean w (sigmoid(a z) - y) z`, which rises with `a`. Where the slope at
+    `a = 0` is not negative the best `a` is not positive; where the slope stays negative however large `a` gets, every
+    pair is ranked as labelled and the best T is 0. Neither is a temperature, and the fit says so instead.
+
+    Args:
+        logit: beta times the reward difference.
+        label: probability that `chosen` is the better one.
+        weight: how many pairs each counts for.
+    """
+    scale = float(np.abs(logit).max())
+    if scale == 0:
+        return TemperatureFit(None, None, "every margin is zero, so no temperature changes the probabilities")
+    z = logit / scale
+    total = weight.sum()
+    contradicted = float((weight * np.abs(z) * (1 - np.where(z > 0, label, 1 - label))).sum() / total)
+    if contradicted == 0:
+        return TemperatureFit(None, None, "every pair is ranked as labelled, so ever lower temperatures fit better")
+
+    def slope(inverse: float) -> float:
+        return float((weight * (expit(inverse * z) - label) * z).sum() / total)
+
+    if slope(0.0) >= 0:
+        return TemperatureFit(None, None, "the margins do not agree with the labels, so no positive temperature fits")
+    upper = 1.0
+    while slope(upper) < 0:
+        upper *= 4
+    inverse = float(brentq(slope, 0.0, upper, xtol=1e-14 * upper, rtol=1e-12))
+    scores = label * log_expit(inverse * z) + (1 - label) * log_expit(-inverse * z)
+    return TemperatureFit(scale / inverse, float(-(weight * scores).sum() / total))
+
+
+def _reliability_bin(pairs: FoldedPairs, inside: np.ndarray, index: int) -> ReliabilityBin:
+    w = pairs.weight[inside]
+    frequency = float(np.clip((w * pairs.outcome[inside]).sum() / w.sum(), 0.0, 1.0))
+    low, high = wilson_interval(frequency, float(w.sum() ** 2 / (w**2).sum()))
+    return ReliabilityBin(
+        low=0.5 + index / (2 * NUM_BINS),
+        high=0.5 + (index + 1) / (2 * NUM_BINS),
+        num_pairs=int(inside.sum()),
+        mean_confidence=float((w * pairs.confidence[inside]).sum() / w.sum()),
+        frequency=frequency,
+        frequency_low=low,
+        frequency_high=high,
+    )

@@ -1,0 +1,432 @@
+"""How well rewards agree with preferences: exact over any batching, order and number of processes.
+
+Metrics are computed once from all rewards in float64, never averaged over batches. Pairs are first put in an order of
+their own, so the result depends on the pairs alone, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import expit, log_expit
+from scipy.stats import rankdata
+
+from rm_optimizer.core.metrics.calibration import (
+    FoldedPairs,
+    ReliabilityBin,
+    TemperatureFit,
+    calibration_noise_floor,
+    equal_mass_bins,
+    equal_width_bins,
+    expected_calibration_error,
+    fit_temperature,
+    fold,
+    reliability_curve,
+)
+from rm_optimizer.core.metrics.collapse import CollapseVerdict, detect_collapse
+from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.pair_columns import PairColumns
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Quantiles of the margin that are reported."""
+
+_ESTIMATES = ("accuracy", "nll", "brier", "ece", "mean_margin")
+_BASELINE = ("longer_wins", "over_length")
+_UNKNOWN = Estimate(math.nan, None, 0)
+_BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0), "over_length": (-1.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class PairwiseMetrics:
+    """Agreement of rewards with preferences; shares and means are weighted by the pairs' weights.
+
+    The *margin* of a pair is the reward of the better response less that of the other, by label; pairs labelled 0.5
+    have no better response and count only in NLL, Brier score and calibration. With P = sigmoid(beta * margin),
+    `accuracy = 1 - negative_margin_rate - tie_rate / 2`.
+
+    Args:
+        num_pairs: pairs evaluated.
+        num_undecided: of these, pairs labelled exactly 0.5.
+        num_prompts: different prompts.
+        beta: inverse temperature of the probabilities.
+        accuracy: share of pairs whose better response has the higher reward, ties one half.
+        nll: mean negative log-likelihood in nats; chance is log 2.
+        brier: mean squared error of P against the label's outcomes; chance is 0.25.
+        ece: symmetrised expected calibration error, equal-width bins.
+        mean_margin: mean margin, in units of reward.
+        tie_rate: share of pairs with equal rewards.
+        negative_margin_rate: share of pairs ranked against the label.
+        margin_std: standard deviation of the margin (divisor: the total weight).
+        margin_quantiles: margin at each of `QUANTILES`, in order.
+        reward_mean: mean reward over all responses.
+        reward_std: standard deviation of the reward over all responses.
+        ece_mass: calibration error with bins of equal weight.
+        ece_noise_floor: what `ece` would be on average if the model were perfectly calibrated.
+        temperature: the temperature that would calibrate the rewards.
+        reliability: frequency against confidence, bin by bin.
+        collapse: whether the rewards tell responses apart at all; if not, no other number means anything.
+        groups: the same metrics for each value of each grouping column, `groups["source"]["hh"]`.
+        longer_wins: accuracy of calling the longer response better, equal lengths one half; NaN where lengths are
+            unknown.
+        over_length: `accuracy` less `longer_wins`, its interval from the same resamples.
+        num_effective_prompts: `(sum w)^2 / sum w^2` over the prompts' total weights w (Kish, 1965): equally weighted
+            prompts that would say as much.
+        num_prompts_of_half: fewest prompts that together carry half of the weight.
+    """
+
+    num_pairs: int
+    num_undecided: int
+    num_prompts: int
+    beta: float
+    accuracy: Estimate
+    nll: Estimate
+    brier: Estimate
+    ece: Estimate
+    mean_margin: Estimate
+    tie_rate: float
+    negative_margin_rate: float
+    margin_std: float
+    margin_quantiles: tuple[float, ...]
+    reward_mean: float
+    reward_std: float
+    ece_mass: float
+    ece_noise_floor: float
+    temperature: TemperatureFit
+    reliability: tuple[ReliabilityBin, ...]
+    collapse: CollapseVerdict
+    groups: Mapping[str, Mapping[str, PairwiseMetrics]] = field(default_factory=dict)
+    longer_wins: Estimate = _UNKNOWN
+    over_length: Estimate = _UNKNOWN
+    num_effective_prompts: float = math.nan
+    num_prompts_of_half: int = 0
+
+    @property
+    def macro_accuracy(self) -> Estimate | None:
+        """Mean of the sources' accuracies, each source counting alike; None where there are not two sources.
+
+        The standard error takes the sources as independent; there is none where a source has none.
+        """
+        accuracies = [group.accuracy for group in self.groups.get("source", {}).values()]
+        accuracies = [accuracy for accuracy in accuracies if not math.isnan(accuracy.value)]
+        if len(accuracies) < 2:
+            return None
+        value = sum(accuracy.value for accuracy in accuracies) / len(accuracies)
+        errors = [accuracy.standard_error for accuracy in accuracies]
+        if any(error is None for error in errors):
+            return Estimate(value, None, len(accuracies))
+        error = math.sqrt(sum(float(error or 0.0) ** 2 for error in errors)) / len(accuracies)
+        return Estimate(value, error, len(accuracies))
+
+    @property
+    def headline(self) -> str:
+        """One line: the accuracy with its interval, or in its place the reason why there is none."""
+        return self.collapse.reason or f"accuracy {self.accuracy} ({self.num_pairs} pairs, {self.num_prompts} prompts)"
+
+    def flat(self) -> dict[str, float]:
+        """The numbers for a logger; a fitted temperature only where there is one, groups as `source/hh/accuracy`."""
+        numbers = {name: getattr(self, name).value for name in _ESTIMATES}
+        for name in ("tie_rate", "negative_margin_rate", "margin_std", "reward_mean", "reward_std"):
+            numbers[name] = getattr(self, name)
+        numbers |= {"ece_mass": self.ece_mass, "ece_noise_floor": self.ece_noise_floor}
+        numbers |= {"collapsed": float(self.collapse.collapsed), "num_pairs": float(self.num_pairs)}
+        if self.temperature.temperature is not None:
+            numbers["temperature"] = self.temperature.temperature
+        for column, members in self.groups.items():
+            for name, metrics in members.items():
+                numbers[f"{column}/{name}/accuracy"] = metrics.accuracy.value
+        return numbers
+
+    def to_json(self) -> str:
+        """The metrics as JSON text; NaN is null."""
+        macro = self.macro_accuracy
+        return json.dumps(_nan_to_none(asdict(self) | {"macro_accuracy": None if macro is None else asdict(macro)}))
+
+    @classmethod
+    def from_json(cls, text: str) -> PairwiseMetrics:
+        """The metrics that `to_json` wrote; other entries of the object are left alone."""
+        return cls._from_values(json.loads(text))
+
+    @classmethod
+    def _from_values(cls, values: Mapping[str, Any]) -> PairwiseMetrics:
+        own = {item.name for item in fields(cls)}
+        parsed: dict[str, Any] = {
+            name: math.nan if value is None else value for name, value in values.items() if name in own
+        }
+        for name in (*_ESTIMATES, *(name for name in _BASELINE if name in values)):
+            value = values[name]["value"]
+            parsed[name] = Estimate(**{**values[name], "value": math.nan if value is None else value})
+        parsed["margin_quantiles"] = tuple(math.nan if value is None else value for value in values["margin_quantiles"])
+        parsed["temperature"] = TemperatureFit(**values["temperature"])
+        parsed["collapse"] = CollapseVerdict(**values["collapse"])
+        parsed["reliability"] = tuple(ReliabilityBin(**item) for item in values["reliability"])
+        parsed["groups"] = {
+            column: {name: cls._from_values(member) for name, member in members.items()}
+            for column, members in values["groups"].items()
+        }
+        return cls(**parsed)
+
+
+def evaluate_pairs(
+    chosen: Float[np.ndarray, " pairs"],
+    rejected: Float[np.ndarray, " pairs"],
+    *,
+    beta: float,
+    prompt_ids: Sequence[str],
+    label: Float[np.ndarray, " pairs"] | None = None,
+    weight: Float[np.ndarray, " pairs"] | None = None,
+    length_gap: Float[np.ndarray, " pairs"] | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    num_bootstrap: int,
+    seed: int,
+) -> PairwiseMetrics:
+    """Every pairwise metric of the rewards, headline ones with a 95 % bootstrap interval over prompts.
+
+    Args:
+        chosen: rewards of the preferred responses.
+        rejected: rewards of the other responses.
+        beta: inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected)).
+        prompt_ids: prompt of each pair; pairs of one prompt are resampled together.
+        label: probability that `chosen` is the better one, in [0, 1], so below 0.5 `rejected` is; none is 1.
+        weight: how many pairs each counts for, positive; none is 1.
+        length_gap: how much longer the preferred response is than the other, for the length baseline.
+        groups: columns to report separately, each with a value for every pair (`{"source": […]}`).
+        num_bootstrap: resamples; 0 gives standard errors only, for quick evaluations.
+        seed: of the bootstrap and the noise floor.
+
+    Raises:
+        ValueError: if there are no pairs, lengths differ, rewards are not finite, or a number is out of range.
+
+    Example:
+        >>> chosen, rejected = np.array([1.0, 0.0, 2.0, 0.5]), np.array([0.0, 1.0, 2.0, 0.0])
+        >>> evaluate_pairs(chosen, rejected, beta=1.0, prompt_ids=list("abcd"), num_bootstrap=0, seed=0).accuracy.value
+        0.625
+    """
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    pairs = PairColumns.sorted(
+        chosen, rejected, label=label, weight=weight, length_gap=length_gap, prompt_ids=prompt_ids
+    )
+    knows_length = length_gap is not None
+    by_group: dict[str, dict[str, PairwiseMetrics]] = {}
+    for column, values in (groups or {}).items():
+        if len(values) != len(chosen):
+            raise ValueError(f"groups[{column!r}] must have a value for each of {len(chosen)} pairs, got {len(values)}")
+        names = np.array([str(value) for value in values], dtype=object)
+        by_group[column] = {
+            name: _metrics(pairs.select(np.flatnonzero(names == name)), beta, num_bootstrap, seed, knows_length, {})
+            for name in sorted(set(names))
+        }
+    return _metrics(pairs, beta, num_bootstrap, seed, knows_length, by_group)
+
+
+@dataclass(frozen=True)
+class ResponseMetrics:
+    """How well rewards separate good from bad responses, each judged alone.
+
+    Rewards of different prompts differ by an offset that pairs cannot see, so a model of good pairwise accuracy may
+    have a poor AUC over many prompts.
+
+    Args:
+        num_positive: responses labelled good.
+        num_negative: responses labelled bad.
+        roc_auc: probability that a good response has a higher reward than a bad one, ties one half.
+        thresholds: rewards at or above which a response is called good.
+        tpr: share of good responses called good, for each threshold.
+        fpr: share of bad responses called good.
+        fnr: share of good responses called bad.
+    """
+
+    num_positive: int
+    num_negative: int
+    roc_auc: float
+    thresholds: tuple[float, ...]
+    tpr: tuple[float, ...]
+    fpr: tuple[float, ...]
+    fnr: tuple[float, ...]
+
+    def to_json(self) -> str:
+        """The metrics as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ResponseMetrics:
+        """The metrics that `to_json` wrote."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()
+        }
+        return cls(**values)
+
+
+def response_metrics(
+    rewards: Float[np.ndarray, " responses"], labels: Sequence[bool], thresholds: Sequence[float]
+) -> ResponseMetrics:
+    """ROC-AUC, and rates at thresholds, of rewards against good/bad labels of single responses.
+
+    The AUC is the Mann-Whitney statistic with average ranks: `(sum of ranks of good - P (P + 1) / 2) / (P N)`.
+
+    Args:
+        rewards: one for each response.
+        labels: True for a good response, in the same order.
+        thresholds: rewards at or above which a response counts as called good.
+
+    Raises:
+        ValueError: if lengths differ, rewards are not finite, or one of the classes is empty.
+
+    Example:
+        >>> response_metrics(np.array([0.0, 1.0, 1.0, 2.0]), [False, False, True, True], [1.0]).roc_auc
+        0.875
+    """
+    good = np.array(labels, dtype=bool)
+    if good.shape != rewards.shape:
+        raise ValueError(f"labels must have one value for each of {rewards.size} rewards, got {good.size}")
+    if not np.isfinite(rewards).all():
+        raise ValueError("rewards must be finite")
+    num_positive, num_negative = int(good.sum()), int((~good).sum())
+    if num_positive == 0 or num_negative == 0:
+        raise ValueError(f"labels must hold both classes, got {num_positive} good and {num_negative} bad")
+    ranks = rankdata(rewards)[good].sum()
+    called_good = rewards[None, :] >= np.asarray(thresholds, dtype=np.float64)[:, None]
+    tpr, fpr = called_good[:, good].mean(axis=1), called_good[:, ~good].mean(axis=1)
+    return ResponseMetrics(
+        num_positive=num_positive,
+        num_negative=num_negative,
+        roc_auc=float((ranks - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)),
+        thresholds=tuple(float(value) for value in thresholds),
+        tpr=tuple(tpr.tolist()),
+        fpr=tuple(fpr.tolist()),
+        fnr=tuple((1 - tpr).tolist()),
+    )
+
+
+def _metrics(
+    pairs: PairColumns,
+    beta: float,
+    num_bootstrap: int,
+    seed: int,
+    knows_length: bool,
+    groups: Mapping[str, Mapping[str, PairwiseMetrics]],
+) -> PairwiseMetrics:
+    logit = beta * (pairs.chosen - pairs.rejected)
+    folded = fold(logit, pairs.label, pairs.weight)
+    width_bins = equal_width_bins(folded.confidence)
+    means = _mean_estimates(pairs, logit, num_bootstrap, seed)
+    if not knows_length:
+        means |= dict.fromkeys(_BASELINE, _UNKNOWN)
+    prompt_weight = _cluster_sums(pairs.weight[:, None], pairs.cluster)[:, 0]
+    decided = pairs.label != 0.5
+    rewards, twice = np.concatenate([pairs.chosen, pairs.rejected]), np.tile(pairs.weight, 2)
+    return PairwiseMetrics(
+        num_pairs=len(logit),
+        num_undecided=int((~decided).sum()),
+        num_prompts=int(pairs.cluster.max()) + 1,
+        beta=beta,
+        accuracy=means["accuracy"],
+        nll=means["nll"],
+        brier=means["brier"],
+        mean_margin=means["mean_margin"],
+        longer_wins=means["longer_wins"],
+        over_length=means["over_length"],
+        ece=_ece_estimate(folded, width_bins, pairs.cluster, num_bootstrap, seed),
+        **_margin_numbers(_margin(pairs)[decided], pairs.weight[decided]),
+        reward_mean=float(np.average(rewards, weights=twice)),
+        reward_std=_std(rewards, twice),
+        ece_mass=expected_calibration_error(folded, equal_mass_bins(folded.confidence, pairs.weight)),
+        ece_noise_floor=calibration_noise_floor(folded, width_bins, seed=seed),
+        temperature=fit_temperature(logit, pairs.label, pairs.weight),
+        reliability=reliability_curve(folded),
+        collapse=detect_collapse(pairs.chosen, pairs.rejected, pairs.weight, means["nll"].value),
+        groups=groups,
+        num_effective_prompts=float(prompt_weight.sum() ** 2 / (prompt_weight**2).sum()),
+        num_prompts_of_half=_fewest_of_half(prompt_weight),
+    )
+
+
+def _fewest_of_half(prompt_weight: np.ndarray) -> int:
+    """Fewest prompts that carry half of the weight."""
+    running = np.cumsum(np.sort(prompt_weight)[::-1])
+    return int(np.searchsorted(running, running[-1] / 2 * (1 - 1e-12))) + 1
+
+
+def _margin(pairs: PairColumns) -> np.ndarray:
+    """Reward of the better response less that of the other; 0 for a pair labelled 0.5."""
+    return np.asarray(np.sign(pairs.label - 0.5) * (pairs.chosen - pairs.rejected))
+
+
+def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, seed: int) -> dict[str, Estimate]:
+    """Accuracy, margin and length baseline over decided pairs, NLL and Brier score over all: ratios of sums."""
+    margin, y, q = _margin(pairs), pairs.label, expit(logit)
+    decided = (y != 0.5).astype(np.float64)
+    longer = np.sign(y - 0.5) * np.sign(pairs.length_gap)
+    terms = {
+        "accuracy": decided * (0.5 + 0.5 * np.sign(margin)),
+        "mean_margin": decided * margin,
+        "longer_wins": decided * (0.5 + 0.5 * longer),
+        "over_length": decided * 0.5 * (np.sign(margin) - longer),
+        "nll": -y * log_expit(logit) - (1 - y) * log_expit(-logit),
+        "brier": y * (1 - q) ** 2 + (1 - y) * q**2,
+    }
+    counts = [decided] * 4 + [np.ones_like(y)] * 2
+
+    def ratios(totals: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(totals[..., 6:] > 0, totals[..., :6] / totals[..., 6:], np.nan)
+
+    columns = np.stack([*terms.values(), *counts], axis=1)
+    sums = _cluster_sums(pairs.weight[:, None] * columns, pairs.cluster)
+    estimates = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
+    return {
+        name: with_honest_width(estimate, sums[:, 6 + place], bounds=_BOUNDS.get(name))
+        for place, (name, estimate) in enumerate(zip(terms, estimates, strict=True))
+    }
+
+
+def _ece_estimate(
+    folded: FoldedPairs, bins: np.ndarray, cluster: np.ndarray, num_bootstrap: int, seed: int
+) -> Estimate:
+    used = np.unique(bins, return_inverse=True)[1]
+    terms = np.zeros((len(used), int(used.max()) + 2))
+    terms[np.arange(len(used)), used] = folded.weight * (folded.confidence - folded.outcome)
+    terms[:, -1] = folded.weight
+
+    def error(totals: np.ndarray) -> np.ndarray:
+        return np.asarray(np.abs(totals[..., :-1]).sum(axis=-1, keepdims=True) / totals[..., -1:])
+
+    sums = _cluster_sums(terms, cluster)
+    estimate = cluster_bootstrap(sums, error, num_bootstrap=num_bootstrap, seed=seed, kind="basic")[0]
+    return with_honest_width(estimate, sums[:, -1], bounds=(0.0, 1.0))
+
+
+def _cluster_sums(terms: np.ndarray, cluster: np.ndarray) -> np.ndarray:
+    starts = np.flatnonzero(np.diff(cluster, prepend=-1))
+    return np.add.reduceat(terms, starts, axis=0)
+
+
+def _margin_numbers(margin: np.ndarray, weight: np.ndarray) -> dict[str, Any]:
+    if margin.size == 0:
+        names = ("tie_rate", "negative_margin_rate", "margin_std")
+        return dict.fromkeys(names, math.nan) | {"margin_quantiles": (math.nan,) * len(QUANTILES)}
+    return {
+        "tie_rate": float(np.average(margin == 0, weights=weight)),
+        "negative_margin_rate": float(np.average(margin < 0, weights=weight)),
+        "margin_std": _std(margin, weight),
+        "margin_quantiles": tuple(np.quantile(margin, QUANTILES, weights=weight, method="inverted_cdf").tolist()),
+    }
+
+
+def _std(values: np.ndarray, weight: np.ndarray) -> float:
+    mean = np.average(values, weights=weight)
+    return float(np.sqrt(np.average((values - mean) ** 2, weights=weight)))
+
+
+def _nan_to_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _nan_to_none(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nan_to_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

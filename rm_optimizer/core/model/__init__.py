@@ -1,0 +1,1 @@
+"""The Bradley-Terry reward model, its losses, and its weights over several devices."""

@@ -1,0 +1,36 @@
+"""Digests that tell whether two results are of the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rm_optimizer.core.pairs.pair import digest
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+
+_NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of the name and bytes of every parameter and buffer, in hexadecimal."""
+    weights = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        weights.update(name.encode())
+        weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return weights.hexdigest()
+
+
+def scorer_digest(model: BradleyTerryRM) -> str:
+    """16 hexadecimal digits of all that a response's reward depends on: weights, configuration, rendering, length.
+
+    Where the model was loaded from plays no part, so weights that replace others under one path are told apart.
+    """
+    config = json.loads(model.model.config.to_json_string(use_diff=False))
+    kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+    return digest([weights_digest(model.model), kept, model.renderer.identity(), model.pad_choice.to_json()])

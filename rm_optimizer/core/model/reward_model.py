@@ -1,0 +1,472 @@
+"""The Bradley-Terry reward model: a `transformers` classifier with one label, pooled and scored with care."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rm_optimizer.core.classifier.batch_dependence import refuse_measured
+from rm_optimizer.core.classifier.head import RewardHead, head_name, initialise_head, install_reward_head
+from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
+from rm_optimizer.core.classifier.quantization import computing_dtype
+from rm_optimizer.core.classifier.tree_attention import sharing_obstacle
+from rm_optimizer.core.classifier.window import check_window, default_max_length
+from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
+from rm_optimizer.core.pairs.pair import BaseRewardModel, Message, Prompt, as_messages
+from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
+from rm_optimizer.core.storage.checkpoint import describe_model
+from rm_optimizer.core.storage.export import save_export
+from rm_optimizer.core.storage.loading import LoadedModel, LoadOptions, build_model, load_model, parse_dtype
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
+from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
+from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, set_pad_token_id
+from rm_optimizer.core.tokens.plan import length_batches, pad_sequences, row_batches
+from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, tree_groups
+from rm_optimizer.core.tokens.written_template import choose_form, read_as_written, write_for_training
+from rm_optimizer.errors import CheckpointError, ConfigError
+
+
+class BradleyTerryRM(BaseRewardModel):
+    """A reward for a prompt and a response, with `P(a > b) = sigmoid(reward(a) - reward(b))` (Bradley & Terry, 1952).
+
+    Wraps a plain `AutoModelForSequenceClassification` with one label. Decoders are read at the last attended token,
+    encoders through their own forward pass; the final layer computes in float32 outside autocast.
+
+    Args:
+        model: the classifier; its final layer becomes a `RewardHead` and its configuration says "one raw reward".
+        tokenizer: its tokenizer; given a pad token that never ends a sequence, and right padding.
+        max_length: most tokens of a sequence, at most the model's positions.
+        render_fn: a rendering of conversations that replaces the tokenizer's chat template.
+        fresh_head_seed: draw the head anew from this seed; None keeps its weights.
+
+    Attributes:
+        beta: inverse temperature that the rewards were trained with, `P(a > b) = sigmoid(beta (r(a) - r(b)))`; stored
+            with the model.
+        has_default_length: whether `max_length` is neither the caller's nor recorded with the model.
+
+    Raises:
+        CheckpointError: if the model has no single scalar head, or the tokenizer does not belong to it.
+        ConfigError: if `max_length` exceeds the model's positions.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        render_fn: RenderFn | None = None,
+        fresh_head_seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_window(model.config, max_length)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
+        last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
+        ends_freely = len(last_ids) > 1
+        self.pad_choice = choose_pad_token(tokenizer, _num_embeddings(model), last_ids, ends_freely=ends_freely)
+        self.renderer.refuse_tokens_from(_num_embeddings(model))
+        set_pad_token_id(model, self.pad_choice.token_id)
+        model.config.num_labels = 1
+        model.config.problem_type = "regression"
+        model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
+        self._reads_last_token = pools_last_token(model)
+        head = install_reward_head(model)
+        self.beta = 1.0
+        self.has_default_length = False
+        self.head_init = "from the checkpoint" if fresh_head_seed is None else initialise_head(head, fresh_head_seed)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        max_length: int | None = None,
+        attn_implementation: str = "auto",
+        dropout: bool = False,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str | torch.dtype | None = None,
+        render_fn: RenderFn | None = None,
+        gradient_checkpointing: bool = False,
+        quantize: bool = False,
+        new_head: bool = False,
+        input_form: str | None = None,
+    ) -> BradleyTerryRM:
+        """Load a trained reward model, or, for training, make one of a base model.
+
+        Args:
+            source: hub id, model folder, run folder (its `best/`) or Lightning `.ckpt`.
+            max_length: most tokens of a sequence; None takes the stored one, else at most 1024 that fit the model.
+            attn_implementation: `auto` or a kernel's name; what is unavailable falls back, and says so once.
+            dropout: keep the backbone's dropout in training mode.
+            seed: seed of the layers that the checkpoint lacks.
+            revision: hub revision.
+            trust_remote_code: run modelling code that the checkpoint brings.
+            dtype: type of the backbone's weights; None is float32.
+            render_fn: needed again for a model that was trained with one.
+            gradient_checkpointing: recompute activations in the backward pass.
+            quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
+            new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
+                source is refused, since its rewards would be random.
+            input_form: what a reward model of others reads that has no chat template: `plain`, or `pair` for what its
+                tokenizer makes of (prompt, response); None takes `plain`, with a warning.
+
+        Raises:
+            CheckpointError: if the source is missing, torn, no trained reward model, or recorded another rendering.
+            ConfigError: if an option is unknown or out of range, or `input_form` is given for another model.
+        """
+        options = LoadOptions(
+            attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
+        )
+        loaded = load_model(source, options)
+        if input_form is not None and (loaded.identity or render_fn or new_head or loaded.tokenizer.chat_template):
+            raise ConfigError(
+                f"input_form={input_form} is for reward models of others that have no chat template, but how {source} "
+                "reads its input is known; leave the option out"
+            )
+        if not loaded.identity and render_fn is None:
+            _settle_input(loaded, source, input_form, is_trained=not new_head)
+        recorded = loaded.identity.get("template", {}).get("max_length")
+        is_default = max_length is None and recorded is None
+        if max_length is None:
+            default = default_max_length(loaded.model.config, loaded.tokenizer)
+            max_length = recorded or default
+        reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
+        reward_model.has_default_length = is_default
+        if loaded.identity:
+            reward_model._recall(loaded.identity)
+        if loaded.certificate is not None:
+            reward_model._require_parity(loaded.certificate, source)
+        return reward_model
+
+    @classmethod
+    def from_config(
+        cls,
+        architecture: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        seed: int,
+        attn_implementation: str = "auto",
+        dropout: bool = False,
+        render_fn: RenderFn | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> BradleyTerryRM:
+        """A reward model at its random start.
+
+        Args:
+            architecture: `model_type` and fields of its configuration; the vocabulary is the tokenizer's.
+            tokenizer: the tokenizer it will read.
+            max_length: most tokens of a sequence.
+            seed: seed of all weights.
+            attn_implementation: `auto` or a kernel's name.
+            dropout: keep the configuration's dropout in training mode.
+            render_fn: a rendering that replaces the tokenizer's chat template.
+            gradient_checkpointing: recompute activations in the backward pass.
+
+        Raises:
+            ConfigError: if the architecture or an option is unknown or does not fit.
+        """
+        loaded = build_model(architecture, tokenizer, LoadOptions(attn_implementation, dropout, seed))
+        if render_fn is None:
+            write_for_training(tokenizer)
+        return cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
+
+    @classmethod
+    def _wrapped(
+        cls, loaded: LoadedModel, max_length: int, seed: int, render_fn: RenderFn | None, gradient_checkpointing: bool
+    ) -> BradleyTerryRM:
+        if gradient_checkpointing:
+            loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        head_seed = seed if loaded.is_head_fresh else None
+        model, tokenizer = loaded.model, loaded.tokenizer
+        built = cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
+        try:
+            refuse_measured(
+                type(model).__name__,
+                built,
+                built.reward_head,
+                num_tokens=tokenizer.vocab_size,
+                pad_token_id=built.pad_choice.token_id,
+                dtype=computing_dtype(model),
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"{type(model).__name__} computes no rewards from token ids alone ({reason}); mend its configuration, "
+                "or use another model"
+            ) from error
+        return built
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self.renderer.max_length
+
+    @property
+    def reward_head(self) -> RewardHead:
+        """The final linear layer."""
+        head: RewardHead = self.model.get_submodule(head_name(self.model))
+        return head
+
+    def head_parameter_names(self) -> list[str]:
+        """Names of the final layer's parameters, as `named_parameters` of this module gives them."""
+        name = head_name(self.model)
+        return [f"model.{name}.{key}" for key, _ in self.reward_head.named_parameters()]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.reward_head.weight.device
+
+    def forward(
+        self, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards in float32 (float64 where the weights are).
+
+        Args:
+            input_ids: token ids; decoders take padding on either side, encoders on the right.
+            attention_mask: 1 for tokens, 0 for padding.
+
+        Raises:
+            ValueError: if a sequence attends to nothing, or an encoder's to no first token.
+        """
+        logits = last_token_logits if self._reads_last_token else own_logits
+        return logits(self.model, input_ids, attention_mask).squeeze(-1)
+
+    def compute_loss(
+        self,
+        chosen_ids: Int[Tensor, "pairs chosen_tokens"],
+        chosen_mask: Int[Tensor, "pairs chosen_tokens"],
+        rejected_ids: Int[Tensor, "pairs rejected_tokens"],
+        rejected_mask: Int[Tensor, "pairs rejected_tokens"],
+        **loss_options: Any,
+    ) -> Float[Tensor, ""]:
+        """Mean Bradley-Terry loss of the pairs, both sides in one forward pass.
+
+        Args:
+            chosen_ids: token ids of the preferred responses.
+            chosen_mask: their attention mask.
+            rejected_ids: token ids of the other responses, in the same order.
+            rejected_mask: their attention mask.
+            loss_options: keywords of `losses.bradley_terry_loss`: beta, label_smoothing, margin, label, weight, ….
+        """
+        tokens = max(chosen_ids.shape[1], rejected_ids.shape[1])
+        input_ids = _stack(chosen_ids, rejected_ids, tokens, self.pad_choice.token_id)
+        attention_mask = _stack(chosen_mask, rejected_mask, tokens, 0)
+        chosen, rejected = split_rewards(self(input_ids, attention_mask), "halves")
+        return bradley_terry_loss(chosen, rejected, **loss_options)
+
+    def tokenize(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> dict[str, Int[Tensor, "sequences tokens"]]:
+        """`input_ids` and `attention_mask` of the conversations, padded on the right.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+        """
+        input_ids, attention_mask = pad_sequences(self._encoded(prompts, responses), self.pad_choice.token_id)
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards of the responses on the CPU, in the order given; which others are scored beside it changes none.
+
+        A prompt that several responses answer is computed once for them where the model allows it.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+            token_budget: tokens, padding included, of one forward pass.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+        """
+        return self.score_encoded(prompts, self.encode(prompts, responses), token_budget=token_budget)
+
+    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
+        """Token ids of the conversations, with the counts of what was cut.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+        """
+        if len(prompts) != len(responses):
+            raise ValueError(
+                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
+            )
+        return self.renderer.encode_batch(prompts, responses)
+
+    def score_encoded(
+        self, prompts: Sequence[Prompt], encodings: Sequence[Encoding], *, token_budget: int = 16384
+    ) -> Float[Tensor, " sequences"]:
+        """`score` of conversations that `encode` has made token ids of.
+
+        Args:
+            prompts: the conversations' prompts, as given to `encode`.
+            encodings: what it returned.
+            token_budget: tokens, padding included, of one forward pass.
+        """
+        encoded = [encoding.ids for encoding in encodings]
+        prompt_of = dict(zip(encoded, map(as_messages, prompts), strict=True))
+        rows = sorted(prompt_of)  # each sequence once and in an order of its own, so that rounding is the same as well
+        groups: dict[tuple[Message, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(prompt_of[row], []).append(index)
+        with self._inference():
+            rewards = self._rewards_of_rows(rows, list(groups.values()), token_budget)
+        place = {row: index for index, row in enumerate(rows)}
+        return rewards.clone()[[place[row] for row in encoded]]  # a copy made outside inference mode can be trained on
+
+    def rewards_of(self, batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
+        """Rewards of a micro-batch of pairs on the model's device, interleaved; `batch.split` takes them apart."""
+        if isinstance(batch, PackedPairBatch):
+            return packed_logits(self.model, batch.trees).squeeze(-1)
+        rewards: Tensor = self(batch.input_ids, batch.attention_mask)
+        return rewards
+
+    def supports_prefix_sharing(self) -> str | None:
+        """None where the model can compute a prompt once for several responses, else what stands against it."""
+        if not self._reads_last_token:
+            return f"{type(self.model).__name__} is no causal decoder: a token's state depends on those after it"
+        return sharing_obstacle(self.model)
+
+    def prefix_parity(self, groups: Sequence[Sequence[NDArray[np.int32]]]) -> float:
+        """Largest difference between rewards computed with shared prompts and apart, for sequences that start alike.
+
+        Args:
+            groups: token ids, each group a tree; for pairs, a chosen and a rejected sequence.
+        """
+        apart = [sequence for group in groups for sequence in group]
+        with self._inference():
+            packed = self._packed_rewards([prefix_tree(group) for group in groups])
+            return float((packed - self._padded_rewards(apart)).abs().max())
+
+    def _rewards_of_rows(
+        self, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], token_budget: int
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards of token sequences, those of a group in trees if any group has two and the model can share."""
+        ids = [np.array(row, dtype=np.int32) for row in rows]
+        rewards = torch.zeros(len(ids), dtype=self.reward_head.weight.dtype)
+        if len(groups) == len(ids) or self.supports_prefix_sharing() is not None:
+            for batch in length_batches([len(row) for row in ids], token_budget):
+                rewards[batch] = self._padded_rewards([ids[i] for i in batch])
+            return rewards
+        runs = tree_groups(ids, groups, TREE_TOKENS)
+        trees = [prefix_tree([ids[i] for i in run]) for run in runs]
+        for batch in row_batches([tree.num_tokens for tree in trees], token_budget):
+            members = [index for number in batch for index in runs[number]]
+            rewards[members] = self._packed_rewards([trees[number] for number in batch])
+        return rewards
+
+    def _packed_rewards(self, trees: Sequence[PrefixTree]) -> Tensor:
+        packed = pack_trees(trees, pad_token_id=self.pad_choice.token_id).to(self.device)
+        return packed_logits(self.model, packed).squeeze(-1).cpu()
+
+    def _padded_rewards(self, ids: Sequence[NDArray[np.int32]]) -> Tensor:
+        input_ids, mask = pad_sequences(ids, self.pad_choice.token_id)
+        rewards: Tensor = self(input_ids.to(self.device), mask.to(self.device))
+        return rewards.cpu()
+
+    @contextlib.contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the mode it had comes back."""
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self.train(was_training)
+
+    def identity(self) -> dict[str, Any]:
+        """What a stored model records of its rendering, padding and head; JSON values."""
+        template, pad_token = self.renderer.identity(), self.pad_choice.to_json()
+        return {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        probe: Sequence[tuple[Prompt, str]] | None = None,
+        statistics: Mapping[str, Any] | None = None,
+        beside: Sequence[Path] = (),
+    ) -> ParityCertificate:
+        """Write a folder that plain `transformers` scores alike, with `export.json` to prove it.
+
+        Args:
+            folder: where to; an earlier export there is replaced, anything else is not.
+            probe: prompts and responses to compare on; None takes a fixed set.
+            statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+            beside: files to copy into the folder.
+
+        Raises:
+            CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
+        """
+        return save_export(self, Path(folder), probe=probe, statistics=statistics, beside=beside)
+
+    def _encoded(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[int, ...]]:
+        return [encoding.ids for encoding in self.encode(prompts, responses)]
+
+    def _recall(self, identity: Mapping[str, Any]) -> None:
+        """Check the rendering against the recorded one, and take over what was recorded of head and pad token."""
+        self.renderer.check_identity(identity["template"])
+        self.head_init = identity["head_init"]
+        self.beta = float(identity.get("beta", 1.0))
+        recorded = PadChoice.from_json(identity["pad_token"])
+        if recorded.token_id == self.pad_choice.token_id:
+            self.pad_choice = recorded
+
+    def _require_parity(self, certificate: ParityCertificate, source: str | Path) -> None:
+        ids = [np.array(score.input_ids, dtype=np.int32) for score in certificate.shortest()]
+        with self._inference():
+            rewards = self._padded_rewards(ids)
+        require_parity(certificate, rewards, computing_dtype(self.model), source)
+
+
+def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
+    """What a `.ckpt` stores under `checkpoint.PAYLOAD_KEY`, so that `from_pretrained` can read the file."""
+    return describe_model(model.model, model.tokenizer, model.identity())
+
+
+def _settle_input(loaded: LoadedModel, source: object, form: str | None, *, is_trained: bool) -> None:
+    """Make the tokenizer of a model that is not ours write what the model reads, or is to be trained on."""
+    if not is_trained:
+        write_for_training(loaded.tokenizer)
+    elif loaded.tokenizer.chat_template:
+        read_as_written(loaded.tokenizer)
+    else:
+        if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
+            raise ConfigError(
+                f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
+                "by token types, which are not given to it here"
+            )
+        choose_form(loaded.tokenizer, form, source)
+
+
+def _num_embeddings(model: PreTrainedModel) -> int:
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError) as error:
+        raise CheckpointError(f"{type(model).__name__} has no embedding of token ids; use another model") from error
+
+
+def _stack(
+    upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
+) -> Int[Tensor, "sequences tokens"]:
+    widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
+    return torch.cat(widened)

@@ -1,0 +1,129 @@
+"""FSDP2: each rank keeps a shard of every weight, gradient and optimizer state; numbers and files stay one device's.
+
+Layers are gathered when they compute, so ranks must make the same number of passes in the same order: a rank with
+fewer micro-batches than another repeats one of weight zero.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import PairBatch
+from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.errors import ConfigError
+
+BatchT = TypeVar("BatchT")
+
+
+def shard_model(model: BradleyTerryRM, mesh: DeviceMesh) -> None:
+    """Split a model's weights over the ranks of a mesh, in place: each transformer block alone, then the rest.
+
+    The rest (embeddings, last norm, reward head) is gathered anew for the backward pass, like the blocks, so that no
+    gathered copy outlives a forward pass and goes stale. Weights are gathered in their own float32: under bf16-mixed,
+    autocast computes as it does with every other strategy, and the reward head stays float32. Autocast must not cache
+    its casts (Lightning's does not), for a cached cast leads later gradients past FSDP2.
+
+    Raises:
+        ConfigError: for matrices in four bits, which FSDP2 cannot split by rows.
+    """
+    # FSDP2 warns of rewards being views, which nothing here writes into.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
+    if is_quantised(model.model):
+        raise ConfigError("hardware=fsdp cannot split matrices in four bits; use hardware=ddp with adapter=qlora")
+    for block in transformer_blocks(model.model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "rewards_of")
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of modules, which are the transformer blocks of every architecture."""
+    found: list[nn.Module] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists.append(name)
+            found += [child for child in module if any(True for _ in child.parameters())]
+    return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard_model` split the model."""
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def unreduced_gradients(model: nn.Module) -> Iterator[None]:
+    """Backward passes that keep whole gradients on this rank, to be reduced by the first pass outside."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor gathered from its shards, every rank taking part; a plain tensor is itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor that has a parameter's shape; anything else, a counter say, is itself."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors, the same on every rank, into a sharded model.
+
+    Raises:
+        KeyError: if a weight is missing.
+    """
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(shard_like(weights[name], tensor))
+
+
+def most_over_ranks(count: int, device: torch.device) -> int:
+    """The largest of the ranks' counts."""
+    counts = torch.tensor(count, device=device)
+    distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
+    return int(counts)
+
+
+def in_step(batches: Iterable[BatchT], spare: BatchT, count: int) -> Iterator[tuple[BatchT, bool]]:
+    """The batches, each with True, then `spare` with False until there were `count`.
+
+    Example:
+        >>> list(in_step("ab", "z", 3))
+        [('a', True), ('b', True), ('z', False)]
+    """
+    done = 0
+    for batch in batches:
+        yield batch, True
+        done += 1
+    for _ in range(done, count):
+        yield spare, False
+
+
+def spare_batch(model: BradleyTerryRM, device: torch.device) -> PairBatch:
+    """One short pair of weight zero, for a rank whose turn it is to compute nothing."""
+    ids = model.renderer.encode("a", "b").ids
+    input_ids, attention_mask = pad_sequences([ids, ids], model.pad_choice.token_id)
+    nothing = torch.zeros(1)
+    batch = PairBatch(input_ids, attention_mask, nothing, nothing + 1, nothing, torch.zeros(1, dtype=torch.int64))
+    return batch.to(device)

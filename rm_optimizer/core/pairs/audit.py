@@ -1,0 +1,297 @@
+"""What is in a data set before anything is trained on it: repeats, contradictions, lengths, leaks, trivial baseline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, with_honest_width
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+"""Quantiles of the token lengths; the last is the longest."""
+
+
+class _Encoded(Protocol):
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+    @property
+    def prompt_cut(self) -> int: ...
+    @property
+    def response_cut(self) -> int: ...
+
+
+class Renderer(Protocol):
+    """What the audit needs of a `ConversationRenderer`."""
+
+    def encode(self, prompt: Prompt, response: str) -> _Encoded:
+        """Token ids of prompt and response, and the numbers of tokens cut from each."""
+        ...
+
+
+@dataclass(frozen=True)
+class SourceAudit:
+    """One source's part of a split.
+
+    Args:
+        num_pairs: its pairs.
+        num_prompts: different prompts.
+        longer_wins: accuracy of calling the longer response better, ties one half.
+    """
+
+    num_pairs: int
+    num_prompts: int
+    longer_wins: Estimate
+
+
+@dataclass(frozen=True)
+class SplitAudit:
+    """One data set.
+
+    Args:
+        num_pairs: pairs, repeats by mixing weight included.
+        num_skipped: rows that gave no pair.
+        num_prompts: different prompts.
+        num_duplicates: pairs equal to an earlier one in prompt, chosen and rejected; not repeats by mixing weight.
+        num_contradictions: comparisons that stand in both orders.
+        num_identical: pairs whose two sides are the same tokens after truncation; training drops them.
+        num_truncated: pairs of which a side lost tokens.
+        num_uneven_cut: pairs whose two sides lost different parts of their common prompt.
+        num_response_cut: pairs of which a response lost tokens.
+        chosen_tokens: quantiles `QUANTILES` of the tokens of prompt and chosen together, before truncation.
+        rejected_tokens: the same of prompt and rejected.
+        longer_wins: accuracy of calling the longer response better, ties one half.
+        num_margins: pairs with a margin.
+        num_zero_labels: pairs with label 0, of which the rejected response is the better one.
+        num_soft_labels: pairs whose label is neither 0 nor 1.
+        sources: the same by source, largest first.
+    """
+
+    num_pairs: int
+    num_skipped: int
+    num_prompts: int
+    num_duplicates: int
+    num_contradictions: int
+    num_identical: int
+    num_truncated: int
+    num_uneven_cut: int
+    num_response_cut: int
+    chosen_tokens: tuple[float, ...]
+    rejected_tokens: tuple[float, ...]
+    longer_wins: Estimate
+    num_margins: int
+    num_zero_labels: int
+    num_soft_labels: int
+    sources: Mapping[str, SourceAudit]
+
+    @property
+    def truncation_rate(self) -> float:
+        """Share of pairs of which a side lost tokens."""
+        return self.num_truncated / self.num_pairs if self.num_pairs else 0.0
+
+
+@dataclass(frozen=True)
+class PromptOverlap:
+    """Prompts that stand in two splits.
+
+    Args:
+        first: name of one split.
+        second: name of the other.
+        num_prompts: different prompts in both.
+        num_pairs_first: pairs of the first on them.
+        num_pairs_second: pairs of the second on them.
+        num_continued_second: pairs of the second, on other prompts, of a conversation of which the first has an earlier
+            or a later turn.
+    """
+
+    first: str
+    second: str
+    num_prompts: int
+    num_pairs_first: int
+    num_pairs_second: int
+    num_continued_second: int = 0
+
+
+@dataclass(frozen=True)
+class DataAudit:
+    """The audit of one or more splits.
+
+    Args:
+        splits: each split's audit, by name.
+        overlaps: prompt overlap of each two splits.
+    """
+
+    splits: Mapping[str, SplitAudit]
+    overlaps: tuple[PromptOverlap, ...]
+
+    def to_json(self) -> str:
+        """The audit as JSON text; a value that could not be measured is null."""
+        return json.dumps(_nan_to_none(asdict(self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> DataAudit:
+        """The audit that `to_json` wrote."""
+        values = json.loads(text)
+        splits = {name: _split_from(split) for name, split in values["splits"].items()}
+        return cls(splits, tuple(PromptOverlap(**overlap) for overlap in values["overlaps"]))
+
+
+def _nan_to_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nan_to_none(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nan_to_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _split_from(values: Mapping[str, Any]) -> SplitAudit:
+    sources = {
+        name: SourceAudit(**{**source, "longer_wins": _estimate_from(source["longer_wins"])})
+        for name, source in values["sources"].items()
+    }
+    quantiles = {name: tuple(values[name]) for name in ("chosen_tokens", "rejected_tokens")}
+    return SplitAudit(
+        **{**values, **quantiles, "longer_wins": _estimate_from(values["longer_wins"]), "sources": sources}
+    )
+
+
+def _estimate_from(values: Mapping[str, Any]) -> Estimate:
+    return Estimate(**{**values, "value": math.nan if values["value"] is None else values["value"]})
+
+
+def audit_pairs(datasets: Mapping[str, PreferenceDataset], renderer: Renderer) -> DataAudit:
+    """Audit each data set and the overlap of prompts between each two.
+
+    Args:
+        datasets: data sets by the name of their split.
+        renderer: how a prompt and a response become tokens; its length limit decides what is truncated.
+    """
+    splits = {name: _audit_split(dataset, renderer) for name, dataset in datasets.items()}
+    pairs_of_splits = itertools.combinations(datasets.items(), 2)
+    overlaps = tuple(_overlap(first, second) for first, second in pairs_of_splits)
+    return DataAudit(splits, overlaps)
+
+
+def _overlap(first: tuple[str, PreferenceDataset], second: tuple[str, PreferenceDataset]) -> PromptOverlap:
+    shared = set(first[1].prompt_ids) & set(second[1].prompt_ids)
+    on_first, on_second = (sum(identity in shared for identity in data.prompt_ids) for _, data in (first, second))
+    return PromptOverlap(first[0], second[0], len(shared), on_first, on_second, num_leaked_pairs(first[1], second[1]))
+
+
+def _audit_split(dataset: PreferenceDataset, renderer: Renderer) -> SplitAudit:
+    sides = _encoded_sides(dataset, renderer)
+    lengths = np.array([[side.length for side in pair] for pair in sides], dtype=np.float64).reshape(-1, 2)
+    quantiles = np.quantile(lengths, QUANTILES, axis=0).T if len(lengths) else np.full((2, len(QUANTILES)), np.nan)
+    num_duplicates, num_contradictions = _repeats(dataset)
+    return SplitAudit(
+        num_pairs=len(dataset),
+        num_skipped=len(dataset.skipped),
+        num_prompts=len(set(dataset.prompt_ids)),
+        num_duplicates=num_duplicates,
+        num_contradictions=num_contradictions,
+        num_identical=sum(chosen.ids_hash == rejected.ids_hash for chosen, rejected in sides),
+        num_truncated=sum(chosen.is_cut or rejected.is_cut for chosen, rejected in sides),
+        num_uneven_cut=sum(chosen.prompt_cut != rejected.prompt_cut for chosen, rejected in sides),
+        num_response_cut=sum(chosen.response_cut or rejected.response_cut for chosen, rejected in sides),
+        chosen_tokens=tuple(quantiles[0].tolist()),
+        rejected_tokens=tuple(quantiles[1].tolist()),
+        longer_wins=length_baseline(dataset.pairs),
+        num_margins=sum(pair.margin is not None for pair in dataset.pairs),
+        num_zero_labels=sum(pair.label == 0.0 for pair in dataset.pairs),
+        num_soft_labels=sum(0.0 < pair.label < 1.0 for pair in dataset.pairs),
+        sources=_audit_sources(dataset),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """An encoded response without its ids, which would fill the memory for large data sets."""
+
+    length: int
+    is_cut: bool
+    prompt_cut: int
+    response_cut: bool
+    ids_hash: int
+
+
+def _encoded_sides(dataset: PreferenceDataset, renderer: Renderer) -> list[tuple[_Side, _Side]]:
+    """Both sides of each pair; a response that stands in many pairs is encoded once."""
+    known: dict[tuple[str, str], _Side] = {}
+
+    def side(identity: str, pair: PreferencePair, response: str) -> _Side:
+        key = (identity, response)
+        if key not in known:
+            encoded = renderer.encode(pair.prompt, response)
+            cut = encoded.prompt_cut + encoded.response_cut
+            known[key] = _Side(
+                len(encoded.ids) + cut, cut > 0, encoded.prompt_cut, encoded.response_cut > 0, hash(tuple(encoded.ids))
+            )
+        return known[key]
+
+    return [
+        (side(identity, pair, pair.chosen), side(identity, pair, pair.rejected))
+        for identity, pair in zip(dataset.prompt_ids, dataset.pairs, strict=True)
+    ]
+
+
+def _repeats(dataset: PreferenceDataset) -> tuple[int, int]:
+    """Surplus pairs, and unordered comparisons that were decided both ways; labels of 0.5 decide nothing."""
+    originals = [
+        (identity, pair.chosen, pair.rejected, pair.label)
+        for identity, pair in zip(dataset.prompt_ids, dataset.pairs, strict=True)
+        if "copy" not in pair.metadata
+    ]
+    distinct = {row[:3] for row in originals}
+    wins = {(i, a, b) if label > 0.5 else (i, b, a) for i, a, b, label in originals if label != 0.5}
+    num_contradictions = sum((identity, worse, better) in wins for identity, better, worse in wins) // 2
+    return len(originals) - len(distinct), num_contradictions
+
+
+def _audit_sources(dataset: PreferenceDataset) -> dict[str, SourceAudit]:
+    members: dict[str, list[PreferencePair]] = {}
+    for pair in dataset.pairs:
+        members.setdefault(str(pair.metadata.get("source", "unnamed")), []).append(pair)
+    ordered = sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))
+    return {
+        name: SourceAudit(len(pairs), len(set(prompt_ids(pairs))), length_baseline(pairs)) for name, pairs in ordered
+    }
+
+
+def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
+    """Accuracy of calling the response with more characters the better one, equal lengths one half.
+
+    Weighted and oriented by label like the accuracy of a model: below 0.5 `rejected` is the better one, and pairs
+    labelled 0.5 do not count. The standard error is the jackknife's over prompts, as pairs of one prompt are not
+    independent.
+
+    Args:
+        pairs: the pairs; the value is NaN if none of them has a better side.
+
+    Example:
+        >>> length_baseline([PreferencePair("a?", "long", "no"), PreferencePair("b?", "1", "22")]).value
+        0.5
+    """
+    sums: dict[str, list[float]] = {}
+    for identity, pair in zip(prompt_ids(pairs), pairs, strict=True):
+        if pair.label != 0.5:
+            gap = (len(pair.chosen) - len(pair.rejected)) * (1 if pair.label > 0.5 else -1)
+            totals = sums.setdefault(identity, [0.0, 0.0])
+            totals[0] += pair.weight * (0.5 if gap == 0 else float(gap > 0))
+            totals[1] += pair.weight
+    if not sums:
+        return Estimate(math.nan, None, 0)
+    of_prompts = np.array(list(sums.values()))
+    estimate = cluster_bootstrap(of_prompts, _share, num_bootstrap=0, seed=0)[0]
+    return with_honest_width(estimate, of_prompts[:, 1], bounds=(0.0, 1.0))
+
+
+def _share(totals: np.ndarray) -> np.ndarray:
+    share: np.ndarray = totals[..., :1] / totals[..., 1:]
+    return share

@@ -1,0 +1,97 @@
+"""Prompts of one conversation: a prompt that continues another one holds that one's responses.
+
+Two prompts are the same if their text is, case and blanks aside. A prompt continues another one if its lines begin with
+all lines of the other. In multi-turn data the later prompt quotes the response that the earlier pair is judged by, so
+that training on one and validating on the other leaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.rows.messages import Prompt, as_messages
+
+
+def _line_keys(prompt: Prompt) -> Iterator[int]:
+    """A key for the prompt up to and with each of its lines; the last stands for the whole prompt."""
+    key = 0
+    for message in as_messages(prompt):
+        key = hash((key, message.role))
+        for words in _folded_lines(message.content):
+            key = hash((key, *words))
+            yield key
+
+
+def prompt_keys(prompts: Iterable[Prompt]) -> list[int]:
+    """A key of each prompt, equal for prompts that differ in case and blanks only; valid in this process alone."""
+    return [_whole_key(prompt) for prompt in prompts]
+
+
+def _whole_key(prompt: Prompt) -> int:
+    key = 0
+    for key in _line_keys(prompt):  # noqa: B007
+        pass
+    return key
+
+
+def folded_prompt_id(prompt: Prompt) -> str:
+    r"""16 hexadecimal digits, equal for prompts that differ in case and blanks only; valid in every process.
+
+    Example:
+        >>> folded_prompt_id("Why  so?\n") == folded_prompt_id("why so?")
+        True
+    """
+    return digest([[message.role, _folded_lines(message.content)] for message in as_messages(prompt)])
+
+
+def _folded_lines(text: str) -> list[list[str]]:
+    """The words of each line that has any."""
+    return [words for line in text.casefold().splitlines() if (words := line.split())]
+
+
+def conversation_groups(prompts: Sequence[Prompt]) -> list[int]:
+    r"""Number of the conversation that each prompt belongs to: the index of the first prompt of it.
+
+    Example:
+        >>> conversation_groups(["Hi", "Bye", "hi ", "Hi\nHow are you?"])
+        [0, 1, 0, 0]
+    """
+    parent: dict[int, int] = {}
+    first: dict[int, int] = {}
+
+    def root(key: int) -> int:
+        while parent[key] != key:
+            parent[key] = key = parent[parent[key]]
+        return key
+
+    keys = prompt_keys(prompts)
+    for index, key in enumerate(keys):
+        parent.setdefault(key, key)
+        first.setdefault(key, index)
+    for prompt, key in zip(prompts, keys, strict=True):
+        for prefix in _line_keys(prompt):
+            if prefix in parent:
+                earlier, later = sorted((root(prefix), root(key)), key=lambda found: first[found])
+                parent[later] = earlier
+    return [first[root(key)] for key in keys]
+
+
+def continued(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[bool]:
+    r"""Whether each prompt of `second` continues one of `first`, or is continued by one; equal prompts do not count.
+
+    Example:
+        >>> continued(["Hi\nHow are you?", "Bye"], ["Hi", "Bye", "bye\nnow"])
+        [True, False, True]
+    """
+    keys, others = prompt_keys(second), frozenset(prompt_keys(first))
+    wanted = frozenset(keys)
+    begun = {prefix for prompt in first for prefix in _proper_prefixes(prompt) if prefix in wanted}
+    return [
+        key in begun or any(prefix in others for prefix in _proper_prefixes(prompt))
+        for key, prompt in zip(keys, second, strict=True)
+    ]
+
+
+def _proper_prefixes(prompt: Prompt) -> list[int]:
+    return list(_line_keys(prompt))[:-1]

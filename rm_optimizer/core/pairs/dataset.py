@@ -1,0 +1,394 @@
+"""Data sets of preference pairs: loading, subsets, splits by prompt, and what a training run reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, overload
+
+from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
+from rm_optimizer.core.pairs.sources import load_source, mixed, mixed_rows, parse_sources
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
+from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
+
+_log = logging.getLogger("rm_optimizer")
+
+
+def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
+    """Each pair's `prompt_id`, computed once for each different prompt."""
+    known: dict[Prompt, str] = {}
+    for pair in pairs:
+        if pair.prompt not in known:
+            known[pair.prompt] = prompt_id(pair.prompt)
+    return tuple(known[pair.prompt] for pair in pairs)
+
+
+class Renderer(Protocol):
+    """What `PreferenceDataset.accepted_by` needs of a `ConversationRenderer`."""
+
+    def refusal(self, pair: PreferencePair) -> str | None:
+        """Why a side of the pair cannot be rendered; None if both can."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreferenceDataset(Sequence[PreferencePair]):
+    """An immutable sequence of preference pairs.
+
+    Args:
+        pairs: the pairs, in order.
+        skipped: rows of the sources that gave no pair, and why.
+        rows: the rows that the pairs are of; None where they were not read from a source.
+        notes: sentences on columns that look like content and were not read.
+
+    Example:
+        >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]
+        >>> data = PreferenceDataset.from_pairs(pairs)
+        >>> train, val = data.split_by_prompt(0.5, seed=0)
+        >>> len(train), len(val)
+        (1, 1)
+    """
+
+    pairs: tuple[PreferencePair, ...]
+    skipped: tuple[SkippedRow, ...] = ()
+    rows: PairRows | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[PreferencePair]) -> PreferenceDataset:
+        """The data set of these pairs."""
+        return cls(tuple(pairs))
+
+    @classmethod
+    def joined(cls, parts: Sequence[PreferenceDataset]) -> PreferenceDataset:
+        """The pairs of all parts, one after another."""
+        rows = [part.rows for part in parts if part.rows is not None]
+        return cls(
+            tuple(pair for part in parts for pair in part.pairs),
+            tuple(row for part in parts for row in part.skipped),
+            PairRows.joined(rows) if len(rows) == len(parts) else None,
+            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        )
+
+    @classmethod
+    def load(
+        cls,
+        source: object,
+        *,
+        format: str = "auto",
+        columns: Columns | None = None,
+        winner: object = None,
+        kwise_rule: str = KwiseRule.all,
+        on_bad_row: str = OnBadRow.error,
+        max_bad_share: float = MAX_BAD_SHARE,
+        seed: int = 0,
+        spelling: Spelling = Spelling.python,
+    ) -> PreferenceDataset:
+        """Read pairs from files or data sets, mixed by weight.
+
+        Args:
+            source: a path, a folder written by `datasets`, a hub name (`owner/name` or `owner/name:config:split`), a
+                mapping `{path, weight, format, columns, winner, label}`, or a list of these.
+            format: row format (auto, explicit, hh, messages, lists, winner, kwise) of sources that do not name their
+                own.
+            columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's
+                name leaves the column out.
+            winner: values of the winner column that name response_a, response_b and, if any, a tie.
+            kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
+            on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
+            max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
+            seed: of the random part that a fractional weight takes.
+            spelling: entrance whose options messages name. Notes of a Python call are logged; commands say them.
+
+        Raises:
+            DataError: if a source cannot be read or a row is bad; the text names file and row.
+            ConfigError: if an option of a source is wrong.
+        """
+        rule, policy = KwiseRule(kwise_rule), OnBadRow(on_bad_row)
+        sources = parse_sources(source, format=format, columns=columns, winner=winner)
+        options: dict[str, Any] = {"max_bad_share": max_bad_share, "spelling": spelling}
+        loaded = [(item, load_source(item, kwise_rule=rule, on_bad_row=policy, **options)) for item in sources]
+        skipped = tuple(row for _, result in loaded for row in result.skipped)
+        pairs = mixed(loaded, seed)
+        if not pairs:
+            raise DataError(
+                f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
+            )
+        notes = tuple(note for _, result in loaded for note in result.notes)
+        if spelling == Spelling.python:
+            for note in notes:
+                _log.warning(note)
+        return cls(pairs, skipped, mixed_rows(loaded, seed), notes)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> PreferencePair: ...
+    @overload
+    def __getitem__(self, index: slice) -> PreferenceDataset: ...
+    def __getitem__(self, index: int | slice) -> PreferencePair | PreferenceDataset:
+        if isinstance(index, slice):
+            return self._taken(range(len(self.pairs))[index], ())
+        return self.pairs[index]
+
+    def __repr__(self) -> str:
+        return f"PreferenceDataset({len(self.pairs)} pairs, {len(self.skipped)} skipped rows)"
+
+    @cached_property
+    def prompt_ids(self) -> tuple[str, ...]:
+        """Each pair's `prompt_id`."""
+        return prompt_ids(self.pairs)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that depend on all that training reads: texts, margins, labels, weights and order."""
+        content = hashlib.sha256()
+        for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
+            row = [identity, pair.chosen, pair.rejected, pair.margin, pair.label, pair.weight]
+            content.update(json.dumps(row).encode())
+        return content.hexdigest()[:16]
+
+    def subset(self, num_pairs: int, seed: int) -> PreferenceDataset:
+        """A random subset of `num_pairs` pairs in their order, or the data set itself if it has no more.
+
+        With one seed, a smaller subset lies within every larger one.
+
+        Raises:
+            ValueError: if `num_pairs` is not positive.
+        """
+        if num_pairs < 1:
+            raise ValueError(f"num_pairs must be at least 1, got {num_pairs}")
+        if num_pairs >= len(self.pairs):
+            return self
+        kept = random_positions(len(self.pairs), num_pairs, seed)
+        return self._taken(kept.tolist(), self.skipped)
+
+    def accepted_by(self, renderer: Renderer) -> PreferenceDataset:
+        """The pairs that can be rendered; a row whose conversation is refused is treated like any other bad row.
+
+        Raises:
+            DataError: if a row is refused and bad rows stop the reading, or too many are, or no pair is left; the text
+                names file and row.
+        """
+        refused: list[int] = []
+        dropped = (self.rows or _Unread()).refuse(self._refusals(renderer, refused))
+        if not refused:
+            return self
+        if len(refused) == len(self.pairs):
+            raise DataError(f"none of {len(refused)} pairs can be rendered; the first: {dropped[0]}")
+        gone = frozenset(refused)
+        return self._taken([i for i in range(len(self.pairs)) if i not in gone], (*self.skipped, *dropped))
+
+    def _refusals(self, renderer: Renderer, refused: list[int]) -> Iterator[tuple[int, str]]:
+        """Positions and reasons of pairs that cannot be rendered, the positions also put into `refused`."""
+        for position, pair in enumerate(self.pairs):
+            if (reason := renderer.refusal(pair)) is not None:
+                refused.append(position)
+                yield position, reason
+
+    def _taken(self, positions: Sequence[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
+        rows = None if self.rows is None else self.rows.take(positions)
+        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows, self.notes)
+
+    def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
+        """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
+
+        Prompts of which one continues the other, or that differ in case and blanks only, stay together. Which prompts
+        are held out depends on the seed and on the set of prompts, not on the order of the rows.
+
+        Args:
+            fraction: share of prompts to hold out, in (0, 1).
+            seed: of the choice.
+
+        Raises:
+            ValueError: if the fraction lies outside (0, 1).
+            DataError: if there are fewer than two conversations.
+        """
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
+        held_out = self._held_out(fraction, seed)
+        sides: tuple[list[int], list[int]] = ([], [])
+        for position, identity in enumerate(self.prompt_ids):
+            sides[identity in held_out].append(position)
+        return self._taken(sides[0], self.skipped), self._taken(sides[1], ())
+
+    def _held_out(self, fraction: float, seed: int) -> set[str]:
+        """Prompt ids of whole conversations, drawn until the share is reached."""
+        prompt_of = {identity: pair.prompt for identity, pair in zip(self.prompt_ids, self.pairs, strict=True)}
+        order = sorted(prompt_of, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+        members: dict[int, list[str]] = {}
+        for identity, group in zip(order, conversation_groups([prompt_of[name] for name in order]), strict=True):
+            members.setdefault(group, []).append(identity)
+        if len(members) < 2:
+            raise DataError(
+                f"splitting validation off by prompt needs at least 2 different prompts, got {len(members)}; prompts "
+                "of one conversation count once; give more training data, or validation data as data.val"
+            )
+        wanted = min(max(1, round(fraction * len(order))), len(order) - 1)
+        held_out: set[str] = set()
+        for names in members.values():
+            if len(held_out) + len(names) <= wanted:
+                held_out.update(names)
+        smallest: list[str] = min(members.values(), key=len)
+        return held_out or set(smallest)
+
+
+class _Unread:
+    """The rows of pairs that are of no source."""
+
+    def refuse(self, reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
+        """Stop at the first."""
+        for position, reason in reasons:
+            raise DataError(f"pair {position + 1}: {reason}")
+        return []
+
+
+def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -> None:
+    """Refuse validation on prompts that training has seen.
+
+    Raises:
+        DataError: if any prompt stands in both; the text tells how many, gives one and names the option that permits
+            it.
+    """
+    seen = frozenset(prompt_keys(distinct_prompts(train)))
+    prompts = distinct_prompts(val)
+    shared = [prompt for prompt, key in zip(prompts, prompt_keys(prompts), strict=True) if key in seen]
+    if not shared:
+        return
+    text = shared[0] if isinstance(shared[0], str) else shared[0][-1].content
+    raise DataError(
+        f"{len(shared)} of {len(prompts)} validation prompts also stand in the training data (case and blanks aside), "
+        f"such as {text[:80]!r}; remove them from one, or set data.allow_prompt_overlap=true"
+    )
+
+
+def distinct_prompts(data: PreferenceDataset) -> list[Prompt]:
+    """The different prompts of a data set, in order."""
+    return list({identity: pair.prompt for identity, pair in zip(data.prompt_ids, data.pairs, strict=True)}.values())
+
+
+def num_leaked_pairs(train: PreferenceDataset, val: PreferenceDataset) -> int:
+    """Validation pairs of a conversation of which training has an earlier or a later turn."""
+    prompts = distinct_prompts(val)
+    is_leaked = dict(zip(map(prompt_id, prompts), continued(distinct_prompts(train), prompts), strict=True))
+    return sum(is_leaked[identity] for identity in val.prompt_ids)
+
+
+@dataclass(frozen=True)
+class TrainVal:
+    """What a training run reads.
+
+    Args:
+        train: training pairs.
+        val: validation pairs.
+        val_origin: where validation came from, in words.
+        ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
+    """
+
+    train: PreferenceDataset
+    val: PreferenceDataset
+    val_origin: str
+    ceiling: float | None = None
+
+    def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
+        """Sentences on what a user may not expect: columns, labels, unused margins, conversations in both splits.
+
+        Args:
+            uses_margins: whether the loss reads margins.
+        """
+        found = list(dict.fromkeys((*self.train.notes, *self.val.notes)))
+        found += [
+            f"{name}: {note}"
+            for name, data in (("training", self.train), ("validation", self.val))
+            if (note := label_note(data.pairs)) is not None
+        ]
+        num_margins = sum(pair.margin is not None for pair in self.train.pairs)
+        if num_margins and not uses_margins:
+            found.append(f"{num_margins} training pairs have a margin, which is not used; loss.margin_scale uses it")
+        if leaked := num_leaked_pairs(self.train, self.val):
+            found.append(
+                f"{leaked} of {len(self.val)} validation pairs ({leaked / len(self.val):.1%}) are of conversations of "
+                "which an earlier or later turn is trained on; their accuracy is too good. Split by conversation"
+            )
+        return tuple(found)
+
+
+def label_note(pairs: Sequence[PreferencePair]) -> str | None:
+    """The counts of a label column in a sentence; None where every label is 1.
+
+    Example:
+        >>> label_note([PreferencePair("a?", "b", "c"), PreferencePair("a?", "b", "d", label=0.0)])
+        'labels: 1 ones, 1 zeros, 0 between; chosen loses in 1 of 2 pairs'
+    """
+    ones, zeros = sum(pair.label == 1.0 for pair in pairs), sum(pair.label == 0.0 for pair in pairs)
+    if ones == len(pairs):
+        return None
+    losing = sum(pair.label < 0.5 for pair in pairs)
+    between = len(pairs) - ones - zeros
+    return f"labels: {ones} ones, {zeros} zeros, {between} between; chosen loses in {losing} of {len(pairs)} pairs"
+
+
+def load_training_data(config: DataConfig) -> TrainVal:
+    """Training and validation pairs as the options say; validation never comes from prompts that are trained on.
+
+    Without `train` it is the synthetic world; without `val` a share of the training prompts is held out. `max_pairs`
+    then limits training alone.
+
+    Raises:
+        DataError: if a source or row is bad, or prompts overlap and that is not allowed.
+    """
+    data = _train_val(config)
+    if not config.allow_prompt_overlap:
+        require_disjoint_prompts(data.train, data.val)
+    if config.max_pairs is None:
+        return data
+    return TrainVal(data.train.subset(config.max_pairs, config.split_seed), data.val, data.val_origin, data.ceiling)
+
+
+def _train_val(config: DataConfig) -> TrainVal:
+    if config.train is None:
+        world = synthetic_world(config.synthetic)
+        train = PreferenceDataset.from_pairs(world.train)
+        if config.val is None:
+            val = PreferenceDataset.from_pairs(world.val)
+            return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
+        return TrainVal(train, load_pairs(config.val, config), _named(config.val))
+    whole = load_pairs(config.train, config)
+    if config.val is not None:
+        return TrainVal(whole, load_pairs(config.val, config), _named(config.val))
+    train, val = whole.split_by_prompt(config.val_fraction, config.split_seed)
+    origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
+    return TrainVal(train, val, origin)
+
+
+def _named(source: object) -> str:
+    return ", ".join(item.path for item in parse_sources(source, format="auto", columns=None))
+
+
+def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
+    """Pairs of a source, read as the options of `config` say; its `train` and `val` play no part.
+
+    Raises:
+        DataError: if the source cannot be read or a row is bad.
+    """
+    return PreferenceDataset.load(
+        source,
+        format=config.format,
+        columns=config.columns or {},
+        winner=config.winner,
+        kwise_rule=config.kwise_rule,
+        on_bad_row=config.on_bad_row,
+        max_bad_share=config.max_bad_share,
+        seed=config.split_seed,
+        spelling=Spelling.hydra,
+    )

@@ -1,0 +1,148 @@
+"""The small shared types: a preference pair, a message, and what can score a response."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from rm_optimizer.core.rows.messages import Message as Message
+from rm_optimizer.core.rows.messages import Prompt as Prompt
+from rm_optimizer.core.rows.messages import as_messages as as_messages
+from rm_optimizer.core.rows.messages import require_characters, require_response
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of the SHA-256 of the value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def prompt_id(prompt: Prompt) -> str:
+    """Stable identity of a prompt; text, a transcript and messages that say the same are the same prompt."""
+    return digest([message.to_dict() for message in as_messages(prompt)])
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """One comparison: of two responses to one prompt, `chosen` was preferred.
+
+    Args:
+        prompt: text, or the messages before the response; never empty.
+        chosen: the preferred response's text.
+        rejected: the other response's text, different from `chosen`.
+        margin: how much better, in the source's own units (never mix units), or None.
+        metadata: what else the row carried (`source`, `subset`, …); JSON values.
+        label: probability that `chosen` is the better one, in [0, 1]; 1 is a plain preference, 0.5 a tie.
+        weight: how many pairs this one counts for, positive.
+
+    Raises:
+        ValueError: if a text is empty, the responses are equal, or a number is out of range.
+
+    Example:
+        >>> pair = PreferencePair("2 + 2?", "4", "5")
+        >>> pair.pair_id == PreferencePair("2 + 2?", "4", "5", margin=1.0).pair_id
+        True
+    """
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    margin: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    label: float = 1.0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", tuple(self.prompt))
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        _check_texts(self.prompt, self.chosen, self.rejected)
+        _check_numbers(self.margin, self.label, self.weight)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by value: a read-only mapping view cannot be pickled itself."""
+        fields = (self.prompt, self.chosen, self.rejected, self.margin, dict(self.metadata), self.label, self.weight)
+        return type(self), fields
+
+    @property
+    def pair_id(self) -> str:
+        """Stable identity of prompt and both responses; 16 hexadecimal digits."""
+        return digest([self.prompt_id, self.chosen, self.rejected])
+
+    @property
+    def prompt_id(self) -> str:
+        """Stable identity of the prompt; 16 hexadecimal digits."""
+        return prompt_id(self.prompt)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pair as JSON values; messages become `{"role", "content"}` objects."""
+        prompt = self.prompt if isinstance(self.prompt, str) else [message.to_dict() for message in self.prompt]
+        return {
+            "prompt": prompt,
+            "chosen": self.chosen,
+            "rejected": self.rejected,
+            "margin": self.margin,
+            "label": self.label,
+            "weight": self.weight,
+            "metadata": dict(self.metadata),
+        }
+
+
+def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError("prompt must not be empty")
+    if not isinstance(prompt, str) and not all(isinstance(message, Message) for message in prompt):
+        raise ValueError("prompt must be text or a sequence of Message")
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be text, got {type(text).__name__}")
+        require_response(name, text)
+    for text in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
+        require_characters("prompt", text)
+    if chosen == rejected:
+        raise ValueError("chosen and rejected must differ")
+
+
+def _check_numbers(margin: float | None, label: float, weight: float) -> None:
+    if margin is not None and not abs(margin) < float("inf"):
+        raise ValueError(f"margin must be finite, got {margin}")
+    if not 0.0 <= label <= 1.0:
+        raise ValueError(f"label must lie in [0, 1], got {label}")
+    if not 0.0 < weight < float("inf"):
+        raise ValueError(f"weight must be positive and finite, got {weight}")
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Anything that turns prompts and responses into rewards: a local model, an ensemble, a server's client."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+        """Rewards of the responses, float32 on the CPU, in the order given."""
+        ...
+
+
+class BaseRewardModel(nn.Module, ABC):
+    """A module that gives one real reward to a tokenised sequence and can score text."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
+    ) -> Float[Tensor, " sequences"]:
+        """Rewards in float32."""
+
+    @abstractmethod
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+        """Rewards of the responses, float32 on the CPU, in the order given."""
+
+    def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
+        """Margin: reward of `response_a` less that of `response_b`."""
+        rewards = self.score([prompt, prompt], [response_a, response_b])
+        return float(rewards[0] - rewards[1])

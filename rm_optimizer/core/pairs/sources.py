@@ -1,0 +1,377 @@
+"""From what `data.train` and `data.val` name to preference pairs: sources, column mapping, bad rows and mixing."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.pairs.column_hints import no_format, require_readable, winner_untold
+from rm_optimizer.core.pairs.formats import (
+    FORMATS,
+    Comparison,
+    RowFormat,
+    detect_format,
+    gather_responses,
+    read_number,
+    row_format,
+)
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
+from rm_optimizer.core.rows.columns import Columns, renamed, require_mapped
+from rm_optimizer.core.rows.readers import Report, Row, read_rows, source_name
+from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, in_context
+from rm_optimizer.core.rows.unread_columns import unread_note
+from rm_optimizer.core.rows.winner import parse_winner
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
+
+FIRST_ROWS = 50
+"""Rows that decide the format and the columns."""
+_OPTIONAL = ("margin", "label", "weight")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One file or data set and how to read it.
+
+    Args:
+        path: a file, a saved `datasets` folder or a hub name.
+        weight: its share in a mixture: each pair counts `weight` times; a fraction takes a random part.
+        format: a row format's name, or "auto".
+        columns: column mapping, our name to the file's or to a path such as `answer.text`; None leaves the column out.
+        winner: values of the `winner` column that name the better response, as `parse_winner` reads them.
+        label: the preference probability of rows that carry none, 0.5 for a file of ties.
+
+    Raises:
+        ConfigError: if an option is unknown or out of its range.
+    """
+
+    path: str
+    weight: float = 1.0
+    format: str = "auto"
+    columns: Columns = field(default_factory=dict)
+    winner: Any = None
+    label: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
+        if not 0 <= self.label <= 1:
+            raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
+        if self.format != "auto":
+            row_format(self.format)
+        if self.winner is not None:
+            parse_winner(self.winner)
+        ours = {name for form in FORMATS.values() for name in form.columns} | {
+            "response",
+            "score",
+            *_OPTIONAL,
+            *CONTEXT_COLUMNS,
+        }
+        for name, theirs in self.columns.items():
+            if name == "scores" and str(theirs).rpartition(".")[2].lower() in ("rank", "ranks", "ranking"):
+                raise ConfigError(
+                    f"data.columns: ranks count from the best, so {theirs} must be mapped as ranks, not as scores"
+                )
+            if theirs is not None and name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
+                raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
+
+
+@dataclass(frozen=True)
+class SourcePairs:
+    """The pairs of a source in the order of its rows.
+
+    Args:
+        pairs: the pairs.
+        skipped: rows that gave none.
+        rows: rows that the pairs are of.
+        notes: sentences on columns that look like content and are not read.
+    """
+
+    pairs: tuple[PreferencePair, ...]
+    skipped: tuple[SkippedRow, ...]
+    rows: PairRows = field(default_factory=PairRows)
+    notes: tuple[str, ...] = ()
+
+
+def parse_sources(
+    source: object, *, format: str, columns: Columns | None, winner: object = None
+) -> tuple[DataSource, ...]:
+    """The sources that an option names: a path or hub name, a mapping with `path`, or a list of these.
+
+    Args:
+        source: the option's value.
+        format: row format of sources that do not name their own.
+        columns: column mapping of sources that do not bring their own.
+        winner: values of the winner column of sources that do not bring their own.
+
+    Raises:
+        ConfigError: if it names none, or an option of a source is unknown or has the wrong type.
+
+    Example:
+        >>> sources = parse_sources(["a.csv", {"path": "b.csv", "weight": 2}], format="auto", columns={})
+        >>> [source.weight for source in sources]
+        [1.0, 2.0]
+    """
+    items = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    if not items:
+        raise ConfigError("a data source must name a file or data set, got an empty list")
+    defaults = {"format": format, "columns": columns or {}, "winner": winner}
+    return tuple(_parse_source(item, defaults) for item in items)
+
+
+def _parse_source(item: object, defaults: Mapping[str, Any]) -> DataSource:
+    options: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}
+    known = DataSource.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise ConfigError(did_you_mean("option of a data source", str(name), known))
+    path = options.get("path")
+    if not isinstance(path, str | Path) or not str(path):
+        raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
+    values = {**defaults, **options, "path": str(path)}
+    for name in ("weight", "label"):
+        if name in values:
+            try:
+                values[name] = read_number(name, values[name])
+            except ValueError as error:
+                raise ConfigError(f"data source {path}: {error}") from error
+    return DataSource(**values)
+
+
+def load_source(
+    source: DataSource,
+    *,
+    kwise_rule: KwiseRule,
+    on_bad_row: OnBadRow,
+    max_bad_share: float = 1.0,
+    spelling: Spelling = Spelling.hydra,
+) -> SourcePairs:
+    """Read every pair of one source.
+
+    Args:
+        source: what to read and how.
+        kwise_rule: which pairs a row of many scored responses gives.
+        on_bad_row: stop at the first bad row, or drop and list them. A k-wise row without two different scores is not
+            bad; it gives no pair and is listed either way.
+        max_bad_share: most bad rows that may be dropped, as a share of all rows.
+        spelling: how messages name options.
+
+    Raises:
+        DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
+            left.
+    """
+    tally = RowTally(source.path, on_bad_row, spelling, max_bad_share)
+    rows = tally.counted(read_rows(source.path, tally.report_unread))
+    first = list(itertools.islice(rows, FIRST_ROWS))
+    if not first:
+        raise DataError(_nothing_left(source, tally.skipped))
+    form = format_of(source, [row for _, row in first], spelling)
+    numbered: Iterable[tuple[int, Row]] = renamed(itertools.chain(first, rows), source.columns)
+    if has_one_response_a_row(source, form, first[0][1]):
+        numbered = gather_responses(numbered, tally.report)
+    found = list(numbered_pairs(source, form, numbered, kwise_rule, report=tally.report, skip=tally.skip))
+    tally.require_few_bad()
+    if not found:
+        raise DataError(_nothing_left(source, tally.skipped))
+    kept = PairRows.of_source(tally, [number for number, _ in found])
+    note = columns_note(source, form, [row for _, row in first], spelling)
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, () if note is None else (note,))
+
+
+def columns_note(source: DataSource, form: RowFormat, first: Sequence[Row], spelling: Spelling) -> str | None:
+    """A sentence on columns that look like content and are not read; None if there are none.
+
+    Args:
+        source: what is read and how.
+        form: its format.
+        first: its first rows.
+        spelling: how the sentence names options.
+    """
+    ours = [row for _, row in renamed(enumerate(first), source.columns)]
+    read = form.columns | {"response", "score", *_OPTIONAL} | CONTEXT_COLUMNS
+    return unread_note(source.path, ours, read, spelling)
+
+
+def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:
+    """Whether rows of the k-wise format are single responses, which must be gathered by prompt."""
+    return form.name == "kwise" and "responses" not in first and "responses" not in source.columns
+
+
+def numbered_pairs(
+    source: DataSource,
+    form: RowFormat,
+    rows: Iterable[tuple[int, Row]],
+    kwise_rule: KwiseRule,
+    *,
+    report: Report,
+    skip: Report,
+) -> Iterator[tuple[int, PreferencePair]]:
+    """The pairs of rows, each with the number of its row.
+
+    Args:
+        source: where the rows come from.
+        form: their format.
+        rows: numbered rows under our column names.
+        kwise_rule: which pairs a row of many scored responses gives.
+        report: told of bad rows.
+        skip: told of rows that are not bad and give no pair.
+    """
+    maker = _PairMaker(source, form)
+    for number, row in rows:
+        try:
+            comparisons = form.compare(maker.prepared(row), kwise_rule)
+            pairs, reason = maker.pairs(number, row, comparisons)
+        except ValueError as error:
+            report(number, str(error))
+            continue
+        except RecursionError:
+            report(number, "its values are nested too deeply")
+            continue
+        if reason is not None:
+            report(number, f"a pair of it is bad ({reason}), and left out")
+        if not comparisons:
+            skip(number, "no pair: no two responses that differ in text and score")
+        yield from ((number, pair) for pair in pairs)
+
+
+def _nothing_left(source: DataSource, skipped: Sequence[SkippedRow]) -> str:
+    if not skipped:
+        return f"{source.path}: the file holds no rows"
+    return f"none of {len(skipped)} rows gives a pair; the first: {skipped[0]}"
+
+
+def format_of(source: DataSource, first: Sequence[Row], spelling: Spelling = Spelling.hydra) -> RowFormat:
+    """The format named or detected, once the columns are known to be there and to mean what they are read as.
+
+    Raises:
+        DataError: if the first rows lack a column, look like no format, or hold a column that would be misread.
+    """
+    require_mapped(source.path, source.columns, first, spelling)
+    ours = [row for _, row in renamed(enumerate(first), source.columns)]
+    names = {name for row in ours for name in row}
+    form = detect_format(ours) if source.format == "auto" else row_format(source.format)
+    if form is None or (source.format != "auto" and not any(names >= required for required in form.required)):
+        forms = FORMATS.values() if form is None else [form]
+        raise no_format(source.path, ours, source.columns, forms, spelling)
+    if form.name == "winner" and source.winner is None:
+        raise winner_untold(source.path, ours, source.columns, spelling)
+    require_readable(source.path, ours, source.columns, spelling)
+    return form
+
+
+class _PairMaker:
+    """Makes pairs of the comparisons of a source's rows."""
+
+    def __init__(self, source: DataSource, form: RowFormat) -> None:
+        self._name = source_name(source.path)
+        self._label = source.label
+        self._columns = source.columns
+        self._makes_groups = form.makes_groups
+        self._winner = parse_winner(source.winner) if form.name == "winner" else None
+        self._own = form.columns | set(_OPTIONAL) | CONTEXT_COLUMNS
+
+    def prepared(self, row: Row) -> Row:
+        """The row as its format compares it; raises `ValueError` where its winner is unknown."""
+        return row | {"winner": self._winner.preference(row.get("winner"))} if self._winner is not None else row
+
+    def pairs(
+        self, number: int, row: Row, comparisons: Sequence[Comparison]
+    ) -> tuple[list[PreferencePair], str | None]:
+        """The row's pairs, and why another of its comparisons is none; raises `ValueError` if none of them is."""
+        margin, label, weight = (_optional(row, name) for name in _OPTIONAL)
+        shared = self._metadata(number, row)
+        pairs: list[PreferencePair] = []
+        reason: str | None = None
+        for item in comparisons:
+            own_label = self._label if item.label is None else item.label
+            try:
+                pair = PreferencePair(
+                    in_context(row, item.prompt, self._columns),
+                    item.chosen,
+                    item.rejected,
+                    margin=margin if margin is not None else item.margin,
+                    metadata=shared | _kept(item.extra.items()),
+                    label=own_label if label is None else label,
+                    weight=1.0 if weight is None else weight,
+                )
+            except ValueError as error:
+                reason = str(error)
+            else:
+                pairs.append(pair)
+        if reason is not None and not pairs:
+            raise ValueError(reason)
+        return pairs, reason
+
+    def _metadata(self, number: int, row: Row) -> dict[str, Any]:
+        """Other columns as they are; those of a `metadata` column, as `PreferencePair.to_dict` writes it, join them."""
+        metadata = _kept((name, value) for name, value in row.items() if name not in self._own)
+        if isinstance(metadata.get("metadata"), dict):
+            metadata = _kept(metadata.pop("metadata").items()) | metadata
+        metadata.setdefault("source", self._name)
+        if self._makes_groups:
+            metadata["group"] = f"{self._name}:{number}"
+        return metadata
+
+
+def _optional(row: Row, name: str) -> float | None:
+    """A number, or None where the cell is empty."""
+    value = row.get(name)
+    return None if value is None or value == "" else read_number(name, value)
+
+
+def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None and value != "" and _is_json(value)}
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON can say the value; NaN is a missing number, and bytes or dates are left out."""
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return abs(value) < float("inf")
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return isinstance(value, dict) and all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+
+
+def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:
+    """The pairs of all sources, each source as often as its weight says.
+
+    A source of weight `w` gives all its pairs `floor(w)` times and a random `w - floor(w)` of them once more; repeats
+    carry `metadata["copy"]`, counted from 1. The draw depends on the seed and the source's place in the list alone.
+
+    Args:
+        loaded: each source with its pairs.
+        seed: of the random parts.
+    """
+    mixture: list[PreferencePair] = []
+    for place, copy, positions in _draws(loaded, seed):
+        pairs = loaded[place][1].pairs
+        mixture.extend(_marked([pairs[index] for index in positions], copy))
+    return tuple(mixture)
+
+
+def mixed_rows(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> PairRows:
+    """The rows of the pairs that `mixed` gives."""
+    return PairRows.joined([loaded[place][1].rows.take(positions) for place, _, positions in _draws(loaded, seed)])
+
+
+def _draws(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Place of a source, number of the copy and positions of its pairs, for each part of the mixture."""
+    for place, (source, loaded_pairs) in enumerate(loaded):
+        num_pairs, whole = len(loaded_pairs.pairs), int(source.weight)
+        yield from ((place, copy, np.arange(num_pairs)) for copy in range(whole))
+        yield place, whole, random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place])
+
+
+def _marked(pairs: Sequence[PreferencePair], copy: int) -> Iterable[PreferencePair]:
+    return (replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in pairs) if copy else pairs

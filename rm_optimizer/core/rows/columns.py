@@ -1,0 +1,127 @@
+"""Column mapping: the rows of a source under our column names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rm_optimizer.core.rows.messages import is_message, messages_json
+from rm_optimizer.core.rows.readers import Row
+from rm_optimizer.errors import DataError, did_you_mean
+from rm_optimizer.schema.data import Spelling
+
+Columns = Mapping[str, str | None]
+"""Our column name to the file's; None leaves the file's column of that name out."""
+_CONVERSATIONS = ("chosen", "rejected", "response_a", "response_b")
+_LISTS = ("responses", "scores", "ranks")
+
+
+def renamed(rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
+    """The rows under our column names; columns without one of ours keep theirs.
+
+    A name such as `answer.text` reads inside objects, and the same part of each object of a list. Lists and messages
+    that stand as JSON text in their cell, as in CSV, are parsed.
+    """
+    for number, row in rows:
+        yield number, _parsed(_mapped(row, columns) if columns else row)
+
+
+def _mapped(row: Row, columns: Columns) -> Row:
+    consumed = {theirs if theirs in row else _root(theirs) for theirs in columns.values() if theirs is not None}
+    consumed |= {ours for ours, theirs in columns.items() if theirs is None}
+    kept = {name: value for name, value in row.items() if name not in consumed}
+    found = ((ours, theirs) for ours, theirs in columns.items() if theirs is not None and _has_root(row, theirs))
+    return kept | {ours: cell(row, theirs) for ours, theirs in found}
+
+
+def _root(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _has_root(row: Row, path: str) -> bool:
+    return path in row or _root(path) in row
+
+
+def cell(row: Row, path: str) -> Any:
+    """The value at a column name or at a path into a column; None where the path leads nowhere.
+
+    Example:
+        >>> cell({"answers": [{"text": "a"}, {"text": "b"}]}, "answers.text")
+        ['a', 'b']
+    """
+    if path in row:
+        return row[path]
+    name, *steps = path.split(".")
+    value: Any = row.get(name)
+    for step in steps:
+        value = _inside(value, step)
+    return value
+
+
+def _inside(value: Any, step: str) -> Any:
+    if isinstance(value, str):
+        value = _json(value)
+    if isinstance(value, Mapping):
+        return value.get(step)
+    if isinstance(value, list) and step.lstrip("-").isdigit():
+        index = int(step)
+        return value[index] if -len(value) <= index < len(value) else None
+    return [_inside(item, step) for item in value] if isinstance(value, list) else None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parsed(row: Row) -> Row:
+    changed: Row = {}
+    for name in _CONVERSATIONS:
+        value = row.get(name)
+        if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+            messages = messages_json(value) or _json(value)
+            if isinstance(messages, list) and all(map(is_message, messages)) and messages:
+                changed[name] = messages
+            elif is_message(messages):
+                changed[name] = [messages]
+        elif is_message(value):
+            changed[name] = [value]
+    for name in _LISTS:
+        value = row.get(name)
+        if isinstance(value, str) and isinstance(items := _json(value), list):
+            changed[name] = items
+    return row | changed if changed else row
+
+
+def require_mapped(path: str, columns: Columns, first: Sequence[Row], spelling: Spelling) -> None:
+    """Refuse a mapping to a column, or to a part of one, that the first rows lack.
+
+    Raises:
+        DataError: naming the option, the column and those that are there.
+    """
+    known = list(dict.fromkeys(name for row in first for name in row))
+    for ours, theirs in columns.items():
+        name = ours if theirs is None else theirs
+        option = spelling.columns({ours: "null" if theirs is None else theirs})
+        if name not in known and _root(name) not in known:
+            raise DataError(f"{path}: {option}: {did_you_mean('column', name, known)}")
+        if all(_is_missing(cell(row, name)) for row in first) and name not in known:
+            parts = ", ".join(_parts(row.get(_root(name)) for row in first)) or "no parts"
+            raise DataError(f"{path}: {option}: the column {_root(name)} holds no such part; it has {parts}")
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(map(_is_missing, value)))
+
+
+def _parts(values: Iterable[Any]) -> list[str]:
+    """Names of the parts of objects, or of lists of objects."""
+    names: dict[str, None] = {}
+    for value in values:
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Mapping):
+                names |= dict.fromkeys(map(str, item))
+    return list(names)

@@ -1,0 +1,332 @@
+"""Rows of a file or data set, one at a time, each with the number a person would look it up by.
+
+Lines are counted from 1 in JSON Lines and CSV files, rows from 1 in all others. A row that cannot be read, in a file
+whose other rows can, goes to a `report` callback, which raises or takes note; a file that cannot be read raises.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rm_optimizer.errors import DataError, did_you_mean
+
+Row: TypeAlias = dict[str, Any]
+"""Column names to Python values."""
+Report: TypeAlias = Callable[[int, str], None]
+"""Told the number of a bad row and the reason."""
+
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[^:]*))?(?::(?P<split>.*))?")
+_ROWS_AT_ONCE = 4096
+_LONGEST_FIELD = 2**31 - 1
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of a file, a saved `datasets` folder or a `datasets` hub name.
+
+    Files are Parquet, JSON (an array of objects), JSON Lines or CSV with a header; all but Parquet may be gzipped. A
+    hub name is `owner/name` or `owner/name:config:split`, where either part may be empty; what exists on disk, ends
+    like a file or lies in a folder that exists is never looked up on the hub.
+
+    Args:
+        source: path or hub name.
+        report: told of rows that cannot be read.
+
+    Raises:
+        DataError: if the source does not exist or cannot be read; the text names the file, and the line where known.
+    """
+    location = str(source)
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return _saved_folder(path)
+    if path.exists():
+        return guarded(path, _file_reader(path)(path, report))
+    if is_hub_name(location):
+        return _hub(location)
+    raise DataError(_no_such_file(location, path))
+
+
+def row_unit(source: str | Path) -> str:
+    """What the numbers of a source's rows count: "line" or "row"."""
+    return "line" if _suffix(Path(source)) in (".jsonl", ".csv") else "row"
+
+
+def source_name(source: str | Path) -> str:
+    """Short name of a source: a file's or folder's name without endings, a hub name without configuration and split.
+
+    Example:
+        >>> source_name("data/hh_train.jsonl.gz"), source_name("Anthropic/hh-rlhf::train")
+        ('hh_train', 'Anthropic/hh-rlhf')
+    """
+    if is_hub_name(str(source)):
+        return str(source).partition(":")[0]
+    path = Path(source)
+    name = path.name.removesuffix(".gz")
+    return name.removesuffix(_suffix(path)) if _suffix(path) in _READERS else name
+
+
+def is_hub_name(location: str) -> bool:
+    """Whether text is the name of a hub data set and not a path."""
+    found = _HUB_NAME.fullmatch(location)
+    if found is None or Path(location).expanduser().exists():
+        return False
+    name = Path(found["name"])
+    return _suffix(name) not in _READERS and not name.parent.is_dir()
+
+
+def _suffix(path: Path) -> str:
+    """The ending that tells the file's kind, below `.gz`."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def _no_such_file(location: str, path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{location}: no such file; the folder {folder} does not exist"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
+    hint = f"did you mean '{folder / near[0]}'?" if near else f"nothing in {folder.resolve()} has a similar name"
+    return f"{location}: no such file; {hint}"
+
+
+def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row]]]:
+    suffix = _suffix(path)
+    if suffix not in _READERS or (suffix == ".parquet" and path.name.lower().endswith(".gz")):
+        shown = "".join(path.suffixes[-2:]) if path.name.endswith(".gz") else path.suffix
+        raise DataError(f"{path}: {did_you_mean('kind of file', shown, [*_READERS, *_GZIPPED])}")
+    if not path.is_file():
+        raise DataError(
+            f"{path}: expected a file, got a pipe or device, which cannot be read twice; write it to a file"
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty")
+    return _READERS[suffix]
+
+
+def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    """The rows, with every way a file can be torn told in one sentence.
+
+    Raises:
+        DataError: if the file cannot be read.
+    """
+    try:
+        yield from rows
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, OverflowError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DataError(f"{path}: the file cannot be read: {reason}") from error
+
+
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.GzipFile(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _parquet(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+    number = 0
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        require_distinct_columns(path, names)
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+            for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                number += 1
+                yield number, dict(zip(names, values, strict=True))
+
+
+def require_distinct_columns(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table that has two columns of one name, of which only one would be read.
+
+    Raises:
+        DataError: naming the file and the column.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: there are two columns '{twice}'; rename or remove one")
+
+
+def _json_lines(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+    with _open(path) as lines:
+        yield from parse_lines(path, lines, report)
+
+
+def parse_lines(
+    path: Path, lines: Iterable[bytes], report: Report, *, first_line: int = 1
+) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of lines that each hold a JSON object; blank lines are counted and give none.
+
+    Args:
+        path: the file the lines come from.
+        lines: its lines, or a part of them.
+        report: told of lines that hold none.
+        first_line: number of the first of these lines.
+
+    Raises:
+        DataError: if the file is a JSON array.
+    """
+    for number, line in enumerate(lines, first_line):
+        if line.isspace():
+            continue
+        if number == 1 and line.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            raise DataError(f"{path}, line 1: expected one JSON object a line, got a JSON array; name the file .json")
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            report(number, f"not a valid JSON object on one line ({error.msg} at column {error.colno})")
+        except UnicodeDecodeError as error:
+            report(number, f"not UTF-8 text ({error.reason} at byte {error.start})")
+        except (RecursionError, ValueError) as error:
+            report(number, f"not a JSON object that can be read ({_unreadable(error)})")
+        else:
+            yield from _if_object(number, row, report)
+
+
+def _unreadable(error: RecursionError | ValueError) -> str:
+    """Why valid JSON cannot be read: Python bounds the depth of lists and the digits of whole numbers."""
+    return "its values are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
+def _if_object(number: int, row: object, report: Report) -> Iterator[tuple[int, Row]]:
+    if isinstance(row, dict):
+        yield number, row
+    else:
+        report(number, f"expected a JSON object, got {type(row).__name__}")
+
+
+def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+    """An array of objects, alone or as `{"data": […]}`; one object, or one a line, is read as well."""
+    with _open(path) as file:
+        content = file.read()
+    is_object = content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
+    try:
+        rows = [json.loads(content)] if is_object else json.loads(content)
+    except json.JSONDecodeError as error:
+        if is_object and error.msg == "Extra data":
+            yield from parse_lines(path, io.BytesIO(content), report)
+            return
+        message = f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
+        raise DataError(message) from error
+    except UnicodeDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path}: the file cannot be read: {_unreadable(error)}") from error
+    if is_object and isinstance(rows[0].get("data"), list):
+        rows = rows[0]["data"]
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: expected a JSON array of objects, got {type(rows).__name__}")
+    for number, row in enumerate(rows, 1):
+        yield from _if_object(number, row, report)
+
+
+def _csv(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
+        records = _csv_records(path, text)
+        header = next(records, (1, []))[1]
+        if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
+            raise DataError(f"{path}, line 1: fields must be separated by commas, got the header {header[0]!r}")
+        if len(set(header)) != len(header):
+            twice = next(name for name in header if header.count(name) > 1)
+            raise DataError(f"{path}, line 1: the header names column '{twice}' twice")
+        for number, cells in records:
+            if len(cells) == len(header):
+                yield number, dict(zip(header, cells, strict=True))
+            else:
+                report(number, f"has {len(cells)} fields where the header has {len(header)}")
+
+
+def _csv_records(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Records with the line each starts on; blank lines are left out."""
+    reader = csv.reader(text, strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(
+                f"{path}, line {number}: a quoted field is not closed, or a quote in it is not doubled ({error})"
+            ) from error
+        if cells:
+            yield number, cells
+
+
+_READERS: dict[str, Callable[[Path, Report], Iterator[tuple[int, Row]]]] = {
+    ".parquet": _parquet,
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+}
+_GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
+
+
+def is_saved_folder(folder: Path) -> bool:
+    """Whether `datasets` has written the folder."""
+    return any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The data files of a folder and those below it, all of one kind: Parquet before JSON Lines, JSON and CSV."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith((".", "_"))]
+    of_kind = ([path for path in files if _suffix(path) == suffix] for suffix in _READERS)
+    return next((found for found in of_kind if found), [])
+
+
+def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
+    splits = path / "dataset_dict.json"
+    if splits.exists():
+        names = json.loads(splits.read_text(encoding="utf-8")).get("splits", [])
+        raise DataError(f"{path}: the folder holds the splits {', '.join(names)}; name one, such as {path / names[0]}")
+    if not (path / "state.json").exists():
+        files = sorted(entry.name for entry in path.iterdir() if _suffix(entry) in _READERS)
+        hint = f"name one of its files: {', '.join(files[:8])}" if files else "name a file"
+        raise DataError(f"{path}: the folder was not written by datasets' save_to_disk; {hint}")
+    from datasets import load_from_disk
+
+    try:
+        dataset = load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: the saved data set cannot be read: {error}") from error
+    return guarded(path, _dataset_rows(dataset))
+
+
+def _hub(location: str) -> Iterator[tuple[int, Row]]:
+    import datasets
+
+    from rm_optimizer.core.rows.hub import hub_obstacle
+
+    found = _HUB_NAME.fullmatch(location)
+    assert found is not None, location
+    name, config, split = found["name"], found["config"] or None, found["split"] or None
+    if (obstacle := hub_obstacle(name, "dataset")) is not None:
+        raise DataError(f"{location}: neither a file here nor a data set the hub gives: {obstacle}")
+    try:
+        loaded = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{location}: neither a file here nor a data set the hub gives: {reason}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if len(loaded) > 1:
+            choice = f"{name}:{config or ''}:{next(iter(loaded))}"
+            raise DataError(f"{location}: the data set has the splits {', '.join(loaded)}; name one, such as {choice}")
+        loaded = next(iter(loaded.values()))
+    return _dataset_rows(loaded)
+
+
+def _dataset_rows(dataset: Any) -> Iterator[tuple[int, Row]]:
+    number = 0
+    for batch in dataset.iter(batch_size=_ROWS_AT_ONCE):
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield number, dict(zip(batch, values, strict=True))

@@ -1,0 +1,175 @@
+"""Files of prompts and responses, read row by row and written again with a `reward` column, in bounded memory."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rm_optimizer.core.rows.messages import Prompt, is_empty, require_characters, require_response
+from rm_optimizer.core.rows.readers import read_rows, row_unit
+from rm_optimizer.core.rows.row_context import row_prompt
+from rm_optimizer.errors import DataError
+
+REWARD = "reward"
+BATCH_ROWS = 512
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class FileKind(StrEnum):
+    """Formats that can be streamed; the text is how the suffix is written."""
+
+    jsonl = ".jsonl"
+    csv = ".csv"
+    parquet = ".parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRow:
+    """One row: a prompt and its responses.
+
+    Args:
+        number: line of a text file or row of a Parquet file, from 1.
+        prompt: text or messages.
+        responses: one or more texts.
+        listed: whether the row has a list under `responses`, and so gets a list of rewards.
+    """
+
+    number: int
+    prompt: Prompt
+    responses: tuple[str, ...]
+    listed: bool
+
+
+def file_kind(path: Path) -> FileKind:
+    """The format that a file's name says.
+
+    Raises:
+        DataError: if it says none of them.
+
+    Example:
+        >>> file_kind(Path("answers.jsonl.gz")).name
+        'jsonl'
+    """
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    zipped = path.name.endswith(".gz")
+    for kind in FileKind:
+        if suffix == kind.value and not (zipped and kind is not FileKind.jsonl):
+            return kind
+    raise DataError(f"{path}: expected a file name ending in .jsonl, .jsonl.gz, .csv or .parquet")
+
+
+def read_responses(path: Path) -> Iterator[ResponseRow]:
+    """Rows of a file, checked one by one.
+
+    Raises:
+        DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses.
+    """
+    for number, row in _rows(path):
+        yield _checked(path, number, row)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows as they stand; one that cannot be read raises."""
+
+    def refuse(number: int, reason: str) -> NoReturn:
+        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
+
+    return read_rows(path, refuse)
+
+
+def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any]) -> None:
+    """Copy a file with the column `reward` added.
+
+    Args:
+        source: the file that was scored.
+        target: open for writing bytes.
+        kind: format to write: the source's own, or JSONL.
+        rewards: a number, or a list of numbers, for each row in order.
+    """
+    if kind is FileKind.parquet:
+        _write_parquet(source, target, iter(rewards))
+        return
+    rows = ({**row, REWARD: reward} for (_, row), reward in zip(_rows(source), rewards, strict=True))
+    text = io.TextIOWrapper(target, encoding="utf-8", newline="")
+    (_write_csv if kind is FileKind.csv else _write_jsonl)(text, rows)
+    text.detach()
+
+
+def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
+    where = f"{path}, {row_unit(path)} {number}"
+    if "prompt" not in row or ("response" in row) == ("responses" in row):
+        got = ", ".join(row) or "none"
+        raise DataError(f"{where}: expected the columns prompt and response, or prompt and responses; got {got}")
+    if REWARD in row:
+        raise DataError(f"{where}: there is a column '{REWARD}' already; rename it or leave it out")
+    listed = "responses" in row
+    responses = row["responses"] if listed else [row["response"]]
+    if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
+        expected = "responses must be a list of texts" if listed else "response must be text"
+        raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
+    try:
+        for text in responses:
+            require_response("response", text)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; repair it or leave the row out") from error
+    return ResponseRow(number, _prompt(where, row), tuple(responses), listed)
+
+
+def _prompt(where: str, row: dict[str, Any]) -> Prompt:
+    if is_empty(row["prompt"]):
+        raise DataError(
+            f"{where}: prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}"
+        )
+    try:
+        if isinstance(row["prompt"], str):
+            require_characters("prompt", row["prompt"])
+        return row_prompt(row)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _write_jsonl(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        line = json.dumps(row, ensure_ascii=False, default=str)
+        # Half of a surrogate pair in a column that is not scored can be written as an escape only.
+        text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
+    text.flush()
+
+
+def _write_csv(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
+    writer: csv.DictWriter[str] | None = None
+    for row in rows:
+        if writer is None:
+            writer = csv.DictWriter(text, fieldnames=list(row), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(row)
+    text.flush()
+
+
+def _write_parquet(source: Path, target: IO[bytes], rewards: Iterator[Any]) -> None:
+    listed = "responses" in pq.read_schema(source).names
+    kind = pa.list_(pa.float32()) if listed else pa.float32()
+    writer: Any = None
+    for batch in pq.ParquetFile(source).iter_batches(batch_size=BATCH_ROWS):
+        values: Sequence[Any] = list(islice(rewards, batch.num_rows))
+        scored = batch.append_column(pa.field(REWARD, kind), pa.array(values, kind))
+        writer = writer or pq.ParquetWriter(target, scored.schema)
+        writer.write_batch(scored)
+    if writer is not None:
+        writer.close()

@@ -1,0 +1,1 @@
+"""Reward models on disk: loading, checkpoints, exports with their certificate, adapters."""

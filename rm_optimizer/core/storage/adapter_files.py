@@ -1,0 +1,252 @@
+"""Adapters on disk: peft's own two files with the reward head inside, and the base weights with the adapter merged."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rm_optimizer.core.classifier.adapters import (
+    ADAPTER_NAME,
+    attach,
+    has_adapter,
+    import_peft,
+    lora_config,
+    modules_named,
+    saved_modules,
+)
+from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.classifier.quantization import is_packed, is_quantised, unpacked
+from rm_optimizer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Before every name in peft's weight files."""
+_SAMPLE = 16
+"""Values of each frozen tensor that identify a base."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model an adapter belongs to.
+
+    Args:
+        source: hub id or absolute folder.
+        revision: commit on the hub; None for a folder.
+        is_quantised: whether its matrices were in four bits.
+        fingerprint: of its weights.
+    """
+
+    source: str
+    revision: str | None
+    is_quantised: bool
+    fingerprint: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The base as JSON values."""
+        return vars(self).copy()
+
+
+def adapter_folder(source: str | Path) -> Path | None:
+    """The folder if it holds an adapter alone, else None."""
+    folder = Path(source).expanduser()
+    return folder if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file() else None
+
+
+def base_of(model: PreTrainedModel) -> BaseModel:
+    """Where an adapted model's base can be found again.
+
+    Raises:
+        CheckpointError: if it cannot: it was built from a configuration or comes from a `.ckpt` file.
+    """
+    config = lora_config(model)
+    if not config.base_model_name_or_path:
+        raise CheckpointError(
+            "an adapter alone needs a base that can be loaded again, and this one was built from a configuration or "
+            "comes from a checkpoint; export the merged model with save_pretrained instead"
+        )
+    return BaseModel(config.base_model_name_or_path, config.revision, is_quantised(model), base_fingerprint(model))
+
+
+def base_fingerprint(model: PreTrainedModel) -> str:
+    """16 hexadecimal digits that tell bases apart: the first values of each frozen tensor, rounded to bfloat16.
+
+    Rounded, so that a base loaded in another floating type is the same base.
+    """
+    saved, digest = _file_names(model), hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if name not in saved and value.is_floating_point():
+            sample = value.detach().flatten()[:_SAMPLE].cpu().to(torch.bfloat16).float()
+            digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What a training checkpoint records of the adapter, as JSON values; None without one."""
+    if not has_adapter(model):
+        return None
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in _values(model).items()}
+    described: dict[str, Any] = json.loads(json.dumps({"config": values, "is_quantised": is_quantised(model)}))
+    return described
+
+
+def described_config(described: Mapping[str, Any]) -> LoraConfig:
+    """The peft configuration that `describe_adapter` told of."""
+    return import_peft().LoraConfig(**described["config"])
+
+
+def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
+    """Names in the model of the tensors that belong to the adapter, those of the head-side modules included."""
+    return frozenset(_file_names(model))
+
+
+def is_saved(model: PreTrainedModel, name: str) -> bool:
+    """Whether an adapted model's adapter stores the tensor that the plain model has under `name`."""
+    return any(_is_under(name, module) for module in saved_modules(model))
+
+
+def stored_name(name: str) -> str:
+    """The name in peft's file of a tensor of the adapter.
+
+    Example:
+        >>> stored_name("layers.0.q_proj.lora_A.default.weight")
+        'base_model.model.layers.0.q_proj.lora_A.weight'
+    """
+    return _PREFIX + ".".join(part for part in name.split(".") if part != ADAPTER_NAME)
+
+
+def write_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, which plain peft loads too."""
+    config = copy.deepcopy(lora_config(model))
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    state = model.state_dict()
+    tensors = {stored: state[name].detach().cpu().contiguous() for name, stored in _file_names(model).items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """The configuration of an adapter folder.
+
+    Raises:
+        CheckpointError: if it is not LoRA's, or names no base.
+    """
+    config = import_peft().PeftConfig.from_pretrained(str(folder))
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise CheckpointError(
+            f"{folder} holds a PEFT adapter alone, of type {kind} where LORA was expected; "
+            "merge it into its base model and give that folder"
+        )
+    if not config.base_model_name_or_path:
+        raise CheckpointError(f"the adapter in {folder} does not name its base model in {CONFIG_FILE}")
+    return config
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig, recorded_base: Mapping[str, Any]) -> None:
+    """Put a stored adapter and its head into a base classifier.
+
+    Args:
+        model: the base, changed in place.
+        folder: holds the two files.
+        config: as `read_config` gave it.
+        recorded_base: `BaseModel.to_json` as stored; empty for adapters that others made.
+
+    Raises:
+        CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another one.
+    """
+    whole = modules_named(model, config.modules_to_save or ())
+    if not any(_is_under(head_name(model), name) for name in whole):
+        raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
+    attach(model, config, seed=0)
+    stored, names = load_file(folder / WEIGHTS_FILE), _file_names(model)
+    wrong = sorted(stored.keys() ^ set(names.values()))
+    if wrong:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit its base: {len(wrong)} tensors, such as {wrong[0]}"
+        )
+    model.load_state_dict({name: stored[key] for name, key in names.items()}, strict=False)
+    if recorded_base and base_fingerprint(model) != recorded_base["fingerprint"]:
+        raise CheckpointError(
+            f"the adapter in {folder} belongs to other weights than {recorded_base['source']} holds now; "
+            "restore that base model"
+        )
+
+
+def merged_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A plain classifier with the adapter's product added to the frozen weights; the adapted one stays as it is.
+
+    Each layer is merged in a copy of its own, so beside the two models one layer more is held. Matrices in four bits
+    come back in the type they compute in, as exact as they are read.
+    """
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(config)
+    plain.load_state_dict(merged_state(model), assign=True)
+    return plain.eval()
+
+
+def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights of the plain classifier that scores as the adapted one does, by name."""
+    layer_type = import_peft().tuners.lora.LoraLayer
+    replaced = {
+        name: module for name, module in model.named_modules() if isinstance(module, layer_type) or is_packed(module)
+    }
+    kept = {
+        key: value for key, value in model.state_dict().items() if not any(_is_under(key, name) for name in replaced)
+    }
+    for name, module in replaced.items():
+        if any(_is_under(name, other) for other in replaced if other != name):
+            continue
+        merged = _merged(module) if isinstance(module, layer_type) else unpacked(module)
+        kept |= {f"{name}.{key}": value for key, value in merged.items()}
+    return kept
+
+
+def _merged(layer: Any) -> dict[str, Tensor]:
+    base = layer.get_base_layer()
+    if is_packed(base):
+        state = unpacked(base)
+        delta = layer.get_delta_weight(ADAPTER_NAME)
+        return state | {"weight": (state["weight"].float() + delta.float()).to(state["weight"].dtype)}
+    own = copy.deepcopy(layer)
+    own.merge(safe_merge=True, adapter_names=[ADAPTER_NAME])
+    merged: dict[str, Tensor] = own.get_base_layer().state_dict()
+    return merged
+
+
+def _file_names(model: PreTrainedModel) -> dict[str, str]:
+    """For each tensor that belongs to the adapter: its name in the model, and its name in peft's file."""
+    whole, biases = saved_modules(model), lora_config(model).bias
+    return {
+        name: stored_name(name)
+        for name in model.state_dict()
+        if ADAPTER_NAME in name.split(".")
+        or any(_is_under(name, module) for module in whole)
+        or (biases == "all" and name.endswith("bias"))
+        or (biases == "lora_only" and name.endswith(".base_layer.bias"))
+    }
+
+
+def _is_under(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _values(model: PreTrainedModel) -> dict[str, Any]:
+    values: dict[str, Any] = lora_config(model).to_dict()
+    return values

@@ -1,0 +1,205 @@
+"""Proof that a stored model scores as it did in memory: conversations, their rewards, the largest difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.errors import CheckpointError
+
+_STORY = "The lighthouse keeper counted the ships that passed, and wrote each name in a book that nobody read. "
+DEFAULT_PROBE: tuple[tuple[Prompt, str], ...] = (
+    ("Hi", "Hello."),
+    ("What is 2 + 2?", "4"),
+    ("What is 2 + 2?", "It is five, because I say so."),
+    ("How do I boil an egg?", "Put it into boiling water.\n\n1. Wait seven minutes.\n2. Cool it.\n\n\tEnjoy!"),
+    ("Écris « bonjour » en japonais. 日本語で", "こんにちは 👋🏽 — ça veut dire « bonjour »."),
+    ("Write a long story.", _STORY * 8),
+    (f"Summarise this: {_STORY * 8}", "A keeper records ships."),
+    (
+        (
+            Message("user", "Name a colour."),
+            Message("assistant", "Blue."),
+            Message("user", "Another one, please."),
+        ),
+        "Green.",
+    ),
+    (
+        (
+            Message("user", "def f(x): return x"),
+            Message("assistant", "That is the identity."),
+            Message("user", "Make it double <b>x</b> & say why"),
+            Message("assistant", "```python\ndef f(x):\n    return 2 * x\n```"),
+            Message("user", "Thanks!"),
+        ),
+        "You are welcome.",
+    ),
+)
+"""Conversations every export is checked on: short and long, several turns, code, and characters beyond ASCII."""
+
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 2.0**-7,
+    torch.bfloat16: 2.0**-4,
+}
+"""Largest difference allowed, in units of max(1, |reward|).
+
+In float32 and float64 it leaves room for another order of summation. In half types plain `transformers` also rounds the
+head's weights and its output to 11 or 8 bits, which this model does not: 8 of the type's rounding errors.
+"""
+LOADED_TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
+"""Largest difference of a loaded model's rewards from the certified ones, in the same units."""
+LOADED_HALF_TOLERANCE = 2.0**-2
+"""The same where a half type is involved: with 30M parameters 0.24 was seen (bfloat16), 0.05 on average."""
+_CHECKED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ProbeScore:
+    """One probe conversation and its reward.
+
+    Args:
+        prompt: text, or the messages before the response.
+        response: the response's text.
+        input_ids: what the model read, special tokens included.
+        reward: in memory, before the export.
+        reloaded: from the exported files through plain `transformers`.
+    """
+
+    prompt: Prompt
+    response: str
+    input_ids: tuple[int, ...]
+    reward: float
+    reloaded: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The score as JSON values."""
+        prompt = self.prompt if isinstance(self.prompt, str) else [message.to_dict() for message in self.prompt]
+        return {**asdict(self), "prompt": prompt, "input_ids": list(self.input_ids)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ProbeScore:
+        """The score that `to_json` wrote."""
+        prompt = value["prompt"]
+        messages = prompt if isinstance(prompt, str) else tuple(Message(**message) for message in prompt)
+        return cls(**{**value, "prompt": messages, "input_ids": tuple(value["input_ids"])})
+
+
+@dataclass(frozen=True)
+class ParityCertificate:
+    """The comparison of a model in memory with its export, reloaded by plain `transformers`.
+
+    Args:
+        max_difference: largest |reward - reloaded| over the probe, in units of reward.
+        relative_difference: largest |reward - reloaded| / max(1, |reward|).
+        tolerance: the most that `relative_difference` may be.
+        dtype: type of the exported backbone.
+        device: kind of device on which both were computed.
+        scores: the probe conversations and their rewards.
+    """
+
+    max_difference: float
+    relative_difference: float
+    tolerance: float
+    dtype: str
+    device: str
+    scores: tuple[ProbeScore, ...]
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the export may be used in the model's place; a reward that is not finite fails."""
+        return self.relative_difference <= self.tolerance
+
+    def loaded_tolerance(self, dtype: str) -> float:
+        """Largest relative difference allowed where the stored weights compute in a type, such as `bfloat16`."""
+        exact = all(name in LOADED_TOLERANCE for name in (dtype, self.dtype))
+        return max(self.tolerance, LOADED_TOLERANCE[dtype] if exact else LOADED_HALF_TOLERANCE)
+
+    def shortest(self) -> tuple[ProbeScore, ...]:
+        """The shortest conversations, `_CHECKED_TOKENS` tokens in all but at least one: a check that costs one pass."""
+        scores = sorted(self.scores, key=lambda score: len(score.input_ids))
+        totals = accumulate(len(score.input_ids) for score in scores)
+        return tuple(score for score, total in zip(scores, totals, strict=True) if total <= _CHECKED_TOKENS) or (
+            scores[0],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The certificate as JSON values."""
+        return {**asdict(self), "scores": [score.to_json() for score in self.scores]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ParityCertificate:
+        """The certificate that `to_json` wrote."""
+        return cls(**{**value, "scores": tuple(ProbeScore.from_json(score) for score in value["scores"])})
+
+
+def require_parity(
+    certificate: ParityCertificate, rewards: Float[Tensor, " sequences"], dtype: torch.dtype, source: object
+) -> None:
+    """Refuse a loaded model that does not give the rewards it was certified with.
+
+    Args:
+        certificate: stored with the model.
+        rewards: of its `shortest` conversations, in that order, as loaded.
+        dtype: type of the model's matrix products.
+        source: where the model was loaded from, for the message.
+
+    Raises:
+        CheckpointError: if a reward differs by more than rounding, or is not finite.
+    """
+    certified = torch.tensor([score.reward for score in certificate.shortest()], dtype=torch.float64)
+    difference = (rewards.double().cpu() - certified).abs()
+    tolerance = certificate.loaded_tolerance(str(dtype).removeprefix("torch."))
+    if not bool((difference <= tolerance * certified.abs().clamp(min=1.0)).all()):
+        raise CheckpointError(
+            f"{source} does not give the rewards that its certificate states: they differ by "
+            f"{float(difference.max()):.3g}, so its weights or config.json were changed after the export, or this "
+            "version of transformers computes it otherwise; restore the folder, or, if the change is meant, delete its "
+            "export.json and export the model again"
+        )
+
+
+def certify(
+    probe: Sequence[tuple[Prompt, str]],
+    input_ids: Sequence[Sequence[int]],
+    rewards: Float[Tensor, " sequences"],
+    reloaded: Float[Tensor, " sequences"],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ParityCertificate:
+    """Compare two scorings of the probe.
+
+    Args:
+        probe: prompts and responses.
+        input_ids: their token ids.
+        rewards: of the model in memory.
+        reloaded: of the exported files.
+        dtype: type of the exported backbone; sets the tolerance.
+        device: where both were computed.
+    """
+    before, after = rewards.double(), reloaded.double()
+    difference = (before - after).abs()
+    relative = difference / before.abs().clamp(min=1.0)
+    scores = tuple(
+        ProbeScore(prompt, response, tuple(ids), memory, loaded)
+        for (prompt, response), ids, memory, loaded in zip(
+            probe, input_ids, before.tolist(), after.tolist(), strict=True
+        )
+    )
+    return ParityCertificate(
+        max_difference=float(difference.max()),
+        relative_difference=float(relative.max()),
+        tolerance=TOLERANCE[dtype],
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        scores=scores,
+    )

@@ -1,0 +1,318 @@
+"""Writing a model so that plain `transformers` scores it alike, and proving it before the folder takes its name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import safetensors
+import tokenizers
+import torch
+import transformers
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+import rm_optimizer
+from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
+from rm_optimizer.core.classifier.attention import soft_cap
+from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
+from rm_optimizer.core.pairs.pair import Prompt, as_messages
+from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
+from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.core.tokens.written_template import writes_the_sequence
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.locations import EXPORT_FILE
+
+FORMAT_VERSION = 1
+"""Version of `export.json`; raised when a reader of the older form would misread it."""
+MERGED_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2.0**-5, torch.bfloat16: 2.0**-2}
+"""As `certificate.TOLERANCE`, where an adapter was merged.
+
+`(W + s B A) x` rounds each weight once more than `W x + s B (A x)` and adds in another order, in every adapted layer;
+the norms of most decoders compute in float32 in a float64 model too.
+"""
+_PROBE_TOKEN_BUDGET = 8192
+_log = logging.getLogger("rm_optimizer")
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A reward model as an export needs it: the classifier with its tokenizer and rendering, and its own rewards."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ConversationRenderer
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens of a sequence."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Description of the model for `export.json`."""
+        ...
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int
+    ) -> Float[Tensor, " sequences"]:
+        """Reward of each response."""
+        ...
+
+
+def save_export(
+    reward_model: Exportable,
+    folder: Path,
+    *,
+    probe: Sequence[tuple[Prompt, str]] | None = None,
+    statistics: Mapping[str, Any] | None = None,
+    beside: Sequence[Path] = (),
+) -> ParityCertificate:
+    """Write weights, configuration, tokenizer and `export.json`; see `BradleyTerryRM.save_pretrained`.
+
+    The files are written beside the folder, reloaded by plain `transformers`, compared, and only then renamed.
+
+    Raises:
+        CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
+    """
+    tolerance = MERGED_TOLERANCE if has_adapter(reward_model.model) else TOLERANCE
+    return _save(reward_model, folder, probe, statistics, _Form(_write_whole, _read_plain, dict, tolerance), beside)
+
+
+def save_adapter(
+    reward_model: Exportable,
+    folder: Path,
+    *,
+    probe: Sequence[tuple[Prompt, str]] | None = None,
+    statistics: Mapping[str, Any] | None = None,
+) -> ParityCertificate:
+    """Write the LoRA factors and head-side modules alone, in peft's format, with tokenizer and `export.json`.
+
+    Compared before it is renamed, as `save_export` is, with what plain peft makes of the base and these files.
+
+    Args:
+        reward_model: a model with an adapter.
+        folder: where to; an earlier export there is replaced, anything else is not.
+        probe: prompts and responses to compare on; None takes a fixed set.
+        statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+
+    Raises:
+        CheckpointError: if there is no adapter, its base cannot be loaded again, the folder cannot be written, or the
+            reloaded model scores otherwise.
+    """
+    if not has_adapter(reward_model.model):
+        raise CheckpointError("the model has no adapter to save; save the whole with save_pretrained")
+    base = base_of(reward_model.model)
+    form = _Form(write_adapter, partial(_read_adapted, base=base), lambda: {"base": base.to_json()}, TOLERANCE)
+    return _save(reward_model, folder, probe, statistics, form)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A way to store a model, and to read it back without us."""
+
+    write: Callable[[PreTrainedModel, Path], None]
+    read: Callable[[PreTrainedModel, Path], PreTrainedModel]
+    record: Callable[[], dict[str, Any]]
+    tolerance: Mapping[torch.dtype, float]
+
+
+def _save(
+    reward_model: Exportable,
+    folder: Path,
+    probe: Sequence[tuple[Prompt, str]] | None,
+    statistics: Mapping[str, Any] | None,
+    form: _Form,
+    beside: Sequence[Path] = (),
+) -> ParityCertificate:
+    try:
+        with _written_aside(folder) as aside, _no_progress_bars():
+            form.write(reward_model.model, aside)
+            reward_model.tokenizer.save_pretrained(aside)
+            for file in beside:
+                shutil.copyfile(file, aside / file.name)
+            certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe), form)
+            record = _record(reward_model, certificate, statistics) | form.record() | {DIGESTS: weight_digests(aside)}
+            record["plain_rendering"] = _renders_plainly(reward_model, aside, certificate)
+            text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+            (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
+    return certificate
+
+
+def _write_whole(model: PreTrainedModel, folder: Path) -> None:
+    (merged_model(model) if has_adapter(model) else model).save_pretrained(folder)
+    if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
+        file = folder / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read_plain(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    has_code = hasattr(model.config, "auto_map")
+    return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=has_code)
+
+
+def _read_adapted(model: PreTrainedModel, folder: Path, base: BaseModel) -> PreTrainedModel:
+    attention = {} if soft_cap(model.config) is None else {"attn_implementation": "eager"}
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        base.source,
+        revision=base.revision,
+        num_labels=1,
+        dtype=model.dtype,
+        trust_remote_code=hasattr(model.config, "auto_map"),
+        **reading_arguments(model),
+        **attention,
+    )
+    plain.config.get_text_config().pad_token_id = model.config.get_text_config().pad_token_id
+    adapted: PreTrainedModel = import_peft().PeftModel.from_pretrained(plain, str(folder)).get_base_model()
+    return adapted
+
+
+def read_certificate(folder: str | Path) -> ParityCertificate:
+    """The parity certificate of an export.
+
+    Raises:
+        CheckpointError: if the folder has none.
+    """
+    path = Path(folder) / EXPORT_FILE
+    try:
+        return ParityCertificate.from_json(json.loads(path.read_text(encoding="utf-8"))["certificate"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"no parity certificate in {path}; export the model with save_pretrained") from error
+
+
+@torch.inference_mode()
+def _plain_rewards(
+    model: PreTrainedModel, input_ids: Sequence[Sequence[int]], device: torch.device
+) -> Float[Tensor, " sequences"]:
+    """Rewards as the stored model's own forward pass computes them, on the CPU."""
+    model = model.to(device).eval()
+    pad = model.config.get_text_config().pad_token_id
+    rewards = torch.zeros(len(input_ids), dtype=torch.float64)
+    for batch in length_batches([len(ids) for ids in input_ids], _PROBE_TOKEN_BUDGET):
+        ids, mask = pad_sequences([input_ids[i] for i in batch], pad)
+        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        rewards[batch] = logits.squeeze(-1).double().cpu()
+    return rewards
+
+
+def _certified(
+    reward_model: Exportable, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
+) -> ParityCertificate:
+    prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
+    renderer = reward_model.renderer
+    ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
+    has_code = hasattr(reward_model.model.config, "auto_map")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
+    again = ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
+    if [encoding.ids for encoding in again.encode_batch(prompts, responses)] != ids:
+        raise CheckpointError(
+            f"the tokenizer does not survive saving: reloaded by transformers as {type(tokenizer).__name__} it gives "
+            "other tokens; use the tokenizer class that belongs to the model"
+        )
+    device = reward_model.device
+    with torch.autocast(device.type, enabled=False):
+        rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
+        reloaded = _plain_rewards(form.read(reward_model.model, folder), ids, device)
+    dtype = computing_dtype(reward_model.model)
+    certificate = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
+    certificate = replace(certificate, tolerance=form.tolerance[dtype])
+    if not certificate.is_passed:
+        raise CheckpointError(
+            f"the export does not score as the model does: rewards differ by up to {certificate.max_difference:.3g} "
+            f"on the probe, allowed is {certificate.tolerance:.3g} times max(1, |reward|); nothing was written"
+        )
+    return certificate
+
+
+def _renders_plainly(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> bool:
+    """Whether plain `apply_chat_template` of the stored tokenizer gives the certified tokens; if not, a warning."""
+    has_code = hasattr(reward_model.model.config, "auto_map")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
+    whole = [score for score in certificate.scores if len(score.input_ids) < reward_model.max_length]
+    renders = all(
+        writes_the_sequence(tokenizer, as_messages(score.prompt), score.response, score.input_ids) for score in whole
+    )
+    if not renders and reward_model.renderer.kind != "custom":
+        _log.warning(
+            "apply_chat_template of the exported tokenizer gives other tokens than the model reads, which end with %r; "
+            "render with BradleyTerryRM.from_pretrained(...).renderer, or through rm-opt serve",
+            tokenizer.decode(list(certificate.scores[0].input_ids[-2:])),
+        )
+    return renders
+
+
+def _record(
+    reward_model: Exportable, certificate: ParityCertificate, statistics: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "architecture": type(reward_model.model).__name__,
+        "dtype": certificate.dtype,
+        "identity": reward_model.identity(),
+        "reward_statistics": None if statistics is None else dict(statistics),
+        "certificate": certificate.to_json(),
+        "versions": {
+            "rm_optimizer": rm_optimizer.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+            "safetensors": safetensors.__version__,
+        },
+    }
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep `transformers`' bars for writing and loading out of a training run's own display."""
+    was_enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its name when the block ends well, and vanishes when it does not."""
+    folder = folder.expanduser().resolve()
+    if folder.exists() and not _is_replaceable(folder):
+        raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        if folder.exists():
+            os.replace(folder, earlier)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))

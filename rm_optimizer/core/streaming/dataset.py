@@ -1,0 +1,186 @@
+"""Preference pairs that do not fit into memory, streamed from files into the batches that training takes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from rm_optimizer.core.pairs.conversations import folded_prompt_id
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import Prompt
+from rm_optimizer.core.pairs.sources import parse_sources
+from rm_optimizer.core.rows.bad_rows import PairRows
+from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.readers import row_unit
+from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, blocks_of, stream_files
+from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
+from rm_optimizer.core.streaming.tokens import BlockReader, BlockTokenizer
+from rm_optimizer.core.streaming.workers import TokenizerPool
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow
+
+WINDOW_BLOCKS = 16
+"""Blocks whose pairs are mixed: about 32 MB of text."""
+
+
+class RayPreferenceDataset:
+    """Pairs in Parquet and JSON Lines files of any size, read and tokenised by Ray workers as they are needed.
+
+    Rows mean what they mean to `PreferenceDataset`, pair for pair. Held in memory are two windows of blocks, whatever
+    the size of the files; nothing is written to disk.
+
+    Args:
+        source: a path, a pattern such as `big/*.parquet`, a mapping `{path, weight, format, columns, label}`, or a list
+            of these; weights are whole numbers.
+        format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
+        columns: column mapping, our name to the file's, of sources that do not bring their own.
+        winner: values of the winner column that name response_a, response_b and, if any, a tie.
+        kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
+        on_bad_row: "error" stops when a bad row is reached, "drop" leaves bad rows out.
+        max_bad_share: most bad rows that may be dropped, as a share of a file's rows; judged from 1,000 rows on.
+        held_out_prompts: prompts that the stream must not hold, those of the validation pairs; case and blanks do not
+            count.
+        block_bytes: text of a block, about.
+
+    Raises:
+        DataError: if a file does not exist, cannot be read in parts, or its columns fit no format.
+        ConfigError: if an option of a source is wrong.
+    """
+
+    def __init__(
+        self,
+        source: object,
+        *,
+        format: str = "auto",
+        columns: Columns | None = None,
+        winner: object = None,
+        kwise_rule: str = KwiseRule.all,
+        on_bad_row: str = OnBadRow.error,
+        max_bad_share: float = MAX_BAD_SHARE,
+        held_out_prompts: Iterable[Prompt] = (),
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        files = stream_files(parse_sources(source, format=format, columns=columns, winner=winner))
+        held_out = frozenset(map(folded_prompt_id, held_out_prompts))
+        self.reader = BlockReader(files, KwiseRule(kwise_rule), OnBadRow(on_bad_row), max_bad_share, held_out)
+        self.blocks = blocks_of(files, block_bytes)
+
+    def __repr__(self) -> str:
+        return f"RayPreferenceDataset({self.num_rows} rows in {len(self.reader.files)} files)"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files; a row may give no pair, or several."""
+        last = self.blocks[-1]
+        return last.stream_row + last.part.first_row - 1 + last.part.num_rows
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of the files' names, sizes and times of change, and of how they are read.
+
+        The treatment of bad rows is no part: it decides whether a stream goes on, not which pairs it gives until then.
+        """
+        content = hashlib.sha256(repr((self.reader.kwise_rule.value,)).encode())
+        for file in self.reader.files:
+            found = os.stat(file.source.path)
+            known = (
+                os.path.abspath(os.path.expanduser(file.source.path)),
+                found.st_size,
+                found.st_mtime_ns,
+                file.form.name,
+                sorted(file.source.columns.items()),
+                file.source.winner,
+            )
+            content.update(repr(known).encode())
+        return content.hexdigest()[:16]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on columns that look like content and are not read, one for each source."""
+        return tuple(dict.fromkeys(file.note for file in self.reader.files if file.note is not None))
+
+    def first_pairs(self, num_pairs: int) -> PreferenceDataset:
+        """Up to `num_pairs` pairs from the start of the files, read in this process, and the rows skipped among them.
+
+        Raises:
+            DataError: if a row among them is bad and that is not to be passed over.
+        """
+        # Of the few rows read of the last file no share is judged; the stream does.
+        reader = replace(self.reader, max_bad_share=1.0)
+        tallies = tuple(map(reader.tally, range(len(reader.files))))
+        numbered = ((block.file, row) for block in self.blocks for row in reader.pairs(block, tallies[block.file]))
+        found = list(itertools.islice(numbered, num_pairs))
+        places = np.array([(file, number) for file, (number, _) in found], dtype=np.int64).reshape(-1, 2)
+        skipped = tuple(row for tally in tallies for row in tally.skipped)
+        return PreferenceDataset(tuple(pair for _, (_, pair) in found), skipped, PairRows(tallies, places), self.notes)
+
+    def row_name(self, index: int) -> str:
+        """File and row of a pair, by its `pair_index` in a batch."""
+        block = self.blocks[bisect_right([block.stream_row for block in self.blocks], index) - 1]
+        path = self.reader.files[block.file].source.path
+        return f"{path}, {row_unit(path)} {index - block.stream_row + 1}"
+
+    def macro_batches(
+        self,
+        renderer: ConversationRenderer,
+        *,
+        batch_size: int,
+        micro_token_budget: int,
+        seed: int,
+        shuffle: bool = True,
+        start_step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        prefix_sharing: bool = False,
+        mean_weight: float = 1.0,
+        num_workers: int = 0,
+        fetch_timeout: float = 60.0,
+        store_mb: int = 256,
+        window_blocks: int = WINDOW_BLOCKS,
+    ) -> MacroBatchStream:
+        """Start workers and stream macro-batches of whole pairs; close the stream, or use it as a context, to end them.
+
+        The order is a function of `seed` and the epoch, whatever the number of workers: the blocks are permuted, and
+        the pairs of each `window_blocks` of them. `pair_index` of a batch is the row of the stream, from 0.
+
+        Args:
+            renderer: makes the token ids.
+            batch_size: pairs of a macro-batch, over all ranks.
+            micro_token_budget: tokens of a micro-batch, padding included.
+            seed: seed of the order, not negative.
+            shuffle: mix blocks and pairs; False keeps the order of the files.
+            start_step: first step to give; pairs before it are counted, which costs as much as giving them. A stream's
+                `position`, kept and set again, costs nothing.
+            rank: whose share to give, in [0, world_size).
+            world_size: number of ranks; each has workers of its own.
+            prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
+            mean_weight: mean weight of the pairs, by which a step's loss is divided, as far as it is known.
+            num_workers: Ray workers; 0 is one a core.
+            fetch_timeout: seconds that a block may take.
+            store_mb: memory of Ray's object store, in MB, at least 80.
+            window_blocks: blocks whose pairs are mixed.
+
+        Raises:
+            ValueError: if a number is out of its range.
+            MissingExtra: if Ray is not installed.
+        """
+        pad = renderer.pad_token_id
+        shape = BatchShape(batch_size, micro_token_budget, pad, rank, world_size, prefix_sharing, mean_weight)
+        order = StreamOrder(self.blocks, window_blocks, seed, shuffle)
+        pool = TokenizerPool(
+            BlockTokenizer(self.reader, renderer),
+            num_workers=num_workers or os.cpu_count() or 1,
+            store_mb=store_mb,
+            fetch_timeout=fetch_timeout,
+        )
+        stream = MacroBatchStream(pool, order, shape)
+        if start_step:
+            stream.seek(start_step)
+        return stream

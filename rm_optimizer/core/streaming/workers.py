@@ -1,0 +1,181 @@
+"""Ray processes that tokenise blocks: started small and quiet, asked in order, ended with the stream."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+from rm_optimizer.core.streaming.blocks import Block
+from rm_optimizer.core.streaming.tokens import BlockTokenizer, BlockTokens
+from rm_optimizer.errors import DataError, DataStalled, MissingExtra
+
+_MEGABYTE = 2**20
+_START_SECONDS = 300
+_CANCEL_SECONDS = 10
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+class BlockWorker:
+    """Tokenises blocks in a process of its own; a user's mistake comes back as its sentence."""
+
+    def __init__(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
+        self._tokenizer: BlockTokenizer | None = None
+
+    def prepare(self, shared: Sequence[Any]) -> BlockTokenizer:
+        """Fetch the tokenizer, once; a worker that died and was started again has none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_ray().get(shared[0])
+        return self._tokenizer
+
+    def is_ready(self, shared: Sequence[Any]) -> bool:
+        """True once the tokenizer is there."""
+        return self.prepare(shared) is not None
+
+    def tokenize(self, shared: Sequence[Any], block: Block) -> BlockTokens | str:
+        """The block's tokens, or what is wrong with it."""
+        try:
+            return self.prepare(shared).tokenize(block)
+        except DataError as error:
+            return str(error)
+
+
+class TokenizerPool:
+    """Workers that tokenise blocks in parallel and give them back in the order asked.
+
+    Where Ray already runs in this process, or `RAY_ADDRESS` names a cluster that sees the same files, the workers join
+    it; else a local instance without dashboard or telemetry is started, and ended by `close`. It dies with this
+    process, however that dies.
+
+    Args:
+        tokenizer: what each worker does.
+        num_workers: processes.
+        store_mb: memory of the local object store, through which tokens travel.
+        fetch_timeout: seconds that one block may take.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+        DataStalled: if the workers do not start.
+    """
+
+    def __init__(self, tokenizer: BlockTokenizer, *, num_workers: int, store_mb: int, fetch_timeout: float) -> None:
+        self._ray = load_ray()
+        self._timeout = fetch_timeout
+        self._started = not self._ray.is_initialized()
+        if self._started:
+            _start(self._ray, num_workers, store_mb)
+        # A cluster places workers by the cores they take; in one machine two streams may share them.
+        cores = int("RAY_ADDRESS" in os.environ)
+        actor = self._ray.remote(num_cpus=cores, max_restarts=-1, max_task_retries=-1)(BlockWorker)
+        self._shared = [self._ray.put(tokenizer)]  # in a list, or each call would unpack it anew
+        self._workers = [actor.remote() for _ in range(num_workers)]
+        self._asked = 0
+        self._pending: set[Any] = set()
+        self._await([worker.is_ready.remote(self._shared) for worker in self._workers])
+
+    def ask(self, blocks: Sequence[Block]) -> list[Any]:
+        """Start on blocks; `collect` takes what is returned."""
+        first, self._asked = self._asked, self._asked + len(blocks)
+        workers = (self._workers[(first + i) % len(self._workers)] for i in range(len(blocks)))
+        asked = [worker.tokenize.remote(self._shared, block) for worker, block in zip(workers, blocks, strict=True)]
+        self._pending.update(asked)
+        return asked
+
+    def collect(self, asked: Sequence[Any]) -> Iterator[BlockTokens]:
+        """Blocks in the order asked.
+
+        Raises:
+            DataError: if a block holds a bad row.
+            DataStalled: if a block does not come in time.
+        """
+        for reference in asked:
+            try:
+                tokens = self._ray.get(reference, timeout=self._timeout)
+            except self._ray.exceptions.GetTimeoutError as error:
+                raise DataStalled(
+                    f"no Ray worker delivered the next block within {self._timeout:g} s; look for a slow or lost disk, "
+                    "or raise data.fetch_timeout"
+                ) from error
+            self._pending.discard(reference)
+            if isinstance(tokens, str):
+                raise DataError(tokens)
+            yield tokens
+
+    def _await(self, started: Sequence[Any]) -> None:
+        """Wait for the workers, so that loading torch in each of them does not count as fetching."""
+        try:
+            self._ray.get(started, timeout=_START_SECONDS)
+        except self._ray.exceptions.GetTimeoutError as error:
+            self.close()
+            raise DataStalled(
+                f"Ray's workers did not start within {_START_SECONDS} s; lower data.num_workers, or free memory"
+            ) from error
+
+    def close(self) -> None:
+        """End the workers, and Ray with them if it was started here."""
+        if self._pending and self._ray.is_initialized():
+            for reference in self._pending:
+                self._ray.cancel(reference)
+            self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=_CANCEL_SECONDS)
+        self._pending.clear()
+        self._workers = []  # Ray ends an actor that nothing refers to
+        if self._started and self._ray.is_initialized():
+            self._ray.shutdown()
+
+    def __enter__(self) -> TokenizerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_ray() -> Any:
+    """The `ray` module.
+
+    Raises:
+        MissingExtra: if it is not installed.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        return import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise MissingExtra("ray", "ray") from error
+
+
+def _start(ray: Any, num_workers: int, store_mb: int) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        _initialise(ray, num_workers, store_mb)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray takes it; a run saves a checkpoint on it
+
+
+def _initialise(ray: Any, num_workers: int, store_mb: int) -> None:
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        return
+    ray.init(
+        num_cpus=num_workers,
+        object_store_memory=store_mb * _MEGABYTE,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        log_to_driver=False,
+    )

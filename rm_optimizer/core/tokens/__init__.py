@@ -1,0 +1,1 @@
+"""Token sequences of conversations: rendering, caches, batch plans, shared prompts and loaders."""

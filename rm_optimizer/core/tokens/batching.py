@@ -1,0 +1,379 @@
+"""Pairs to tensors: token-budget micro-batches, step-indexed macro-batches, and the loaders over them.
+
+One optimizer step takes a macro-batch of `batch_size` pairs, whatever the number of ranks. Each rank takes a share of
+it in micro-batches that hold whole pairs within a token budget. A loss that weights every pair by
+``weight / MacroBatch.total_weight`` and sums over micro-batches and ranks is exact for every budget and rank count, and
+a pair of twice the weight counts twice at every batch size: the total is that of so many pairs of the data set's mean
+weight, not of the weights that happen to meet in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rm_optimizer.core.pairs.orders import epoch_order
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.cache import PairTokens
+from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, shared_length
+from rm_optimizer.errors import DataError
+
+
+class _Pairs:
+    """What batches of pairs have in common; all their fields move between devices."""
+
+    pair_index: Int[Tensor, " pairs"]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in the batch."""
+        return int(self.pair_index.shape[0])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The batch on a device."""
+        return type(self)(*(field.to(device, non_blocking=non_blocking) for field in vars(self).values()))
+
+    def pin_memory(self) -> Self:
+        """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        return type(self)(*(field.pin_memory() for field in vars(self).values()))
+
+    def split(self, rewards: Float[Tensor, " sequences"]) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
+        """Rewards of the chosen and of the rejected responses.
+
+        Raises:
+            ValueError: if there are not exactly two rewards for each pair.
+        """
+        if rewards.shape != (2 * self.num_pairs,):
+            raise ValueError(f"rewards must have shape ({2 * self.num_pairs},), got {tuple(rewards.shape)}")
+        return rewards[0::2], rewards[1::2]
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch(_Pairs):
+    """Pairs as tensors, interleaved: row ``2 i`` is pair i's chosen response, row ``2 i + 1`` its rejected one.
+
+    Args:
+        input_ids: token ids, padded on the right.
+        attention_mask: 1 for a token, 0 for padding.
+        margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
+        label: probability that chosen is the better one, float32.
+        weight: how many pairs each one counts for, float32.
+        pair_index: positions in the data set, int64.
+    """
+
+    input_ids: Int[Tensor, "sequences tokens"]
+    attention_mask: Int[Tensor, "sequences tokens"]
+    margin: Float[Tensor, " pairs"]
+    label: Float[Tensor, " pairs"]
+    weight: Float[Tensor, " pairs"]
+    pair_index: Int[Tensor, " pairs"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.attention_mask.sum())
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens with padding: rows times width."""
+        return self.input_ids.numel()
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens without padding, those that a pair's two sequences share at their start counted once."""
+        chosen, rejected = self.input_ids[0::2], self.input_ids[1::2]
+        shortest = self.attention_mask.sum(dim=1).view(-1, 2).amin(dim=1, keepdim=True)
+        inside = torch.arange(self.input_ids.shape[1], device=shortest.device) < shortest - 1
+        shared = ((chosen == rejected) & inside).long().cumprod(dim=1)
+        return self.num_tokens - int(shared.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPairBatch(_Pairs):
+    """Pairs as trees of two branches: the tokens both start with once, then the chosen rest and the rejected rest.
+
+    Args:
+        trees: the tokens in rows; branches 2 i and 2 i + 1 are pair i's chosen and rejected sequence.
+        margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
+        label: probability that chosen is the better one, float32.
+        weight: how many pairs each one counts for, float32.
+        pair_index: positions in the data set, int64.
+    """
+
+    trees: PackedTrees
+    margin: Float[Tensor, " pairs"]
+    label: Float[Tensor, " pairs"]
+    weight: Float[Tensor, " pairs"]
+    pair_index: Int[Tensor, " pairs"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences apart, without padding."""
+        return self.trees.num_sequence_tokens
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens with padding: rows times width."""
+        return self.trees.num_padded_tokens
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens without padding, those that a pair's two sequences share at their start counted once."""
+        return self.trees.num_tokens
+
+
+AnyPairBatch: TypeAlias = PairBatch | PackedPairBatch
+"""A micro-batch of either kind; `BradleyTerryRM.rewards_of` and `split` take both."""
+
+
+@dataclass(frozen=True, eq=False)
+class MacroBatch:
+    """One rank's share of the pairs of one optimizer step.
+
+    Args:
+        step: the optimizer step, from 0.
+        micro: this rank's micro-batches. Ranks may hold different numbers of them, and a rank holds none when a short
+            last batch has fewer pairs than there are ranks; it must still take part in the gradients' reduction.
+        total_weight: pairs of the whole macro-batch, over all ranks, times the mean weight of the data set's pairs.
+        pair_index: positions in the data set of the whole macro-batch, over all ranks.
+    """
+
+    step: int
+    micro: tuple[AnyPairBatch, ...]
+    total_weight: float
+    pair_index: NDArray[np.int64]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MacroBatch:
+        """The micro-batches on a device."""
+        return replace(self, micro=tuple(batch.to(device, non_blocking) for batch in self.micro))
+
+    def pin_memory(self) -> MacroBatch:
+        """The micro-batches in page-locked memory."""
+        return replace(self, micro=tuple(batch.pin_memory() for batch in self.micro))
+
+
+@dataclass(frozen=True, eq=False)
+class PairValues:
+    """The numbers of pairs, beside their tokens.
+
+    Args:
+        margin: margins in the source's units, 0 where a pair has none.
+        label: probabilities that chosen is the better one.
+        weight: how many pairs each one counts for.
+    """
+
+    margin: NDArray[np.float32]
+    label: NDArray[np.float32]
+    weight: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, pairs: Iterable[PreferencePair]) -> PairValues:
+        """The numbers of these pairs."""
+        rows = np.array([(pair.margin or 0.0, pair.label, pair.weight) for pair in pairs], dtype=np.float32)
+        margin, label, weight = np.ascontiguousarray(rows.reshape(-1, 3).T)
+        return cls(margin, label, weight)
+
+
+class PairCollator:
+    """Makes a `PairBatch` of any tokenised pairs.
+
+    Args:
+        tokenized: the pairs' tokens.
+        pairs: what they were made of, or the values of each tokenised pair.
+        pad_token_id: the id that fills masked positions.
+    """
+
+    def __init__(self, tokenized: PairTokens, pairs: Sequence[PreferencePair] | PairValues, pad_token_id: int) -> None:
+        self.tokenized = tokenized
+        self.pad_token_id = pad_token_id
+        kept = tokenized.pair_index.tolist()
+        values = pairs if isinstance(pairs, PairValues) else PairValues.of(pairs[i] for i in kept)
+        self.margin, self.label, self.weight = values.margin, values.label, values.weight
+
+    @property
+    def mean_weight(self) -> float:
+        """Mean weight of all its pairs."""
+        return float(self.weight.mean(dtype=np.float64))
+
+    def __call__(self, positions: Sequence[int]) -> AnyPairBatch:
+        """The batch of the tokenised pairs at these positions, in this order."""
+        sides = (self.tokenized.chosen, self.tokenized.rejected)
+        input_ids, attention_mask = pad_sequences([side(i) for i in positions for side in sides], self.pad_token_id)
+        return PairBatch(input_ids, attention_mask, *self._columns(positions))
+
+    def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that each of the pairs costs, without padding."""
+        tokens: NDArray[np.int64] = self.tokenized.lengths[positions].sum(axis=1)
+        return tokens
+
+    def micro_batches(self, positions: NDArray[np.int64], token_budget: int) -> list[list[int]]:
+        """The pairs in batches of at most `token_budget` tokens with padding, longest first, none split."""
+        return micro_batches(self.tokenized.lengths, positions, token_budget)
+
+    def _columns(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows = np.asarray(positions, dtype=np.int64)
+        columns = (self.margin, self.label, self.weight, self.tokenized.pair_index)
+        margin, label, weight, index = (torch.from_numpy(column[rows]) for column in columns)
+        return margin, label, weight, index
+
+
+class PackedPairCollator(PairCollator):
+    """Makes a `PackedPairBatch` of any tokenised pairs, for models that `supports_prefix_sharing` lets share."""
+
+    def __call__(self, positions: Sequence[int]) -> PackedPairBatch:
+        """The batch of the tokenised pairs at these positions, in this order."""
+        trees = [prefix_tree((self.tokenized.chosen(i), self.tokenized.rejected(i))) for i in positions]
+        return PackedPairBatch(pack_trees(trees, pad_token_id=self.pad_token_id), *self._columns(positions))
+
+    def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that each of the pairs costs, shared ones counted once."""
+        chosen, rejected = self.tokenized.chosen, self.tokenized.rejected
+        shared = [shared_length(chosen(i), rejected(i)) for i in positions.tolist()]
+        return super().tokens(positions) - np.asarray(shared, dtype=np.int64)
+
+    def micro_batches(self, positions: NDArray[np.int64], token_budget: int) -> list[list[int]]:
+        """The pairs in batches of at most `token_budget` tokens with padding, widest first, none split."""
+        return [positions[batch].tolist() for batch in row_batches(self.tokens(positions), token_budget)]
+
+
+def pair_collator(
+    tokenized: PairTokens, pairs: Sequence[PreferencePair] | PairValues, pad_token_id: int, *, prefix_sharing: bool
+) -> PairCollator:
+    """The collator of micro-batches that share prompts, or of those that pad."""
+    return (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
+
+
+class MacroBatches(Dataset[MacroBatch]):
+    """Macro-batches by optimizer step, without end: item k is the same whenever and wherever it is asked for.
+
+    Epoch e visits the pairs in `epoch_order(…, seed, e)`, `batch_size` at a time; its last macro-batch may be short and
+    is never dropped. Nothing is remembered between steps, so a run resumes at step k by asking for item k.
+
+    Args:
+        collator: makes the tensors.
+        batch_size: pairs of a macro-batch, over all ranks.
+        micro_token_budget: tokens of a micro-batch, padding included.
+        seed: seed of the order, not negative.
+        rank: whose share to give, in [0, world_size).
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: if a number is out of its range.
+        DataError: if there is no pair to train on.
+    """
+
+    def __init__(
+        self,
+        collator: PairCollator,
+        *,
+        batch_size: int,
+        micro_token_budget: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check(batch_size >= 1, "batch_size must be at least 1", batch_size)
+        _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
+        if not len(collator.tokenized):
+            raise DataError("no pair is left to train on: each one's two responses are identical after tokenising")
+        self.collator = collator
+        self.batch_size = batch_size
+        self.micro_token_budget = micro_token_budget
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self._mean_weight = collator.mean_weight
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Macro-batches of one epoch, a short last one included."""
+        return -(-len(self.collator.tokenized) // self.batch_size)
+
+    def __getitem__(self, step: int) -> MacroBatch:
+        """This rank's share of the macro-batch of one optimizer step."""
+        positions = self._positions(step)
+        return macro_batch(
+            self.collator,
+            positions,
+            step,
+            self.micro_token_budget,
+            mean_weight=self._mean_weight,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    def _positions(self, step: int) -> NDArray[np.int64]:
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(len(self.collator.tokenized), self.seed, epoch))
+        return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+
+
+def macro_batch(
+    collator: PairCollator,
+    positions: NDArray[np.int64],
+    step: int,
+    micro_token_budget: int,
+    *,
+    mean_weight: float,
+    rank: int,
+    world_size: int,
+) -> MacroBatch:
+    """One rank's share of the macro-batch that the tokenised pairs at these positions make.
+
+    Args:
+        collator: makes the tensors.
+        positions: the pairs, over all ranks.
+        step: the optimizer step.
+        micro_token_budget: tokens of a micro-batch, padding included.
+        mean_weight: mean weight of the data set's pairs.
+        rank: whose share to give, in [0, world_size).
+        world_size: number of ranks.
+    """
+    share = rank_share(collator.tokens(positions), positions, rank, world_size)
+    return MacroBatch(
+        step=step,
+        micro=tuple(map(collator, collator.micro_batches(share, micro_token_budget))),
+        total_weight=len(positions) * mean_weight,
+        pair_index=collator.tokenized.pair_index[positions],
+    )
+
+
+def evaluation_batches(
+    tokenized: PairTokens,
+    pairs: Sequence[PreferencePair],
+    *,
+    pad_token_id: int,
+    token_budget: int,
+    rank: int = 0,
+    world_size: int = 1,
+    prefix_sharing: bool = False,
+    positions: NDArray[np.int64] | None = None,
+) -> Iterator[AnyPairBatch]:
+    """Every pair once, or those at `positions`, in batches of like length, longest first, for scoring.
+
+    The batches, of at most `token_budget` tokens with padding, are the same for every number of ranks. Ranks take them
+    in turn: shares are disjoint and complete, and one rank may have a batch more than another.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
+    _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
+    collator = pair_collator(tokenized, pairs, pad_token_id, prefix_sharing=prefix_sharing)
+    batches = collator.micro_batches(np.arange(len(tokenized)) if positions is None else positions, token_budget)
+    return map(collator, batches[rank::world_size])
+
+
+def _check(condition: bool, expected: str, got: int) -> None:
+    if not condition:
+        raise ValueError(f"{expected}, got {got}")

@@ -1,0 +1,371 @@
+"""Tokenised pairs on disk: built once for a content, tokenizer, rendering and length, then memory mapped by every run.
+
+A cache folder is named by its fingerprint and holds one flat array of token ids with offsets. It is built under another
+name and renamed when complete, so that runs which start together never see half of one; each file's checksum is kept,
+so that a torn or altered folder is built anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+from rm_optimizer.core.pairs.pair import PreferencePair, as_messages, digest
+from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
+from rm_optimizer.errors import DataError
+
+_LAYOUT = 2
+_CHUNK = 1024
+_PROGRESS_FROM = 20_000
+_ARRAYS: Mapping[str, type[np.integer[Any]]] = {
+    "tokens": np.int32,
+    "offsets": np.int64,
+    "pair_index": np.int64,
+    "prompt_cut": np.int32,
+    "response_cut": np.int32,
+}
+
+
+@dataclass(frozen=True)
+class TruncationReport:
+    """What cutting to the length limit did to a data set.
+
+    Args:
+        max_length: the limit, in tokens.
+        num_pairs: pairs given.
+        num_identical_dropped: pairs whose two sequences are the same tokens after cutting; training drops them, an
+            evaluation counts them as ties.
+        num_prompt_cut: pairs of which a side lost prompt tokens.
+        num_uneven_prompt_cut: pairs whose two sides lost different parts of their common prompt, so that a header or
+            system turn may stand on one side only.
+        num_response_cut: pairs of which a side lost response tokens.
+        tokens_cut_share: tokens cut over tokens there were, in [0, 1].
+        length_quantiles: tokens of a sequence before cutting, at 0.5, 0.9, 0.99 and 1.
+    """
+
+    max_length: int
+    num_pairs: int
+    num_identical_dropped: int
+    num_prompt_cut: int
+    num_uneven_prompt_cut: int
+    num_response_cut: int
+    tokens_cut_share: float
+    length_quantiles: dict[str, float]
+
+    @property
+    def prompt_cut_rate(self) -> float:
+        """Share of the pairs of which a side lost prompt tokens."""
+        return self.num_prompt_cut / max(1, self.num_pairs)
+
+    @property
+    def response_cut_rate(self) -> float:
+        """Share of the pairs of which a side lost response tokens."""
+        return self.num_response_cut / max(1, self.num_pairs)
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TruncationReport:
+        """The report that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+class PairTokens(Protocol):
+    """Token ids of pairs, wherever they lie."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of the chosen and the rejected sequence, shape (pairs, 2)."""
+        ...
+
+    @property
+    def pair_index(self) -> NDArray[np.int64]:
+        """Position of each pair in its data set."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def chosen(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the preferred sequence of pair i."""
+        ...
+
+    def rejected(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the other sequence of pair i."""
+        ...
+
+
+class TokenizedPairs:
+    """The token ids of preference pairs, memory mapped from a cache folder; pickles as the folder's name.
+
+    Args:
+        folder: a complete cache folder, as `tokenize_pairs` leaves it.
+
+    Attributes:
+        folder: where the tokens lie.
+        lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
+        pair_index: position of each pair among those given; pairs identical after cutting are left out.
+        prompt_cut: tokens cut from the prompt, shape (pairs, 2).
+        response_cut: tokens cut from the response, shape (pairs, 2).
+        report: what cutting did, over all pairs given.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tokens = _mapped(folder, "tokens")
+        self._offsets = np.array(_mapped(folder, "offsets"))
+        self.pair_index = np.array(_mapped(folder, "pair_index"))
+        self.prompt_cut = np.array(_mapped(folder, "prompt_cut")).reshape(-1, 2)
+        self.response_cut = np.array(_mapped(folder, "response_cut")).reshape(-1, 2)
+        self.lengths = np.diff(self._offsets).reshape(-1, 2)
+        self.report = TruncationReport(**_read_meta(folder)["report"])
+
+    def __len__(self) -> int:
+        return len(self.pair_index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by folder: a memory map would travel as a copy of all tokens."""
+        return type(self), (self.folder,)
+
+    @property
+    def num_identical_dropped(self) -> int:
+        """Pairs left out because their two sequences are the same tokens after cutting."""
+        return self.report.num_identical_dropped
+
+    def chosen(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the preferred sequence of pair i; read-only."""
+        return self._tokens[self._offsets[2 * i] : self._offsets[2 * i + 1]]
+
+    def rejected(self, i: int) -> NDArray[np.int32]:
+        """Token ids of the other sequence of pair i; read-only."""
+        return self._tokens[self._offsets[2 * i + 1] : self._offsets[2 * i + 2]]
+
+
+def tokenize_pairs(
+    pairs: Sequence[PreferencePair], renderer: ConversationRenderer, cache_dir: Path | None
+) -> TokenizedPairs:
+    """Token ids of the pairs, from the cache if they were tokenised before.
+
+    Runs that start together may each build the cache; the first to finish puts it in place and the others use it.
+
+    Args:
+        pairs: what to tokenise.
+        renderer: turns prompt and response into token ids.
+        cache_dir: folder that holds cache folders; None is `default_cache_dir()`. One that cannot be written to is
+            replaced by a temporary folder, with a warning.
+
+    Raises:
+        DataError: if the chat template refuses a conversation, or the disk is full.
+    """
+    cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    folder = cache_dir / _fingerprint(pairs, renderer)
+    if _is_intact(folder):
+        return TokenizedPairs(folder)
+    parent = _writable(cache_dir)
+    work = parent / f".building-{uuid.uuid4().hex}"
+    try:
+        work.mkdir()
+        _build(work, pairs, renderer)
+        return TokenizedPairs(_put_in_place(work, parent / folder.name))
+    except OSError as error:
+        raise DataError(
+            f"tokenised data could not be written to {parent} ({error.strerror}); "
+            "free space there or set data.cache_dir to another folder"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder: `$RM_OPT_CACHE`, else `rm_optimizer` where the platform keeps caches."""
+    if chosen := os.environ.get("RM_OPT_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rm_optimizer"
+    variable, fallback = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
+    return Path(os.environ.get(variable) or Path.home() / fallback) / "rm_optimizer"
+
+
+def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> str:
+    """16 hexadecimal digits of everything that the token ids depend on."""
+    tokenizer = renderer.tokenizer
+    template = None if renderer.kind == "custom" else tokenizer.chat_template
+    setting = [_LAYOUT, renderer.identity(), template, _tokenizer_digest(tokenizer), sorted(renderer.refused_tokens)]
+    content = hashlib.sha256(digest(setting).encode())
+    for pair in pairs:
+        prompt = [[message.role, message.content] for message in as_messages(pair.prompt)]
+        texts = [prompt, pair.chosen, pair.rejected]
+        if renderer.kind == "custom":
+            # A function has no digest: what it makes of the pair stands for it.
+            texts = [renderer.text(pair.prompt, response) for response in (pair.chosen, pair.rejected)]
+        content.update(json.dumps(texts).encode())
+    return content.hexdigest()[:16]
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    """Digest of vocabulary, merges and normalisation, without the padding and truncation of the last call."""
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        return digest({key: value for key, value in state.items() if key not in ("padding", "truncation")})
+    return digest([type(tokenizer).__name__, tokenizer.get_vocab(), repr(sorted(tokenizer.special_tokens_map.items()))])
+
+
+def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> None:
+    """Tokenise chunk by chunk into `folder`; the metadata with the checksums comes last."""
+    lengths, cuts, kept = array("q"), array("i"), array("q")
+    with (folder / "tokens.bin").open("wb") as file:
+        for index, encodings in enumerate(_encoded(pairs, renderer)):
+            for side in encodings:
+                lengths.append(len(side.ids))
+                cuts.extend((side.prompt_cut, side.response_cut))
+            if encodings[0].ids != encodings[1].ids:
+                kept.append(index)
+                np.fromiter(chain(encodings[0].ids, encodings[1].ids), dtype=np.int32).tofile(file)
+    all_lengths = np.array(lengths, dtype=np.int64).reshape(-1, 2)
+    all_cuts = np.array(cuts, dtype=np.int32).reshape(-1, 2, 2)
+    pair_index = np.array(kept, dtype=np.int64)
+    _write(folder, "offsets", np.concatenate([[0], np.cumsum(all_lengths[pair_index])]))
+    _write(folder, "pair_index", pair_index)
+    _write(folder, "prompt_cut", all_cuts[pair_index, :, 0])
+    _write(folder, "response_cut", all_cuts[pair_index, :, 1])
+    report = truncation_report(renderer.max_length, all_lengths, all_cuts, len(kept))
+    checksums = {name: _checksum(folder / f"{name}.bin") for name in _ARRAYS}
+    (folder / "meta.json").write_text(json.dumps({"report": asdict(report), "checksums": checksums}))
+
+
+def _encoded(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> Iterator[tuple[Encoding, Encoding]]:
+    """Both sequences of each pair, with a progress bar for large sets."""
+    console = Console(stderr=True)
+    starts = range(0, len(pairs), _CHUNK)
+    hidden = len(pairs) <= _PROGRESS_FROM
+    for start in track(starts, "Tokenising", console=console, transient=True, disable=hidden):
+        chunk = [pairs[i] for i in range(start, min(start + _CHUNK, len(pairs)))]
+        prompts = [pair.prompt for pair in chunk for _ in range(2)]
+        sides = renderer.encode_batch(prompts, [text for pair in chunk for text in (pair.chosen, pair.rejected)])
+        yield from zip(sides[0::2], sides[1::2], strict=True)
+
+
+def truncation_report(
+    max_length: int, lengths: NDArray[np.int64], cuts: NDArray[np.int32], num_kept: int
+) -> TruncationReport:
+    """What cutting did to pairs.
+
+    Args:
+        max_length: the limit, in tokens.
+        lengths: tokens of both sequences of each pair after cutting, shape (pairs, 2).
+        cuts: tokens cut from prompt and response of both, shape (pairs, 2, 2).
+        num_kept: pairs whose two sequences still differ.
+    """
+    before = lengths + cuts.sum(axis=2)
+    quantiles = np.quantile(before, (0.5, 0.9, 0.99, 1.0)) if before.size else np.zeros(4)
+    return TruncationReport(
+        max_length=max_length,
+        num_pairs=len(lengths),
+        num_identical_dropped=len(lengths) - num_kept,
+        num_prompt_cut=int((cuts[:, :, 0] > 0).any(axis=1).sum()),
+        num_uneven_prompt_cut=int((cuts[:, 0, 0] != cuts[:, 1, 0]).sum()),
+        num_response_cut=int((cuts[:, :, 1] > 0).any(axis=1).sum()),
+        tokens_cut_share=float(cuts.sum() / max(1, before.sum())),
+        length_quantiles=dict(zip(("0.5", "0.9", "0.99", "1"), quantiles.tolist(), strict=True)),
+    )
+
+
+def _put_in_place(work: Path, folder: Path) -> Path:
+    """Rename the finished `work` to `folder`; where another run was first, its folder serves."""
+    while True:
+        try:
+            os.rename(work, folder)
+        except OSError:
+            if _is_intact(folder):
+                return folder
+            if not folder.exists():
+                raise
+            torn = folder.with_name(f".torn-{uuid.uuid4().hex}")
+            with contextlib.suppress(FileNotFoundError):  # another run moved it first
+                os.rename(folder, torn)
+            shutil.rmtree(torn, ignore_errors=True)
+        else:
+            return folder
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made if need be; or a temporary one, for this process's life, if it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        _remove_abandoned(folder)
+    except OSError as error:
+        spare = Path(tempfile.mkdtemp(prefix="rm_optimizer-"))
+        atexit.register(shutil.rmtree, spare, ignore_errors=True)
+        warnings.warn(
+            f"tokenised data cannot be kept in {folder} ({error.strerror}) and goes to {spare} for this run only; "
+            "set data.cache_dir or RM_OPT_CACHE to a folder that can be written to",
+            stacklevel=3,
+        )
+        return spare
+    return folder
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what builds that were killed left behind, once it is a day old."""
+    for work in folder.glob(".building-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - work.stat().st_mtime > 86_400:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether every file is there with the content that was written."""
+    try:
+        meta = _read_meta(folder)
+        TruncationReport(**meta["report"])
+        checksums = meta["checksums"]
+        return all(_checksum(folder / f"{name}.bin") == checksums[name] for name in _ARRAYS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
+    return meta
+
+
+def _checksum(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _write(folder: Path, name: str, values: NDArray[Any]) -> None:
+    values.astype(_ARRAYS[name]).tofile(folder / f"{name}.bin")
+
+
+def _mapped(folder: Path, name: str) -> NDArray[Any]:
+    path = folder / f"{name}.bin"
+    if not path.stat().st_size:
+        return np.zeros(0, dtype=_ARRAYS[name])  # an empty file cannot be mapped
+    return np.memmap(path, dtype=_ARRAYS[name], mode="r")

@@ -1,0 +1,494 @@
+"""Conversations to token ids: one rendering, one pair of special tokens, one rule for what is too long.
+
+The whole conversation is rendered to text and tokenised once, because a prompt and a response tokenised apart are not
+the tokens of the two together. What a sequence holds depends on its own prompt and response alone; so does its reward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
+from rm_optimizer.core.rows.messages import require_characters
+from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError
+
+RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
+"""A rendering of one's own: the messages before the response, and the response, to text."""
+
+PINNED_DATE = "26 Jul 2024"
+"""The day that date-dependent templates are pinned to: the default that Llama 3.1's template gives `date_string`."""
+
+_PINNED_DAY = datetime(2024, 7, 26)
+_PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
+WRITTEN_MARK = "{# written whole #}\n"
+"""In a chat template that writes all of a sequence: nothing is added to the tokens of its text."""
+_SET_DATE = f"{{% set date_string = '{PINNED_DATE}' %}}\n"
+_NOW_LITERAL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""")
+ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
+PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
+    ((Message("user", "What is 2 + 2?"),), "It is 4."),
+    ((Message("user", "Hi."), Message("assistant", "Hello!"), Message("user", "Name\na colour.")), "Blue, ünd grün."),
+    ((Message("system", "Be brief."), Message("user", "Why?")), "Because."),
+)
+_log = logging.getLogger("rm_optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """The token ids of one prompt and response, and what was cut to make them fit.
+
+    Args:
+        ids: token ids, special tokens included.
+        prompt_cut: tokens taken from the left of the prompt.
+        response_cut: tokens taken from the right of the response.
+    """
+
+    ids: tuple[int, ...]
+    prompt_cut: int
+    response_cut: int
+
+
+def pin_dates(template: str) -> str:
+    """The chat template with every inserted date fixed to `PINNED_DATE`; a template without dates comes back as it is.
+
+    The text of the template itself is rewritten, so that whoever renders with it later does the same: calls of
+    ``strftime_now("…")`` become literals, and a ``date_string`` that the template expects from its caller gets a value.
+    Pinning twice changes nothing.
+
+    Raises:
+        ConfigError: if the template formats today's date in a way that is not a literal format.
+
+    Example:
+        >>> print(pin_dates("Today is {{ strftime_now('%d %b %Y') }}."))
+        {# dates pinned to 26 Jul 2024 #}
+        Today is {{ '26 Jul 2024' }}.
+    """
+    pinned = _NOW_LITERAL.sub(lambda call: f"{call[1]}{_PINNED_DAY.strftime(call[2])}{call[1]}", template)
+    if re.search(r"strftime_now\s*\(", pinned):
+        raise ConfigError(
+            "the chat template calls strftime_now with a computed format, which cannot be pinned to a fixed date; "
+            "write the date into the tokenizer's chat_template"
+        )
+    if re.search(r"\bdate_string\b", pinned) and not re.search(r"\bset\s+date_string\b", pinned):
+        pinned = _SET_DATE + pinned
+    return pinned if pinned == template else _PIN_MARK + pinned
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    r"""Several messages as one text, for tokenizers without a chat template.
+
+    Example:
+        >>> transcript([Message("user", "Hi."), Message("assistant", "Hello!")])
+        'Human: Hi.\n\nAssistant: Hello!'
+    """
+    return "\n\n".join(f"{ROLE_NAMES.get(m.role, m.role.capitalize())}: {m.content}" for m in messages)
+
+
+def plain_prompt(messages: Sequence[Message]) -> str:
+    r"""The text before the response, for tokenizers without a chat template.
+
+    Example:
+        >>> plain_prompt([Message("user", "Hi.")])
+        'Prompt: Hi.\n\nResponse: '
+    """
+    is_text = len(messages) == 1 and messages[0].role == "user"
+    return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "
+
+
+class ConversationRenderer:
+    r"""Renders a prompt and a response to text and token ids, the same way for training, evaluation and serving.
+
+    The tokenizer's chat template is used where there is one, with its dates pinned (which changes the tokenizer's
+    `chat_template`); otherwise ``Prompt: {prompt}\n\nResponse: {response}``. BOS (or CLS) stands in front exactly
+    once if the tokenizer adds one, EOS (or SEP) at the end exactly once; blank tokens that a template writes after its
+    EOS stay. A template with `WRITTEN_MARK` writes all, and nothing is added. An over-long sequence loses tokens from
+    the left of its prompt, after BOS; one whose response alone is too long then loses the response's right end, and
+    keeps its EOS.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        max_length: most tokens of a sequence, special tokens included.
+        render_fn: a rendering that replaces template and plain form.
+
+    Raises:
+        ValueError: if `max_length` leaves no room beside the special tokens.
+        ConfigError: if the template's date cannot be pinned.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, render_fn: RenderFn | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.render_fn = render_fn
+        self.frame = _special_frame(tokenizer)
+        _require_one_template(tokenizer, render_fn)
+        self._lead, self._end = ((), ()) if self.is_written else self.frame
+        self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
+        self._blank: dict[int, bool] = {}
+        self._unprinted: dict[tuple[str, ...], int | None] = {}
+        self.refused_tokens: dict[int, str] = {}
+        if max_length <= len(self._lead) + len(self._end):
+            special = len(self._lead) + len(self._end)
+            raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
+        if self.kind == "chat_template":
+            self._pin_template()
+        self._closing = self.closing() if self.is_written else ()
+        self.template_hash, self.probe_rendering = self._probe()
+
+    def has_lead(self, ids: Sequence[int]) -> bool:
+        """Whether a sequence starts with BOS or CLS, or needs none."""
+        return not self.frame[0] or bool(self._lead_width(ids))
+
+    def refuse_tokens_from(self, num_embeddings: int) -> None:
+        """Refuse conversations with an added token that the model's embedding has no row for.
+
+        Args:
+            num_embeddings: rows of the embedding.
+        """
+        added = self.tokenizer.get_added_vocab()
+        self.refused_tokens = {index: token for token, index in added.items() if index >= num_embeddings}
+
+    def closing(self) -> tuple[int, ...]:
+        """The token ids that the rendering writes after every response."""
+        one, other = self._ids([self.text("Hi.", "First."), self.text("Hi.", "2 + 2 = 4")])
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+        return tuple(reversed([token for token, _ in shared]))
+
+    @property
+    def kind(self) -> str:
+        """Where the rendering comes from: `custom`, `chat_template` or `plain`."""
+        if self.render_fn is not None:
+            return "custom"
+        return "chat_template" if self.tokenizer.chat_template else "plain"
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the chat template writes the whole sequence, so that no BOS or EOS is added."""
+        return self.kind == "chat_template" and WRITTEN_MARK in self.tokenizer.get_chat_template()
+
+    @property
+    def pinned_date(self) -> str | None:
+        """The date the chat template is pinned to, or None if it inserts none."""
+        is_pinned = self.kind == "chat_template" and _PIN_MARK in self.tokenizer.get_chat_template()
+        return PINNED_DATE if is_pinned else None
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that fills masked positions: the tokenizer's, or 0, as a masked id has no effect."""
+        pad = self.tokenizer.pad_token_id
+        return 0 if pad is None else int(pad)
+
+    def text(self, prompt: Prompt, response: str) -> str:
+        """The whole conversation as text.
+
+        Raises:
+            DataError: if the chat template refuses the conversation's roles or their order, or leaves out a message or
+                a part of one.
+        """
+        messages = _messages(prompt)
+        if self.render_fn is not None:
+            return self.render_fn(messages, response)
+        if self.kind == "chat_template":
+            conversation = (*messages, Message("assistant", response))
+            text = self._templated(conversation, open_turn=False)
+            self._require_content(conversation, text)
+            return text
+        return f"{plain_prompt(messages)}{response}"
+
+    def refusal(self, pair: PreferencePair) -> str | None:
+        """Why a side of the pair cannot be rendered; None if both can."""
+        try:
+            for response in (pair.chosen, pair.rejected):
+                text = self.text(pair.prompt, response)
+                _check_encodable(text)
+                if self.refused_tokens:
+                    self._ids([text])
+        except ConversationRefused as error:
+            return str(error)
+        return None
+
+    def encode(self, prompt: Prompt, response: str) -> Encoding:
+        """Token ids of the conversation, cut to `max_length`.
+
+        Raises:
+            DataError: if the chat template refuses the conversation's roles or their order.
+        """
+        return self.encode_batch([prompt], [response])[0]
+
+    def encode_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
+        """`encode` of many conversations, tokenised together.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+            DataError: if the chat template refuses a conversation's roles or their order.
+        """
+        texts = [self.text(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        sequences = [self._framed(ids) for ids in self._ids(texts)]
+        too_long = [i for i, ids in enumerate(sequences) if len(ids) > self.max_length]
+        starts = self._response_starts([prompts[i] for i in too_long], [sequences[i] for i in too_long])
+        cut = {i: self._cut(sequences[i], start) for i, start in zip(too_long, starts, strict=True)}
+        return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
+
+    def encode_rendered(self, texts: Sequence[str], max_length: int, *, adds_frame: bool = True) -> list[Encoding]:
+        """Token ids of conversations that are text already; over-long ones lose tokens from the left, after BOS.
+
+        Args:
+            texts: as `text` renders them.
+            max_length: most tokens of a sequence.
+            adds_frame: add BOS and EOS where the texts lack them.
+        """
+        encodings = []
+        for ids in map(self._framed if adds_frame else list[int], self._ids(list(texts))):
+            lead, cut = self._lead_width(ids), max(0, len(ids) - max_length)
+            encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
+        return encodings
+
+    def identity(self) -> dict[str, Any]:
+        """What is stored with a model so that it is never scored under another rendering; JSON values."""
+        return {
+            "kind": self.kind,
+            "template_hash": self.template_hash,
+            "rendering": self.probe_rendering,
+            "pinned_date": self.pinned_date,
+            "max_length": self.max_length,
+        }
+
+    def check_identity(self, stored: Mapping[str, Any]) -> None:
+        """Compare with the `identity` stored at training; `max_length` may differ.
+
+        Raises:
+            CheckpointError: if conversations are rendered or tokenised otherwise than in training.
+        """
+        if stored.get("template_hash") == self.template_hash:
+            return
+        if stored.get("kind") == "custom" and self.kind != "custom":
+            raise CheckpointError("the model was trained with a render_fn of its own; pass the same one as render_fn")
+        raise CheckpointError(
+            f"the model was trained with rendering {stored.get('template_hash')}, but its tokenizer now gives "
+            f"{self.template_hash}: the probe reads {self.probe_rendering!r} instead of {stored.get('rendering')!r}; "
+            "restore the tokenizer and chat template that were saved with the model"
+        )
+
+    def _pin_template(self) -> None:
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):
+            pinned: str | dict[str, str] = {name: pin_dates(text) for name, text in template.items()}
+        else:
+            pinned = pin_dates(template)
+        if pinned != template:
+            _log.warning("the chat template inserts today's date; it is pinned to %s", PINNED_DATE)
+            self.tokenizer.chat_template = pinned
+
+    def _probe(self) -> tuple[str, str]:
+        """Digest of the fixed probe conversations' texts and ids, and the first one's text."""
+        seen: list[Any] = []
+        for prompt, response in PROBES:
+            try:
+                text = self._probe_text(prompt, response)
+            except (DataError, ValueError) as error:
+                if len(prompt) == 1:
+                    raise DataError(f"a single user message and its response cannot be rendered: {error}") from error
+                seen.append("refused")
+            else:
+                seen.append([text, self._framed(self._ids([text])[0])])
+        return digest({"probes": seen, "pinned_date": self.pinned_date}), seen[0][0]
+
+    def _probe_text(self, prompt: tuple[Message, ...], response: str) -> str:
+        """The probe's text; only the single turn must be whole, as the digest is that of earlier versions."""
+        if self.kind != "chat_template" or len(prompt) == 1:
+            return self.text(prompt, response)
+        return self._templated((*prompt, Message("assistant", response)), open_turn=False)
+
+    def _require_content(self, messages: tuple[Message, ...], text: str) -> None:
+        """Raise unless the template printed every message whole."""
+        number = self._unprinted_role(tuple(message.role for message in messages))
+        if number is not None:
+            raise ConversationRefused(
+                f"the tokenizer's chat template prints nothing of a message with role '{messages[number].role}' in a "
+                f"conversation with roles {_roles(messages)}, such as {messages[number].content[:60]!r}; change the "
+                "role to one that the template reads, or give the tokenizer another chat template"
+            )
+        lost = first_lost([message.content for message in messages], text)
+        if lost is not None:
+            raise ConversationRefused(
+                f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
+                f"'{messages[lost].role}'), which begins {messages[lost].content[:60]!r}; take that part out of the "
+                "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
+            )
+
+    def _unprinted_role(self, roles: tuple[str, ...]) -> int | None:
+        """Index of the first message that the template never prints, found once for each order of roles."""
+        if roles not in self._unprinted:
+            marks = [f"rmopt{number}mark" for number in range(len(roles))]
+            probe = tuple(Message(role, mark) for role, mark in zip(roles, marks, strict=True))
+            text = self._templated(probe, open_turn=False)
+            self._unprinted[roles] = next((i for i, mark in enumerate(marks) if mark not in text), None)
+        return self._unprinted[roles]
+
+    def _templated(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
+        turns = [message.to_dict() for message in messages]
+        try:
+            rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
+        except TemplateError as error:
+            raise ConversationRefused(
+                f"the tokenizer's chat template refuses a conversation with roles {_roles(messages)} ({error}), "
+                f"first message {messages[0].content[:60]!r}; change the roles, or pass a render_fn"
+            ) from error
+        return str(rendered)
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        """The text up to where the response begins."""
+        messages = _messages(prompt)
+        if self.render_fn is not None:
+            return self.render_fn(messages, "")
+        return self._templated(messages, open_turn=True) if self.kind == "chat_template" else plain_prompt(messages)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        for text in texts:
+            _check_encodable(text)
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        if self.refused_tokens:
+            for text, row in zip(texts, ids, strict=True):
+                self._require_embedded(text, row)
+        return ids
+
+    def _require_embedded(self, text: str, ids: Sequence[int]) -> None:
+        refused = next((index for index in ids if index in self.refused_tokens), None)
+        if refused is not None:
+            raise ConversationRefused(
+                f"the model's embedding has no row for the token {self.refused_tokens[refused]!r} (id {refused}) of "
+                f"{text[:60]!r}; resize the embedding, or take the token out of the data"
+            )
+
+    def _framed(self, ids: list[int]) -> list[int]:
+        """The ids with BOS and EOS, each added unless it is there."""
+        ended = ids if not self._end or self._end_width(ids) else [*ids, *self._end]
+        return ended if self._lead_width(ended) else [*self._lead, *ended]
+
+    def _lead_width(self, ids: Sequence[int]) -> int:
+        """How many leading ids are BOS or CLS."""
+        if self._lead and tuple(ids[: len(self._lead)]) == self._lead:
+            return len(self._lead)
+        return int(bool(ids) and ids[0] in self._openers)
+
+    def _end_width(self, ids: Sequence[int]) -> int:
+        """How many trailing ids are EOS and the blanks after it; 0 if the sequence does not end with EOS."""
+        if self._closing:
+            return len(self._closing) * (tuple(ids[-len(self._closing) :]) == self._closing)
+        stop = len(ids)
+        while stop and self._is_blank(ids[stop - 1]):
+            stop -= 1
+        start = max(0, stop - len(self._end))
+        return len(ids) - start if self._end and tuple(ids[start:stop]) == self._end else 0
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            special = token in self.tokenizer.all_special_ids
+            self._blank[token] = not special and not self.tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+    def _response_starts(self, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]) -> list[int]:
+        """First token of each response: the length that the sequence shares with its prompt tokenised alone."""
+        texts = [self._prompt_text(prompt) for prompt in prompts]
+        distinct = list(dict.fromkeys(texts))  # both sides of a pair have one prompt
+        ids_of = dict(zip(distinct, self._ids(distinct), strict=True))
+        starts = []
+        for text, whole in zip(texts, sequences, strict=True):
+            ids = ids_of[text]
+            alone = ids if self._lead_width(ids) else [*self._lead, *ids]
+            pairs = enumerate(zip(alone, whole, strict=False))
+            starts.append(next((i for i, (a, b) in pairs if a != b), min(len(alone), len(whole))))
+        return starts
+
+    def _cut(self, ids: list[int], response_start: int) -> Encoding:
+        excess = len(ids) - self.max_length
+        lead = self._lead_width(ids)
+        prompt_cut = min(excess, max(0, response_start - lead))
+        kept = ids[:lead] + ids[lead + prompt_cut :]
+        tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]
+        kept = kept[: self.max_length - len(tail)] + tail
+        return Encoding(tuple(kept), prompt_cut, excess - prompt_cut)
+
+
+def _messages(prompt: Prompt) -> tuple[Message, ...]:
+    try:
+        return as_messages(prompt)
+    except ValueError as error:
+        raise ConversationRefused(str(error)) from error
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)
+
+
+def first_lost(contents: Sequence[str], text: str) -> int | None:
+    """Index of the first content that the text does not hold whole, each at a place of its own; None if all stand.
+
+    Blanks do not count, since templates strip and add them, and a content may stand as a JSON string.
+
+    Example:
+        >>> first_lost(["Why?", "<think>Hm.</think>Because."], "User: Why? Assistant: Because.")
+        1
+    """
+    place = 0
+    for content in contents:
+        found = text.find(content.strip(), place)
+        if found < 0:
+            return _first_lost_anywhere(contents, text)
+        place = found + len(content.strip())
+    return None
+
+
+def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
+    """`first_lost` for templates that move or rewrite contents; the longest is taken out of the text first."""
+    rest = "".join(text.split())
+    for index in sorted(range(len(contents)), key=lambda i: -len(contents[i])):
+        quoted = (json.dumps(contents[index], ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        forms = ("".join(form.split()) for form in (contents[index], *quoted))
+        form = next((form for form in forms if form in rest), None)
+        if form is None:
+            return index
+        rest = rest.replace(form, "\0", 1) if form else rest
+    return None
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        require_characters("a text", text)
+    except ValueError as error:
+        raise ConversationRefused(f"{error}; repair or drop the row") from error
+
+
+def _require_one_template(tokenizer: PreTrainedTokenizerBase, render_fn: RenderFn | None) -> None:
+    """Refuse a tokenizer with several named chat templates and no default: nothing says which a reward model reads."""
+    named = tokenizer.chat_template
+    if render_fn is None and isinstance(named, dict) and "default" not in named:
+        raise CheckpointError(
+            f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none named 'default'; "
+            "save it with the one that the model reads as chat_template.jinja"
+        )
+
+
+def _special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids a sequence starts and ends with: those the tokenizer adds itself, and EOS (or SEP) if it adds no end."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    framed = list(tokenizer("a")["input_ids"])
+    extra = range(len(framed) - len(bare) + 1)
+    start = next((i for i in extra if framed[i : i + len(bare)] == bare), 0)
+    end = tuple(framed[start + len(bare) :])
+    fallback = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    return tuple(framed[:start]), end or (() if fallback is None else (int(fallback),))

@@ -1,0 +1,176 @@
+"""Shared-prompt packing: the prompt once, every response after it, several prompts in a row.
+
+A causal model gives a token the same hidden state whatever follows it, so the tokens that two sequences have in common
+at their start need computing once. A row then holds trees: a prefix and the branches that continue it, each branch
+attending to the prefix and to itself, with positions that restart where the prefix ends. Rewards and gradients equal
+those of the sequences apart (as in flash-preference, li-plus, 2025; here with any attention that takes a mask).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rm_optimizer.core.tokens.plan import assign_rows
+
+TREE_TOKENS = 1024
+"""Most tokens of a tree of many branches; on a CPU and with 12M parameters, 1024 cost 1.3 times what 128 do a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Token sequences cut where they part.
+
+    Args:
+        prefix: the tokens all of them start with; may be empty.
+        branches: what follows in each, never empty.
+    """
+
+    prefix: NDArray[np.int32]
+    branches: tuple[NDArray[np.int32], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the tree."""
+        return len(self.prefix) + sum(map(len, self.branches))
+
+    @property
+    def num_sequence_tokens(self) -> int:
+        """Tokens of the sequences apart."""
+        return self.num_tokens + (len(self.branches) - 1) * len(self.prefix)
+
+
+def shared_length(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    """Tokens that two sequences have in common at their start, short of the last token of either.
+
+    Example:
+        >>> shared_length(np.array([1, 2, 3], np.int32), np.array([1, 2, 3, 4], np.int32))
+        2
+    """
+    shortest = min(len(first), len(second)) - 1
+    differ = first[:shortest] != second[:shortest]
+    place = int(differ.argmax()) if shortest else 0
+    return place if shortest and differ[place] else shortest
+
+
+def prefix_tree(sequences: Sequence[NDArray[np.int32]]) -> PrefixTree:
+    """The sequences as one tree: the longest common prefix that leaves each of them at least its last token.
+
+    Example:
+        >>> tree = prefix_tree([np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32)])
+        >>> tree.prefix.tolist(), [branch.tolist() for branch in tree.branches]
+        ([1, 2], [[3], [4, 5]])
+    """
+    first = sequences[0]
+    depth = min((shared_length(first, other) for other in sequences[1:]), default=len(first) - 1)
+    return PrefixTree(first[:depth], tuple(sequence[depth:] for sequence in sequences))
+
+
+def tree_groups(
+    sequences: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[int]], most_tokens: int
+) -> list[list[int]]:
+    """Groups of sequences that start alike, cut into runs of which each makes a tree of at most `most_tokens` tokens.
+
+    A sequence that is longer stands alone. The limit pays, since a row's attention costs the square of its width.
+    """
+    runs: list[list[int]] = []
+    for group in groups:
+        run: list[int] = []
+        for index in group:
+            if run and prefix_tree([sequences[i] for i in (*run, index)]).num_tokens > most_tokens:
+                runs.append(run)
+                run = []
+            run.append(index)
+        runs.append(run)
+    return runs
+
+
+@dataclass(frozen=True)
+class PackedTrees:
+    """Trees in rows.
+
+    Args:
+        input_ids: token ids, `(rows, tokens)`.
+        position_ids: positions, restarting in each tree and continuing the prefix in each branch.
+        end: first column that no longer sees the token: the end of its tree for a prefix's, of its branch for a
+            branch's, of the row for padding.
+        last: flat index `row * tokens + column` of the last token of each sequence, tree by tree.
+        num_tokens: tokens in the rows, padding left out.
+        num_sequence_tokens: tokens of the sequences apart.
+    """
+
+    input_ids: Int[Tensor, "rows tokens"]
+    position_ids: Int[Tensor, "rows tokens"]
+    end: Int[Tensor, "rows tokens"]
+    last: Int[Tensor, " sequences"]
+    num_tokens: int
+    num_sequence_tokens: int
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens moved, padding included."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedTrees:
+        """The same on another device."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedTrees:
+        """The same in page-locked memory."""
+        return self._mapped(Tensor.pin_memory)
+
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> PackedTrees:
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            position_ids=move(self.position_ids),
+            end=move(self.end),
+            last=move(self.last),
+        )
+
+
+def pack_trees(trees: Sequence[PrefixTree], *, pad_token_id: int) -> PackedTrees:
+    """Rows as wide as the largest tree, filled with the others; `last` keeps the order of the trees."""
+    sizes = [tree.num_tokens for tree in trees]
+    rows, width = assign_rows(sizes), max(sizes)
+    ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
+    position = np.zeros_like(ids)
+    end = np.full(ids.shape, width, dtype=np.int32)
+    last: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(trees)
+    for row, members in enumerate(rows):
+        start = 0
+        for index in members:
+            ends = _write(trees[index], start, ids[row], position[row], end[row])
+            last[index] = row * width + ends - 1
+            start += sizes[index]
+    return PackedTrees(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(position),
+        end=torch.from_numpy(end),
+        last=torch.from_numpy(np.concatenate(last)),
+        num_tokens=sum(sizes),
+        num_sequence_tokens=sum(tree.num_sequence_tokens for tree in trees),
+    )
+
+
+def _write(
+    tree: PrefixTree, start: int, ids: NDArray[np.int64], position: NDArray[np.int64], end: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Write a tree into a row from column `start` on, and return the column after each branch."""
+    depth = len(tree.prefix)
+    ids[start : start + depth] = tree.prefix
+    position[start : start + depth] = np.arange(depth)
+    end[start : start + depth] = start + tree.num_tokens
+    stops = start + depth + np.cumsum([len(branch) for branch in tree.branches])
+    for branch, stop in zip(tree.branches, stops.tolist(), strict=True):
+        inside = slice(stop - len(branch), stop)
+        ids[inside] = branch
+        position[inside] = np.arange(depth, depth + len(branch))
+        end[inside] = stop
+    return stops

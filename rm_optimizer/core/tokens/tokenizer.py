@@ -1,0 +1,52 @@
+"""A tokenizer trained on the run's own texts, for models that start from a configuration instead of a download."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.tokens.chat import plain_prompt
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+
+
+def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:
+    """The pairs as the trained tokenizer will read them: each prompt with its chosen response, and the rejected one."""
+    for pair in pairs:
+        yield plain_prompt(as_messages(pair.prompt)) + pair.chosen
+        yield pair.rejected
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE (Sennrich et al., 2016; over bytes as in GPT-2) learned from `texts`.
+
+    The same texts give the same vocabulary. Every text can be encoded, since all 256 bytes are tokens; `<|bos|>` and
+    `<|eos|>` surround each sequence. There is no chat template.
+
+    Args:
+        texts: what to learn the merges from; read once.
+        vocab_size: tokens at most, the three special ones included; fewer where the texts have no more merges.
+    """
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{BOS} $A {EOS}",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)

@@ -1,0 +1,198 @@
+"""Chat templates that write a model's whole sequence, so that plain `apply_chat_template` gives what the model reads.
+
+A sequence of ours has BOS (or CLS) in front and EOS (or SEP) at its end. Where the template does not write them, or
+there is none, a template that does is given to the tokenizer before training, and is exported with it. A reward model
+that others trained is read exactly as its template writes, without an EOS that its training never saw.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.tokens.chat import PROBES, ROLE_NAMES, WRITTEN_MARK, ConversationRenderer
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+
+_PLAIN = """\
+{%- set names = NAMES -%}
+{%- set is_open = add_generation_prompt or messages[-1]['role'] != 'assistant' -%}
+{%- set before = messages if is_open else messages[:-1] -%}
+{{- LEAD ~ OPENING -}}
+{%- if before | length == 1 and before[0]['role'] == 'user' -%}
+{{- before[0]['content'] -}}
+{%- else -%}
+{%- for message in before -%}
+{{- names.get(message['role'], message['role'] | capitalize) ~ ': ' ~ message['content'] -}}
+{%- if not loop.last -%}{{- '\\n\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- MIDDLE -}}
+{%- if not is_open -%}
+{{- messages[-1]['content'] -}}
+{%- if not messages[-1]['content'].endswith(END) or not END -%}{{- END -}}{%- endif -%}
+{%- endif -%}
+"""
+"""The plain form of `chat.plain_prompt`, or that of text pairs, with what stands around it."""
+FORMS = ("plain", "pair")
+"""Forms of the input of a reward model without a chat template: `chat.plain_prompt`'s, and a tokenizer's text pair."""
+_ENOUGH = 1 << 20
+_log = logging.getLogger("rm_optimizer")
+
+
+def write_for_training(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer, whose model is yet to be trained, a chat template that writes the whole sequence.
+
+    A template that ends a turn with a special token of its own is read there, as plain `apply_chat_template` does; one
+    that does not gets EOS. The tokenizer is left alone where its template writes all, or where the completed one does
+    not give the tokens of the framed text (some SentencePiece tokenizers).
+    """
+    framed = ConversationRenderer(tokenizer, _ENOUGH)
+    lead, end = (_text_of(tokenizer, ids) for ids in framed.frame)
+    template = tokenizer.chat_template
+    if not template:
+        _replace(tokenizer, _without_template(lead, "Prompt: ", "\n\nResponse: ", end), _sequences(framed))
+    elif isinstance(template, str) and (closing := _closing(tokenizer, framed)) is not None:
+        written = _sequences(framed, adds_frame=False)
+        if written == _sequences(framed):
+            return
+        starts = all(framed.has_lead(ids) for ids in written)
+        completed = template if starts else f"{{{{ {json.dumps(lead)} }}}}{template}"
+        if closing:
+            expected = [ids if starts else [*framed.frame[0], *ids] for ids in written]
+        else:
+            ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
+            completed, expected = completed.removesuffix("\n") + ending, _sequences(framed)
+        _replace(tokenizer, completed, expected)
+
+
+def read_as_written(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Mark the chat template of a reward model that others trained: nothing is added to what it writes.
+
+    The template of an encoder that writes no CLS is framed as usual, which a warning says.
+    """
+    framed = ConversationRenderer(tokenizer, _ENOUGH)
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or WRITTEN_MARK in template:
+        return
+    written = _sequences(framed, adds_frame=False)
+    if written == _sequences(framed):
+        return
+    if tokenizer.cls_token_id is not None and not all(framed.has_lead(ids) for ids in written):
+        _log.warning(
+            "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
+            "model was trained so is unknown",
+            tokenizer.cls_token,
+            tokenizer.sep_token,
+        )
+        return
+    _replace(tokenizer, template, written)
+
+
+def choose_form(tokenizer: PreTrainedTokenizerBase, form: str | None, source: object) -> None:
+    """Settle the form of the input of a reward model that others trained and that has no chat template.
+
+    Args:
+        tokenizer: without a chat template; gets one.
+        form: `plain`, `pair` (as OpenAssistant's DeBERTa reads it), or None, which takes `plain` with a warning.
+        source: where the model was loaded from, for the messages.
+
+    Raises:
+        ConfigError: if the form is unknown, or the tokenizer does not make text pairs that a template can write.
+    """
+    if form not in (None, *FORMS):
+        raise ConfigError(did_you_mean("input_form", str(form), FORMS))
+    if form == "pair":
+        _read_as_pair(tokenizer)
+    else:
+        write_for_training(tokenizer)
+    if form is None:
+        _log.warning(
+            "%s has neither a chat template nor our export.json, so the form of its input is unknown; its rewards here "
+            "are those of 'Prompt: …\\n\\nResponse: …'. If its card calls tokenizer(prompt, response), evaluate, score "
+            "and doctor take --input-form pair; for the rest, store it once with BradleyTerryRM.from_pretrained('%s', "
+            "input_form='pair').save_pretrained('FOLDER') and give FOLDER. The form 'plain' silences this",
+            source,
+            source,
+        )
+
+
+def _read_as_pair(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a template that writes what it makes of the text pair (prompt, response)."""
+    pairs = (("Name a color.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
+    expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
+    prompt, response = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in pairs[0])
+    start = _find(expected[0], prompt, 0)
+    middle = _find(expected[0], response, start + len(prompt))
+    frame = (expected[0][:start], expected[0][start + len(prompt) : middle], expected[0][middle + len(response) :])
+    lead, between, end = (_text_of(tokenizer, ids) for ids in frame)
+    tokenizer.chat_template = WRITTEN_MARK + _without_template(lead, "", between, end)
+    renderer = ConversationRenderer(tokenizer, _ENOUGH)
+    if [list(renderer.encode(*pair).ids) for pair in pairs] != expected:
+        raise ConfigError(
+            "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
+            "pass a render_fn to from_pretrained"
+        )
+
+
+def _find(ids: list[int], part: list[int], start: int) -> int:
+    """Index from `start` on where the part begins; the end of the ids if it does not occur."""
+    places = range(start, len(ids) - len(part) + 1)
+    return next((place for place in places if ids[place : place + len(part)] == part), len(ids))
+
+
+def _without_template(lead: str, opening: str, middle: str, end: str) -> str:
+    """A chat template that writes lead, opening, prompt, middle, response and end."""
+    template = _PLAIN.replace("NAMES", json.dumps(ROLE_NAMES))
+    parts = {"LEAD": lead, "OPENING": opening, "MIDDLE": middle, "END": end}
+    for name, text in parts.items():
+        template = template.replace(name, json.dumps(text, ensure_ascii=False))
+    return template
+
+
+def writes_the_sequence(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], response: str, ids: Sequence[int]
+) -> bool:
+    """Whether plain `apply_chat_template` gives these token ids for a conversation."""
+    if not tokenizer.chat_template:
+        return False
+    turns = [message.to_dict() for message in (*prompt, Message("assistant", response))]
+    return list(tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True)["input_ids"]) == list(ids)
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase, renderer: ConversationRenderer) -> bool | None:
+    """Whether the template ends a response with a special token; None where it renders no single turn."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    try:
+        return any(token in special for token in renderer.closing())
+    except DataError:
+        return None
+
+
+def _sequences(renderer: ConversationRenderer, *, adds_frame: bool = True) -> list[list[int]]:
+    """Token ids of the probe conversations that the template takes, with or without what is added to them."""
+    found = []
+    for prompt, response in PROBES:
+        try:
+            text = renderer.text(prompt, response)
+        except (DataError, ValueError):
+            continue
+        encodings = renderer.encode_rendered([text], _ENOUGH, adds_frame=adds_frame)
+        found.append(list(encodings[0].ids))
+    return found
+
+
+def _replace(tokenizer: PreTrainedTokenizerBase, template: str, expected: list[list[int]]) -> None:
+    """Set a template and its mark, unless it gives other tokens than expected."""
+    before = tokenizer.chat_template
+    tokenizer.chat_template = WRITTEN_MARK + template
+    if _sequences(ConversationRenderer(tokenizer, _ENOUGH)) != expected:
+        tokenizer.chat_template = before
+        _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(list(ids)))

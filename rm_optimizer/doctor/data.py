@@ -1,0 +1,161 @@
+"""What breaks reward models in the pairs themselves: leaks, repeats, contradictions, labels, lengths, truncation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+
+from rm_optimizer.core.metrics.estimate import wilson_interval
+from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.trained_pairs import folded_prompt_id
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+
+MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01
+"""Shares of repeated pairs and of contradictions beyond which a data set gets a warning."""
+MOST_TRUNCATED, MOST_RESPONSES_CUT = 0.10, 0.01
+"""Shares of pairs that lost tokens, and of those that lost tokens of a response, beyond which there is a warning."""
+MOST_IDENTICAL = 0.05
+"""Share of pairs equal after truncation beyond which the check fails."""
+LENGTH_BIAS = 0.60
+"""Accuracy of "the longer response wins" from which a data set gets a warning."""
+
+
+def audit_sample(
+    data: Mapping[str, PreferenceDataset], renderer: ConversationRenderer, *, max_pairs: int, seed: int
+) -> DataAudit:
+    """The audit of about `max_pairs` pairs of each data set: random prompts with all of their pairs.
+
+    Repeats and contradictions lie within a prompt, so their shares are estimated without bias.
+    """
+    return audit_pairs({name: _sampled(dataset, max_pairs, seed) for name, dataset in data.items()}, renderer)
+
+
+def _sampled(dataset: PreferenceDataset, max_pairs: int, seed: int) -> PreferenceDataset:
+    if len(dataset) <= max_pairs or len(set(dataset.prompt_ids)) < 2:
+        return dataset
+    return dataset.split_by_prompt(max_pairs / len(dataset), seed)[1]
+
+
+def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
+    """No prompt of one data set stands in another, not even in other letters' case or spacing."""
+    expected = "0 prompts in two data sets"
+    if len(data) < 2:
+        return skipped("split_leakage", expected, "there is one data set; give training and validation data to compare")
+    exact = {name: set(dataset.prompt_ids) for name, dataset in data.items()}
+    alike = {name: {folded_prompt_id(pair.prompt) for pair in dataset.pairs} for name, dataset in data.items()}
+    couples = list(itertools.combinations(data, 2))
+    details: dict[str, Measured] = {f"{a} / {b}": len(alike[a] & alike[b]) for a, b in couples}
+    num_exact = len(set().union(*(exact[a] & exact[b] for a, b in couples)))
+    num_alike = len(set().union(*(alike[a] & alike[b] for a, b in couples)))
+    if num_alike == 0:
+        return Check("split_leakage", Status.ok, 0, "prompts", expected, "no prompt stands in two data sets", details)
+    how = "" if num_exact else " but for case and spacing"
+    explanation = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
+    status = Status.fail if num_exact else Status.warn
+    return Check("split_leakage", status, num_alike, "prompts", expected, explanation, details)
+
+
+def audit_checks(audit: DataAudit) -> list[Check]:
+    """Checks of the audited pairs; where there are several data sets the worst one counts, and details name each."""
+    return [
+        _worst_share("repeated_pairs", audit, lambda split: split.num_duplicates, MOST_REPEATS, "remove the copies"),
+        _worst_share(
+            "contradictions",
+            audit,
+            lambda split: split.num_contradictions,
+            MOST_CONTRADICTIONS,
+            "keep one order, or give the pair a label between 0 and 1",
+        ),
+        _worst_share(
+            "truncation_rate", audit, lambda split: split.num_truncated, MOST_TRUNCATED, "raise max_length if it fits"
+        ),
+        _worst_share(
+            "response_truncation",
+            audit,
+            lambda split: split.num_response_cut,
+            MOST_RESPONSES_CUT,
+            "raise max_length, as the end of a response is not read",
+        ),
+        _identical(audit),
+        _longer_wins(audit),
+    ]
+
+
+def _worst_share(name: str, audit: DataAudit, count: Callable[[SplitAudit], int], most: float, remedy: str) -> Check:
+    """The check that a share of pairs is small in every data set."""
+    shares = {split: count(found) / max(1, found.num_pairs) for split, found in audit.splits.items()}
+    where, share = max(shares.items(), key=lambda item: item[1])
+    what = name.replace("_", " ")
+    is_small = share <= most
+    explanation = f"{what}: {share:.1%} of the pairs of {where}" + ("" if is_small else f"; {remedy}")
+    status = Status.ok if is_small else Status.warn
+    return Check(name, status, share, "share of pairs", f"at most {most:g}", explanation, shares)
+
+
+def _identical(audit: DataAudit) -> Check:
+    """Pairs whose two sides are the same tokens after truncation teach nothing; many mean that the limit is wrong."""
+    shares = {name: split.num_identical / max(1, split.num_pairs) for name, split in audit.splits.items()}
+    where, share = max(shares.items(), key=lambda item: item[1])
+    status = Status.ok if share == 0 else Status.warn if share <= MOST_IDENTICAL else Status.fail
+    explanation = (
+        "no pair is equal after truncation"
+        if share == 0
+        else f"{share:.1%} of the pairs of {where} are equal after truncation, so training drops them; raise max_length"
+    )
+    return Check("identical_pairs", status, share, "share of pairs", "0", explanation, shares)
+
+
+def _longer_wins(audit: DataAudit) -> Check:
+    """How far length alone explains the labels."""
+    expected = f"below {LENGTH_BIAS:g}, or not above 0.5 beyond its interval"
+    found = {name: split.longer_wins for name, split in audit.splits.items() if split.longer_wins.num_samples}
+    if not found:
+        return skipped("longer_wins", expected, "no pair has a better response")
+    where, worst = max(found.items(), key=lambda item: item[1].value)
+    low, high = wilson_interval(worst.value, worst.num_samples)
+    is_biased = worst.value >= LENGTH_BIAS and low > 0.5
+    explanation = f'"the longer response wins" is right on {worst.value:.1%} of the pairs of {where}'
+    if is_biased:
+        explanation += "; compare the model with this baseline, and balance lengths or add a length penalty"
+    status = Status.warn if is_biased else Status.ok
+    details: dict[str, Measured] = {
+        "low": low,
+        "high": high,
+        **{name: estimate.value for name, estimate in found.items()},
+    }
+    return Check("longer_wins", status, worst.value, "accuracy", expected, explanation, details)
+
+
+def labels(data: Mapping[str, PreferenceDataset]) -> Check:
+    """Labels decide which response is better."""
+    pairs = [pair for dataset in data.values() for pair in dataset.pairs]
+    undecided = sum(pair.label == 0.5 for pair in pairs) / max(1, len(pairs))
+    details: dict[str, Measured] = {
+        "rejected_preferred": sum(pair.label < 0.5 for pair in pairs),
+        "soft_labels": sum(pair.label not in (0.0, 0.5, 1.0) for pair in pairs),
+    }
+    status, explanation = Status.ok, f"{1 - undecided:.1%} of the pairs have a better response"
+    if undecided > 0.5:
+        status = Status.fail if undecided == 1 else Status.warn
+        explanation = f"{undecided:.1%} of the pairs have label 0.5 and teach no preference; check the label column"
+    unit, expected = "share of pairs without a better response", "at most 0.5"
+    return Check("labels", status, undecided, unit, expected, explanation, details)
+
+
+def margins(data: Mapping[str, PreferenceDataset]) -> Check:
+    """Margins agree with the labels, and all pairs have one or none has."""
+    pairs = [pair for dataset in data.values() for pair in dataset.pairs]
+    with_margin = [pair for pair in pairs if pair.margin is not None]
+    num_contrary = sum((pair.margin or 0.0) * (pair.label - 0.5) < 0 for pair in with_margin)
+    details: dict[str, Measured] = {"with_margin": len(with_margin), "contrary_margins": num_contrary}
+    status, explanation = Status.ok, f"{len(with_margin)} of {len(pairs)} pairs have a margin, none against its label"
+    if 0 < len(with_margin) < len(pairs):
+        status = Status.warn
+        explanation = f"{len(with_margin)} of {len(pairs)} pairs have a margin; give one to all pairs, or to none"
+    if num_contrary:
+        status = Status.warn
+        explanation = f"{num_contrary} margins contradict their labels; check the margin's sign and column"
+    expected = "0, and a margin for all pairs or none"
+    return Check("margins", status, num_contrary, "margins against their label", expected, explanation, details)

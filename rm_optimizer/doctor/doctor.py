@@ -1,0 +1,199 @@
+"""The doctor: measures on the model and the pairs at hand whatever is known to break reward models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.doctor import data as doctor_data
+from rm_optimizer.doctor import head as doctor_head
+from rm_optimizer.doctor import label_probe
+from rm_optimizer.doctor import model as doctor_model
+from rm_optimizer.doctor import rewards as doctor_rewards
+from rm_optimizer.doctor import text as doctor_text
+from rm_optimizer.doctor.diagnosis import Check, Diagnosis, skipped
+from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, running
+from rm_optimizer.errors import DataError
+
+Stage = tuple[str, Callable[[], Iterable[Check]]]
+"""What is being done, in words, and the checks it makes."""
+
+_NEEDS_DATA = (
+    "split_leakage",
+    "labels",
+    "margins",
+    "repeated_pairs",
+    "contradictions",
+    "truncation_rate",
+    "response_truncation",
+    "identical_pairs",
+    "longer_wins",
+    "label_agreement",
+    "beats_length",
+    "reward_length",
+    "prompt_only",
+    "label_signal",
+    "label_shuffle",
+)
+
+
+def diagnose(
+    model: BradleyTerryRM,
+    data: Mapping[str, PreferenceDataset] | None = None,
+    *,
+    seed: int,
+    max_pairs: int = 256,
+    max_audited_pairs: int = 4000,
+    token_budget: int = 8192,
+    on_stage: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Diagnosis:
+    """Check a reward model, or a base model with a fresh head, and the pairs it is or will be trained on.
+
+    Every check is computed. The model's weights, mode and random state are afterwards as before. Cost is bounded:
+    some ten passes over nine fixed conversations, one export to a temporary folder, one pass over `max_pairs` pairs and
+    the tokenisation of `max_audited_pairs` pairs of each data set.
+
+    Args:
+        model: the model, on its device.
+        data: data sets by name; two or more are compared for leaks. None makes the checks of the model alone.
+        seed: of samples, folds, random labels and bootstraps.
+        max_pairs: pairs, over all data sets, whose rewards are computed.
+        max_audited_pairs: pairs of each data set whose tokens are counted.
+        token_budget: tokens, padding included, of one pass over pairs.
+        on_stage: called with what is being done and how many of how many stages are done.
+
+    Raises:
+        DataError: if a data set is empty, or every pair is equal after truncation.
+    """
+    started = time.perf_counter()
+    data = dict(data or {})
+    for name, dataset in data.items():
+        if not len(dataset):
+            raise DataError(f"{name}: has no pairs to check")
+    examined = _Examination(model, data, seed, max_pairs, max_audited_pairs, token_budget)
+    stages = [*examined.model_stages(), *(examined.data_stages() if data else examined.stages_without_data())]
+    checks: list[Check] = []
+    for done, (what, checks_of) in enumerate(stages):
+        on_stage(what, done, len(stages))
+        checks.extend(checks_of())
+    return Diagnosis(
+        model=f"{type(model.model).__name__} {model.model.name_or_path}".strip(),
+        seed=seed,
+        num_pairs={name: len(dataset) for name, dataset in data.items()},
+        num_pairs_scored=examined.num_scored,
+        num_pairs_audited=examined.num_audited,
+        wall_seconds=time.perf_counter() - started,
+        checks=tuple(checks),
+    )
+
+
+class _Examination:
+    """The stages of one diagnosis, and what later stages need of earlier ones."""
+
+    def __init__(
+        self,
+        model: BradleyTerryRM,
+        data: Mapping[str, PreferenceDataset],
+        seed: int,
+        max_pairs: int,
+        max_audited_pairs: int,
+        token_budget: int,
+    ) -> None:
+        self.model, self.data, self.seed = model, data, seed
+        self.max_pairs, self.max_audited_pairs, self.token_budget = max_pairs, max_audited_pairs, token_budget
+        self.probe = probe_ids(model)
+        self.num_scored: Mapping[str, int] = {}
+        self.num_audited: Mapping[str, int] = {}
+
+    def model_stages(self) -> list[Stage]:
+        """The checks that need no pairs."""
+        model, probe = self.model, self.probe
+        return [
+            ("tokens and template", self._text),
+            ("head", self._head),
+            ("padding", lambda: [doctor_model.padding(model, probe), doctor_model.plain_forward(model, probe)]),
+            ("batches", lambda: [doctor_model.batch(model, probe), doctor_model.prefix_sharing(model, probe)]),
+            ("dropout", lambda: [doctor_model.dropout(model, probe)]),
+            ("attention kernel", lambda: [doctor_model.attention_kernel(model, probe)]),
+            ("saving and loading", lambda: [doctor_model.save_reload(model)]),
+        ]
+
+    def data_stages(self) -> list[Stage]:
+        """The checks of the pairs, and of the model on them."""
+        return [("leaks and labels", self._splits), ("repeats and lengths", self._audit), ("rewards", self._rewards)]
+
+    def stages_without_data(self) -> list[Stage]:
+        """What is left of the checks on pairs where there are none."""
+        return [("rewards", self._probe_rewards), ("pairs", lambda: [self._without_data(name) for name in _NEEDS_DATA])]
+
+    def _text(self) -> list[Check]:
+        model, probe = self.model, self.probe
+        return [
+            doctor_text.pad_token(model, probe),
+            doctor_text.special_tokens(model, probe),
+            doctor_text.template_date(model),
+            doctor_text.rendered_together(model, probe),
+            doctor_text.truncation(model),
+        ]
+
+    def _head(self) -> list[Check]:
+        model, probe = self.model, self.probe
+        return [
+            doctor_head.single_label(model),
+            doctor_head.raw_reward(model),
+            doctor_head.head_init(model),
+            doctor_head.head_dtype(model, probe),
+            doctor_head.head_trainable(model, probe),
+        ]
+
+    def _splits(self) -> list[Check]:
+        return [doctor_data.split_leakage(self.data), doctor_data.labels(self.data), doctor_data.margins(self.data)]
+
+    def _audit(self) -> list[Check]:
+        renderer, most = self.model.renderer, self.max_audited_pairs
+        audit = doctor_data.audit_sample(self.data, renderer, max_pairs=most, seed=self.seed)
+        self.num_audited = {name: split.num_pairs for name, split in audit.splits.items()}
+        return doctor_data.audit_checks(audit)
+
+    def _rewards(self) -> list[Check]:
+        scored = doctor_rewards.score_sample(
+            self.model, self.data, max_pairs=self.max_pairs, token_budget=self.token_budget, seed=self.seed
+        )
+        if not scored.pairs:
+            raise DataError("no pair is left to score: the two responses of each are equal after truncation")
+        self.num_scored = scored.num_scored
+        spread = doctor_rewards.reward_spread(scored.rewards[:, 0], scored.rewards[:, 1])
+        if not np.isfinite(scored.rewards).all():
+            names = ("label_agreement", "beats_length", "reward_length", "prompt_only", "label_signal", "label_shuffle")
+            return [spread, *(skipped(name, "", "rewards are not finite") for name in names)]
+        is_fresh = doctor_head.is_head_fresh(self.model)
+        return [
+            spread,
+            *self._learned(scored, is_fresh),
+            doctor_rewards.prompt_only(self.model, scored, self.token_budget),
+            *label_probe.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
+        ]
+
+    def _learned(self, scored: doctor_rewards.ScoredPairs, is_fresh: bool) -> list[Check]:
+        if is_fresh:
+            reason = "the head is at its random start, so its rewards mean nothing yet"
+            return [skipped(name, "", reason) for name in ("label_agreement", "beats_length", "reward_length")]
+        return [
+            doctor_rewards.label_agreement(scored, self.seed),
+            doctor_rewards.beats_length(scored, self.seed),
+            doctor_rewards.reward_length(scored),
+        ]
+
+    def _probe_rewards(self) -> list[Check]:
+        with running(self.model, training=False):
+            rewards = padded_rewards(self.model, self.probe).numpy()
+        even = len(rewards) // 2 * 2
+        return [doctor_rewards.reward_spread(rewards[:even:2], rewards[1:even:2])]
+
+    @staticmethod
+    def _without_data(name: str) -> Check:
+        return skipped(name, "", "there are no pairs; name some with --data")

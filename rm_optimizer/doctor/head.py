@@ -1,0 +1,110 @@
+"""What breaks rewards in the final layer: its start, precision, gradient, number of outputs and activation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from rm_optimizer.core.classifier.head import RewardHead, head_side_modules, initialise_head
+from rm_optimizer.core.model.losses import bradley_terry_loss
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.doctor.diagnosis import Check, Measured, Status
+from rm_optimizer.doctor.probe_conversations import running
+
+
+def is_head_fresh(model: BradleyTerryRM) -> bool:
+    """Whether the head still has the weights it was drawn with: those that its recorded seed draws again."""
+    drawn_from = re.fullmatch(r"normal\(.*\), seed=(\d+)", model.head_init)
+    if drawn_from is None:
+        return False
+    again = RewardHead(model.reward_head.in_features, 1, bias=False)
+    initialise_head(again, int(drawn_from[1]))
+    rounding = torch.finfo(model.model.dtype).eps
+    return torch.allclose(model.reward_head.weight.float().cpu(), again.weight, rtol=rounding, atol=0)
+
+
+def head_init(model: BradleyTerryRM) -> Check:
+    """The head's weights are finite and not all zero; a fresh head is small, so that the first loss is log 2."""
+    weight = model.reward_head.weight.detach().double()
+    std, fresh_std = float(weight.square().mean().sqrt()), 1 / (weight.shape[1] + 1)
+    is_fresh = is_head_fresh(model)
+    is_usable = 0 < std < torch.inf
+    explanation = "the head is at its random start" if is_fresh else "the head has trained weights"
+    if not is_usable:
+        explanation = "the head's weights are zero or not finite, so no response gets a reward of its own; train again"
+    expected = f"finite and more than 0; {fresh_std:.3g} at the start"
+    details: dict[str, Measured] = {"origin": model.head_init, "fresh": str(is_fresh)}
+    status = Status.ok if is_usable else Status.fail
+    return Check("head_init", status, std, "root mean square of the weights", expected, explanation, details)
+
+
+def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """The head computes in float32 or better, under bfloat16 autocast too."""
+    with running(model, training=False), torch.autocast(model.device.type, dtype=torch.bfloat16):
+        ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe, model.pad_choice.token_id))
+        rewards = model(ids, mask)
+    kinds = (model.reward_head.weight.dtype, rewards.dtype)
+    is_exact = all(kind in (torch.float32, torch.float64) for kind in kinds)
+    is_rounded = bool((rewards == rewards.bfloat16()).all() and rewards.unique().numel() > 1)
+    status = Status.ok if is_exact and not is_rounded else Status.fail
+    explanation = (
+        "the head computes in full precision inside mixed precision"
+        if status is Status.ok
+        else "the head rounds rewards to a half type, which ties unequal responses; compute it in float32"
+    )
+    name = str(kinds[1] if is_exact else kinds[0]).removeprefix("torch.")
+    details: dict[str, Measured] = {"rounded_under_autocast": str(is_rounded)}
+    return Check("head_dtype", status, name, "", "float32 or float64", explanation, details)
+
+
+def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """A pair's loss has a finite gradient for the head that is not zero."""
+    expected = "more than 0"
+    frozen = [
+        f"{module}.{name}"
+        for module in head_side_modules(model.model)
+        for name, parameter in model.model.get_submodule(module).named_parameters()
+        if not parameter.requires_grad
+    ]
+    if frozen:
+        reason = f"{', '.join(frozen)} on the head's side require no gradient; unfreeze them before training"
+        return Check("head_trainable", Status.fail, 0.0, "norm of the loss's gradient", expected, reason)
+    ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe[1:3], model.pad_choice.token_id))
+    with running(model, training=False), torch.enable_grad():
+        rewards = model(ids, mask)
+        gradient = torch.autograd.grad(bradley_terry_loss(rewards[:1], rewards[1:]), model.reward_head.weight)[0]
+    norm = float(gradient.norm())
+    status = Status.ok if 0 < norm < torch.inf else Status.fail
+    explanation = (
+        "the head learns from a pair"
+        if status is Status.ok
+        else "the head gets no usable gradient from a pair; check that hidden states are finite and differ"
+    )
+    return Check("head_trainable", status, norm, "norm of the loss's gradient", expected, explanation)
+
+
+def single_label(model: BradleyTerryRM) -> Check:
+    """One output, said so by head and configuration alike."""
+    config, outputs = model.model.config, model.reward_head.out_features
+    status = Status.ok if config.num_labels == outputs == 1 else Status.fail
+    explanation = (
+        "the head has one output and the configuration says so"
+        if status is Status.ok
+        else f"configuration and head have {config.num_labels} and {outputs} labels; load the model with num_labels=1"
+    )
+    return Check("single_label", status, config.num_labels, "labels", "1 label", explanation)
+
+
+def raw_reward(model: BradleyTerryRM) -> Check:
+    """The configuration asks servers for the raw output: classification gets a sigmoid or softmax by default."""
+    kind = model.model.config.problem_type
+    status = Status.ok if kind == "regression" else Status.fail
+    explanation = (
+        "servers apply no activation to a regression"
+        if status is Status.ok
+        else "servers may apply a sigmoid or softmax to the reward; set problem_type to 'regression'"
+    )
+    return Check("raw_reward", status, str(kind), "", "problem_type regression", explanation)

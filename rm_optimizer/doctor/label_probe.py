@@ -1,0 +1,127 @@
+"""Whether hidden states of a frozen model predict the labels of pairs, beside what they predict of random labels.
+
+A linear probe is fitted on differences of hidden states and judged on prompts it has not seen. The same probe on a
+control task (Hewitt & Liang, 2019, https://arxiv.org/abs/1909.03368), in which every two texts got a winner at random,
+must be at chance: it is not if the same comparisons stand under several prompts, and then no held-out number counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.rewards import ScoredPairs
+
+NUM_SHUFFLES = 32
+NUM_FOLDS = 5
+FEWEST_PAIRS = 40
+"""Decided pairs below which nothing is fitted."""
+NO_SIGNAL = 0.55
+"""Accuracy that the interval must reach: entirely below it, the labels are as good as random."""
+_STANDARD_ERRORS = 4.0
+
+
+def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Check]:
+    """`label_signal`: real labels beat chance; `label_shuffle`: random ones do not.
+
+    Args:
+        scored: pairs with the hidden states of both sides.
+        is_fresh: whether the model is untrained; its hidden states may then miss a signal that is there.
+        seed: of folds, random labels and bootstrap.
+    """
+    expected = ("above 0.5", "0.5")
+    decided = _decided(scored)
+    if len(decided.pairs) < FEWEST_PAIRS:
+        reason = f"{len(decided.pairs)} pairs with a better response are too few for a probe; give {FEWEST_PAIRS}"
+        names = zip(("label_signal", "label_shuffle"), expected, strict=True)
+        return [skipped(name, text, reason) for name, text in names]
+    winners = np.array([1.0 if pair.label > 0.5 else -1.0 for pair in decided.pairs])
+    targets = np.concatenate([winners[:, None], _random_winners(decided, seed)], axis=1)
+    predicted = held_out_predictions(decided.features[:, 0] - decided.features[:, 1], targets, _folds(decided, seed))
+    shuffled = (0.5 + 0.5 * np.sign(predicted * targets))[:, 1:].mean(axis=0)
+    return [_signal(decided, predicted[:, 0], float(shuffled.mean()), is_fresh, seed), _shuffle(shuffled)]
+
+
+def held_out_predictions(
+    differences: NDArray[np.float64], targets: NDArray[np.float64], folds: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Predictions of each fold by ridge regression on the others, for every column of targets.
+
+    Without intercept, `w = argmin ||X w - y||^2 + lambda ||w||^2`, solved in its dual form
+    `X' (X X' + lambda I)^-1 y`. Columns of X are in units of their root mean square, lambda is the mean of its
+    squared row lengths.
+
+    Args:
+        differences: X, `(pairs, hidden)`.
+        targets: y of each task, `(pairs, tasks)`.
+        folds: number of each pair's fold.
+    """
+    scale = np.sqrt((differences**2).mean(axis=0))
+    X = differences / np.where(scale > 0, scale, 1.0)
+    gram = X @ X.T
+    predicted = np.zeros_like(targets)
+    for fold in np.unique(folds):
+        held, kept = folds == fold, folds != fold
+        inner = gram[np.ix_(kept, kept)]
+        ridge = max(float(np.diag(inner).mean()), np.finfo(np.float64).tiny)
+        dual = np.linalg.solve(inner + ridge * np.eye(len(inner)), targets[kept])
+        predicted[held] = gram[np.ix_(held, kept)] @ dual
+    return predicted
+
+
+def _decided(scored: ScoredPairs) -> ScoredPairs:
+    kept = [i for i, pair in enumerate(scored.pairs) if pair.label != 0.5]
+    pairs = tuple(scored.pairs[i] for i in kept)
+    return replace(scored, pairs=pairs, rewards=scored.rewards[kept], features=scored.features[kept])
+
+
+def _folds(scored: ScoredPairs, seed: int) -> NDArray[np.int64]:
+    """A fold for each pair; pairs of one prompt are in one fold."""
+    marks = [hashlib.sha256(f"{seed}:{pair.prompt_id}".encode()).digest() for pair in scored.pairs]
+    order = {mark: i % NUM_FOLDS for i, mark in enumerate(sorted(set(marks)))}
+    return np.array([order[mark] for mark in marks], dtype=np.int64)
+
+
+def _random_winners(scored: ScoredPairs, seed: int) -> NDArray[np.float64]:
+    """1 where `chosen` wins at random, else -1; the same two texts have the same winner under every prompt."""
+    texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in scored.pairs]
+    index = {key: i for i, key in enumerate(dict.fromkeys(texts))}
+    first_wins = np.random.default_rng(seed).choice((-1.0, 1.0), size=(len(index), NUM_SHUFFLES))
+    is_first = np.array([1.0 if pair.chosen == key[0] else -1.0 for pair, key in zip(scored.pairs, texts, strict=True)])
+    return np.asarray(first_wins[[index[key] for key in texts]] * is_first[:, None])
+
+
+def _signal(scored: ScoredPairs, predicted: NDArray[np.float64], shuffled: float, is_fresh: bool, seed: int) -> Check:
+    estimate = scored.accuracy(predicted, seed)
+    low, high = estimate.low or 0.0, 1.0 if estimate.high is None else estimate.high
+    status = Status.ok
+    explanation = f"a probe of the frozen model predicts {estimate:.3f} of the labels on new prompts"
+    if not low > 0.5:
+        is_random = high < NO_SIGNAL and not is_fresh
+        status = Status.fail if is_random else Status.warn
+        explanation += ", no better than random ones; check which response is preferred, or give more pairs"
+    details: dict[str, Measured] = {
+        "low": low,
+        "high": high,
+        "shuffled": shuffled,
+        "num_pairs": len(scored.pairs),
+        "num_prompts": estimate.num_samples,
+    }
+    return Check("label_signal", status, estimate.value, "held-out accuracy", "above 0.5", explanation, details)
+
+
+def _shuffle(accuracies: NDArray[np.float64]) -> Check:
+    """The control task over all shuffles; far above chance by `_STANDARD_ERRORS` fails."""
+    mean = float(accuracies.mean())
+    error = float(accuracies.std(ddof=1) / np.sqrt(len(accuracies)))
+    is_leaking = mean - _STANDARD_ERRORS * error > 0.5
+    explanation = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
+    if is_leaking:
+        explanation += ", so the same comparisons stand under several prompts; remove such repeats before splitting"
+    details: dict[str, Measured] = {"standard_error": error, "num_shuffles": len(accuracies)}
+    status = Status.fail if is_leaking else Status.ok
+    return Check("label_shuffle", status, mean, "held-out accuracy", "0.5", explanation, details)

@@ -1,0 +1,150 @@
+"""What breaks rewards inside the model: pooling, padding, batch, dropout, attention kernel, saving."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rm_optimizer.core.classifier.attention import choose_attention
+from rm_optimizer.core.classifier.pooling import pools_last_token
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.probe_conversations import (
+    UNIT,
+    alone_rewards,
+    change_of,
+    change_tolerance,
+    in_spreads,
+    padded_rewards,
+    running,
+)
+from rm_optimizer.errors import CheckpointError
+
+_EXTRA_COLUMNS = 3
+
+
+def _invariance(name: str, model: BradleyTerryRM, change: float, good: str, bad: str, **details: Measured) -> Check:
+    """The check that rewards stayed the same but for arithmetic; NaN fails."""
+    tolerance = change_tolerance(model)
+    status = Status.ok if change <= tolerance else Status.fail
+    explanation = good if status is Status.ok else bad
+    return Check(name, status, change, UNIT, f"at most {tolerance:g}", explanation, details)
+
+
+def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """Padding on the right, and for decoders on the left, changes no reward."""
+    sides = {"right": _EXTRA_COLUMNS} | ({"left": -_EXTRA_COLUMNS} if pools_last_token(model.model) else {})
+    with running(model, training=False):
+        alone = alone_rewards(model, probe)
+        changes = {side: change_of(alone, padded_rewards(model, probe, extra=extra)) for side, extra in sides.items()}
+    bad = "padding changes rewards, so they are not read at the last attended token; pool by the attention mask"
+    good = f"padding on the {' or '.join(sides)} changes no reward"
+    worst = max(changes.values(), key=lambda value: torch.inf if value != value else value)
+    return _invariance("padding", model, worst, good, bad, **changes)
+
+
+def batch(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """A sequence's reward does not depend on which others stand beside it, nor on its row; no padding is involved."""
+    shortest = min(len(ids) for ids in probe)
+    rows = [ids[-shortest:] for ids in probe]
+    with running(model, training=False):
+        alone = alone_rewards(model, rows)
+        together, reversed_ = padded_rewards(model, rows), padded_rewards(model, rows[::-1]).flip(0)
+    change = max(change_of(alone, together), change_of(alone, reversed_))
+    bad = "a reward depends on the other sequences of its batch; look for batch statistics or state in the model"
+    return _invariance("batch", model, change, "a reward is the same alone, in a batch and in any order", bad)
+
+
+def plain_forward(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """The classifier's own `transformers` forward pass gives the same rewards on right-padded sequences."""
+    ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe, model.pad_choice.token_id))
+    with running(model, training=False):
+        ours, plain = model(ids, mask).double().cpu(), model.model(input_ids=ids, attention_mask=mask).logits
+    if plain.shape != (len(probe), 1):
+        shape = "x".join(str(size) for size in plain.shape)
+        expected, remedy = f"logits of shape {len(probe)}x1", "load the model with num_labels=1"
+        return Check(
+            "plain_forward", Status.fail, shape, "", expected, f"the classifier gives {shape} logits; {remedy}"
+        )
+    change = change_of(ours, plain.squeeze(-1).double().cpu())
+    bad = (
+        "plain transformers reads other rewards than training, so a server will too; give the tokenizer a pad token "
+        "that ends no sequence and pool the last attended token"
+    )
+    return _invariance("plain_forward", model, change, "plain transformers gives the same rewards", bad)
+
+
+def prefix_sharing(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """A prompt computed once for both of its responses gives the rewards of the sequences apart."""
+    obstacle = model.supports_prefix_sharing()
+    if obstacle is not None:
+        return skipped("prefix_sharing", f"at most {change_tolerance(model):g}", obstacle)
+    rows = [np.array(ids, dtype=np.int32) for ids in probe]
+    groups = [rows[1:3], *([row] for row in (rows[0], *rows[3:]))]
+    with running(model, training=False):
+        change = in_spreads(model.prefix_parity(groups), alone_rewards(model, probe))
+    bad = "sharing a prompt between its responses changes rewards; set batching.prefix_sharing=off"
+    good = "a prompt computed once for both responses gives the same rewards"
+    return _invariance("prefix_sharing", model, change, good, bad)
+
+
+def dropout(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """Two passes in training mode give the same rewards."""
+    with running(model, training=True):
+        first, second = padded_rewards(model, probe), padded_rewards(model, probe)
+    adapters = [module.p for name, module in model.named_modules() if "lora_dropout" in name and hasattr(module, "p")]
+    bad = "two passes in training mode differ, so dropout is on and rewards are noisy; load with dropout=False"
+    check = _invariance("dropout", model, change_of(first, second), "two passes in training mode agree", bad)
+    if check.status is Status.fail and any(adapters):
+        asked = (
+            f"adapters have dropout {max(adapters):g}, as their configuration asks; set lora_dropout to 0 to stop it"
+        )
+        return Check(check.name, Status.warn, check.measured, check.unit, check.expected, asked)
+    return check
+
+
+def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """The attention kernel gives the rewards of eager attention, and is the fastest at hand."""
+    kernel = str(model.model.config._attn_implementation)
+    best = choose_attention(model.model.config, "auto", model.model.dtype)
+    expected = f"{best}, with the rewards of eager attention"
+    slow = f"{kernel} attention where {best} is at hand; load with attn_implementation=auto"
+    if kernel == "eager":
+        status = Status.ok if best == "eager" else Status.warn
+        explanation = "the model has no other attention kernel" if best == "eager" else slow
+        return Check("attention_kernel", status, kernel, "", expected, explanation)
+    with running(model, training=False):
+        fast = padded_rewards(model, probe)
+        model.model.set_attn_implementation("eager")
+        try:
+            eager = padded_rewards(model, probe)
+        finally:
+            model.model.set_attn_implementation(kernel)
+    change = change_of(eager, fast)
+    if not change <= change_tolerance(model):
+        wrong = f"{kernel} attention gives other rewards than eager; load with attn_implementation=eager"
+        return Check("attention_kernel", Status.fail, kernel, "", expected, wrong, {"change": change})
+    explanation = f"{kernel} attention gives the rewards of eager attention" if kernel == best else slow
+    status = Status.ok if kernel == best else Status.warn
+    return Check("attention_kernel", status, kernel, "", expected, explanation, {"change": change})
+
+
+def save_reload(model: BradleyTerryRM) -> Check:
+    """Saved to a temporary folder and loaded by plain `transformers`, the model scores the probe as in memory."""
+    expected = "rewards equal within the certificate's tolerance"
+    unit = "of max(1, |reward|)"
+    if model.model.config.num_labels != 1:
+        return skipped("save_reload", expected, "only a model with one label can be saved as a reward model")
+    with tempfile.TemporaryDirectory(prefix="rm-opt-doctor-") as folder:
+        try:
+            certificate = model.save_pretrained(Path(folder, "export"))
+        except (CheckpointError, ValueError, RuntimeError) as error:  # the last two are transformers' own refusals
+            return Check("save_reload", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
+    details: dict[str, Measured] = {"tolerance": certificate.tolerance, "max_difference": certificate.max_difference}
+    explanation = "the saved model scores alike in plain transformers"
+    return Check("save_reload", Status.ok, certificate.relative_difference, unit, expected, explanation, details)

@@ -1,0 +1,86 @@
+"""Fixed conversations through a reward model: tokens, rewards under any padding, and how far rewards differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rm_optimizer.core.classifier.quantization import computing_dtype
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
+from rm_optimizer.core.tokens.plan import pad_sequences
+
+CHANGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest change of a reward that arithmetic explains, in standard deviations of the probe's rewards.
+
+Measured against the spread of the rewards, since a fresh head gives small ones. In float64 some families still compute
+rotary angles and norms in float32; half types round hidden states to 11 and 8 bits, and some kernels more.
+"""
+UNIT = "standard deviations of reward"
+"""Unit of `change_of`."""
+
+
+def change_tolerance(model: BradleyTerryRM) -> float:
+    """The entry of `CHANGE_TOLERANCE` for the type that the model computes in."""
+    return CHANGE_TOLERANCE[computing_dtype(model.model)]
+
+
+@contextmanager
+def running(model: BradleyTerryRM, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode without gradients, and the earlier mode and random state afterwards."""
+    was_training = model.training
+    devices = [model.device] if model.device.type == "cuda" else []
+    model.train(training)
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _rewards(
+    model: BradleyTerryRM, ids: Int[Tensor, "sequences tokens"], mask: Int[Tensor, "sequences tokens"]
+) -> Float[Tensor, " sequences"]:
+    rewards: Tensor = model(ids.to(model.device), mask.to(model.device))
+    return rewards.double().cpu()
+
+
+def padded_rewards(
+    model: BradleyTerryRM, rows: Sequence[Sequence[int]], *, extra: int = 0
+) -> Float[Tensor, " sequences"]:
+    """Rewards of the rows in one batch; `extra` columns of padding stand right, or left where it is negative."""
+    ids, mask = pad_sequences(rows, model.pad_choice.token_id)
+    if extra < 0:
+        order = torch.argsort(mask, dim=1, stable=True)
+        ids, mask = ids.gather(1, order), mask.gather(1, order)
+    sides = (max(0, -extra), max(0, extra))
+    ids = torch.nn.functional.pad(ids, sides, value=model.pad_choice.token_id)
+    return _rewards(model, ids, torch.nn.functional.pad(mask, sides))
+
+
+def alone_rewards(model: BradleyTerryRM, rows: Sequence[Sequence[int]]) -> Float[Tensor, " sequences"]:
+    """Rewards of the rows in a batch of their own each."""
+    return torch.cat([padded_rewards(model, [row]) for row in rows])
+
+
+def change_of(reference: Float[Tensor, " sequences"], other: Float[Tensor, " sequences"]) -> float:
+    """Largest difference of two sets of rewards, as `in_spreads` of the first."""
+    return in_spreads(float((reference - other).abs().max()), reference)
+
+
+def in_spreads(difference: float, reference: Float[Tensor, " sequences"]) -> float:
+    """A difference in units of the rewards' spread, or of a thousandth of their size where that is larger."""
+    scale = max(float(reference.std(correction=0)), 1e-3 * float(reference.abs().max()))
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale > 0 else torch.inf
+
+
+def probe_ids(model: BradleyTerryRM) -> list[tuple[int, ...]]:
+    """Token ids of the fixed probe conversations, as the model reads them."""
+    prompts, responses = [prompt for prompt, _ in DEFAULT_PROBE], [response for _, response in DEFAULT_PROBE]
+    return [encoding.ids for encoding in model.renderer.encode_batch(prompts, responses)]

@@ -1,0 +1,269 @@
+"""What a reward model learned instead of preferences: checks of its rewards and hidden states on preference pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_expit
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from rm_optimizer.core.metrics.collapse import detect_collapse
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.probe_conversations import change_tolerance, running
+
+MOST_TIES = 0.01
+"""Share of tied pairs beyond which there is a warning."""
+LENGTH_CORRELATION = 0.5
+"""Rank correlation of margin and length from which there is a warning."""
+NUM_BOOTSTRAP = 1000
+_SAME_RESPONSE = "It is so."
+_MOST_PROMPTS = 32
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """Pairs with what the model makes of them.
+
+    Args:
+        pairs: the pairs, those that are equal after truncation left out.
+        rewards: of both sides, `(pairs, 2)`.
+        features: what the head reads of both sides, `(pairs, 2, hidden)`.
+        num_scored: pairs of each data set.
+        cut_pairs: pairs that are equal after truncation, which count as ties.
+    """
+
+    pairs: tuple[PreferencePair, ...]
+    rewards: NDArray[np.float64]
+    features: NDArray[np.float64]
+    num_scored: Mapping[str, int]
+    cut_pairs: tuple[PreferencePair, ...] = ()
+
+    @property
+    def margin(self) -> NDArray[np.float64]:
+        """Reward of `chosen` less that of `rejected`."""
+        return np.asarray(self.rewards[:, 0] - self.rewards[:, 1])
+
+    def metrics(self, seed: int, *, length_sign: float) -> PairwiseMetrics:
+        """Agreement of the rewards with the labels, and of length alone, with intervals over prompts.
+
+        Args:
+            seed: seed of the resamples.
+            length_sign: 1 for the baseline that takes the longer response, -1 for the shorter one.
+        """
+        pairs = (*self.pairs, *self.cut_pairs)
+        margin = np.concatenate([self.margin, np.zeros(len(self.cut_pairs))])
+        return evaluate_pairs(
+            margin,
+            np.zeros_like(margin),
+            beta=1.0,
+            label=np.array([pair.label for pair in pairs]),
+            weight=np.array([pair.weight for pair in pairs]),
+            length_gap=length_sign * np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
+            prompt_ids=[pair.prompt_id for pair in pairs],
+            num_bootstrap=NUM_BOOTSTRAP,
+            seed=seed,
+        )
+
+    def accuracy(self, margin: NDArray[np.float64], seed: int) -> Estimate:
+        """Agreement of margins with the labels, ties one half, with an interval over prompts."""
+        return evaluate_pairs(
+            margin,
+            np.zeros_like(margin),
+            beta=1.0,
+            label=np.array([pair.label for pair in self.pairs]),
+            prompt_ids=[pair.prompt_id for pair in self.pairs],
+            num_bootstrap=NUM_BOOTSTRAP,
+            seed=seed,
+        ).accuracy
+
+
+def score_sample(
+    model: BradleyTerryRM, data: Mapping[str, PreferenceDataset], *, max_pairs: int, token_budget: int, seed: int
+) -> ScoredPairs:
+    """Rewards and hidden states of a random sample, as many pairs of each data set.
+
+    Args:
+        model: the reward model.
+        data: data sets by name.
+        max_pairs: pairs in all.
+        token_budget: tokens, padding included, of one pass.
+        seed: of the sample.
+    """
+    share = max(1, max_pairs // len(data))
+    samples = {name: dataset.subset(share, seed).pairs for name, dataset in data.items()}
+    pairs = [pair for sample in samples.values() for pair in sample]
+    ids = _encoded(model, [(pair, text) for pair in pairs for text in (pair.chosen, pair.rejected)])
+    kept = [i for i in range(len(pairs)) if ids[2 * i] != ids[2 * i + 1]]
+    rewards, features = _forward(model, [ids[2 * i + side] for i in kept for side in (0, 1)], token_budget)
+    return ScoredPairs(
+        tuple(pairs[i] for i in kept),
+        rewards.reshape(len(kept), 2),
+        features.reshape(len(kept), 2, features.shape[1]),
+        {name: len(sample) for name, sample in samples.items()},
+        tuple(pair for i, pair in enumerate(pairs) if ids[2 * i] == ids[2 * i + 1]),
+    )
+
+
+def _encoded(model: BradleyTerryRM, sides: Sequence[tuple[PreferencePair, str]]) -> list[tuple[int, ...]]:
+    encodings = model.renderer.encode_batch([pair.prompt for pair, _ in sides], [text for _, text in sides])
+    return [encoding.ids for encoding in encodings]
+
+
+def _forward(
+    model: BradleyTerryRM, ids: Sequence[Sequence[int]], token_budget: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rewards, and the vectors that enter the head."""
+    seen: list[Tensor] = []
+
+    def remember(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0].detach().float().cpu())
+
+    rewards = np.zeros(len(ids))
+    features = np.zeros((len(ids), model.reward_head.in_features))
+    hook = model.reward_head.register_forward_pre_hook(remember)
+    try:
+        with running(model, training=False):
+            for batch in length_batches([len(row) for row in ids], token_budget):
+                padded, mask = pad_sequences([ids[i] for i in batch], model.pad_choice.token_id)
+                rewards[batch] = model(padded.to(model.device), mask.to(model.device)).double().cpu().numpy()
+                features[batch] = seen.pop().numpy()
+    finally:
+        hook.remove()
+    return rewards, features
+
+
+def reward_spread(chosen: NDArray[np.float64], rejected: NDArray[np.float64]) -> Check:
+    """Rewards are finite and tell responses apart."""
+    rewards = np.concatenate([chosen, rejected])
+    if not np.isfinite(rewards).all():
+        num = int((~np.isfinite(rewards)).sum())
+        reason = f"{num} of {rewards.size} rewards are not finite; train again with a lower learning rate or in float32"
+        return Check("reward_spread", Status.fail, None, "standard deviation", "more than 0", reason)
+    nll = float(-log_expit(chosen - rejected).mean())
+    collapse = detect_collapse(chosen, rejected, np.ones_like(chosen), nll)
+    tie_rate = float((chosen == rejected).mean())
+    status, explanation = Status.ok, "rewards differ between responses"
+    if tie_rate > MOST_TIES:
+        status = Status.warn
+        explanation = f"{tie_rate:.1%} of the pairs have equal rewards; compute the head in float32"
+    if collapse.collapsed:
+        status = Status.fail
+        explanation = f"{collapse.reason}; check the tokenizer and the head, then train again"
+    details: dict[str, Measured] = {"mean": float(rewards.mean()), "tie_rate": tie_rate, "num_pairs": chosen.size}
+    spread = float(rewards.std())
+    return Check("reward_spread", status, spread, "standard deviation of reward", "more than 0", explanation, details)
+
+
+def label_agreement(scored: ScoredPairs, seed: int) -> Check:
+    """A trained model ranks pairs as the labels do, beyond chance."""
+    estimate = scored.metrics(seed, length_sign=1.0).accuracy
+    low, high = _interval(estimate)
+    status, explanation = Status.ok, f"rewards agree with {estimate.value:.3f} of the labels"
+    if not low > 0.5:
+        status = Status.warn
+        explanation = (
+            f"agreement with the labels, {estimate.value:.3f}, is not shown to be above chance{_power(estimate)}; if "
+            "label_signal is ok, train longer or on more pairs; on a set made to mislead, a better base helps instead"
+        )
+    if high < 0.5:
+        status = Status.fail
+        explanation = f"rewards rank {1 - estimate.value:.1%} of the pairs against the labels; swap chosen and rejected"
+    return Check("label_agreement", status, estimate.value, "accuracy", "above 0.5", explanation, _details(estimate))
+
+
+def beats_length(scored: ScoredPairs, seed: int) -> Check:
+    """A trained model agrees with the labels more often than a rule that counts characters, on the same pairs.
+
+    The rule takes the longer response, or the shorter one where that is right more often. The interval is of the
+    difference, from resamples of prompts.
+    """
+    expected = "above 0, beyond its interval"
+    longer = scored.metrics(seed, length_sign=1.0)
+    is_longer = not longer.longer_wins.value < 0.5
+    metrics = longer if is_longer else scored.metrics(seed, length_sign=-1.0)
+    above, rule = metrics.over_length, f"the {'longer' if is_longer else 'shorter'} response wins"
+    if above.low is None or above.high is None:
+        return skipped("beats_length", expected, "the pairs with a better response are of fewer than two prompts")
+    compared = (
+        f'rewards agree with {metrics.accuracy.value:.3f} of the labels, "{rule}" with {metrics.longer_wins.value:.3f}'
+    )
+    status, explanation = Status.ok, compared
+    if not above.low > 0:
+        status = Status.warn
+        verdict = "is worse than" if above.high < 0 else "is no better than"
+        explanation = (
+            f"the model {verdict} counting characters, as far as these pairs can tell: {compared}{_power(above)}; "
+            "compare on pairs of like length, or train on data where length does not decide"
+        )
+    details = {**_details(above), "accuracy": metrics.accuracy.value, "length_rule": metrics.longer_wins.value}
+    return Check("beats_length", status, above.value, "accuracy above length", expected, explanation, details)
+
+
+def _power(estimate: Estimate) -> str:
+    """The smallest difference that is found in four of five such samples: `(z(0.975) + z(0.8))` standard errors."""
+    if not estimate.standard_error:
+        return ""
+    smallest, num = (1.960 + 0.842) * estimate.standard_error, estimate.num_samples
+    return f" ({num} prompts find a difference of {smallest:.2f} in 4 of 5 cases; --max-pairs scores more)"
+
+
+def reward_length(scored: ScoredPairs) -> Check:
+    """How far the margin follows the difference in length: Spearman's rank correlation over pairs.
+
+    Differences within a pair, since a prompt's own reward and length are no preference. The interval is Fisher's with
+    the standard error `1.03 / sqrt(n - 3)` (Fieller, Hartley & Pearson, 1957, doi:10.1093/biomet/44.3-4.470).
+    """
+    expected = f"between -{LENGTH_CORRELATION:g} and {LENGTH_CORRELATION:g}, within its interval"
+    length = np.array([len(pair.chosen) - len(pair.rejected) for pair in scored.pairs], dtype=np.float64)
+    if len(length) < 10 or np.ptp(length) == 0 or np.ptp(scored.margin) == 0:
+        return skipped("reward_length", expected, "there are fewer than 10 pairs, or margins or lengths do not vary")
+    rho = float(spearmanr(scored.margin, length).statistic)
+    half = 1.96 * 1.03 / math.sqrt(len(length) - 3)
+    low, high = (math.tanh(math.atanh(np.clip(rho, -0.999999, 0.999999)) + sign * half) for sign in (-1, 1))
+    follows = low > LENGTH_CORRELATION or high < -LENGTH_CORRELATION
+    explanation = f"margins correlate with length by {rho:.2f}"
+    if follows:
+        explanation += "; the model ranks by length, so balance lengths in the data or penalise length"
+    baseline = length_baseline(scored.pairs).value
+    details: dict[str, Measured] = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
+    status = Status.warn if follows else Status.ok
+    return Check("reward_length", status, rho, "rank correlation", expected, explanation, details)
+
+
+def prompt_only(model: BradleyTerryRM, scored: ScoredPairs, token_budget: int) -> Check:
+    """With one response on both sides no pair is told apart: a prompt alone says nothing of which side is better."""
+    pairs = scored.pairs[:_MOST_PROMPTS]
+    sides = [_encoded(model, [(pair, _SAME_RESPONSE)])[0] for pair in pairs for _ in range(2)]
+    rewards = _forward(model, sides, token_budget)[0].reshape(-1, 2)
+    tolerance = change_tolerance(model) * float(scored.rewards.std())
+    num_apart = int((~(np.abs(rewards[:, 0] - rewards[:, 1]) <= tolerance)).sum())
+    explanation = (
+        "the sides of a pair get different rewards for the same text; look for state in the rendering or the model"
+        if num_apart
+        else f"given the prompt alone, none of {len(pairs)} pairs is told apart"
+    )
+    status = Status.fail if num_apart else Status.ok
+    share = num_apart / len(pairs)
+    details: dict[str, Measured] = {"num_pairs": len(pairs)}
+    return Check("prompt_only", status, share, "share of pairs told apart", "0", explanation, details)
+
+
+def _interval(estimate: Estimate) -> tuple[float, float]:
+    """The estimate's interval, or all of [0, 1] where one prompt gives none."""
+    return (0.0 if estimate.low is None else estimate.low), (1.0 if estimate.high is None else estimate.high)
+
+
+def _details(estimate: Estimate) -> dict[str, Measured]:
+    return {"low": estimate.low, "high": estimate.high, "num_prompts": estimate.num_samples}

@@ -1,0 +1,179 @@
+"""What breaks rewards before the model sees a token: padding, special tokens, the template, its date, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
+from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+
+_DAYS = (datetime(2024, 1, 2), datetime(2031, 10, 29))
+_ANSWER = "It is so."
+
+
+def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """The pad id is one, known to tokenizer and model alike, and ends no sequence."""
+    expected = "0 sequences end with the pad token, and tokenizer and model agree on it"
+    tokenizer, config = model.tokenizer, model.model.config.get_text_config()
+    pad = config.pad_token_id
+    num_ending = sum(ids[-1] == pad for ids in probe)
+    agrees = pad is not None and pad == tokenizer.pad_token_id == model.pad_choice.token_id
+    details: dict[str, Measured] = {
+        "token": tokenizer.pad_token,
+        "token_id": pad,
+        "is_eos": str(pad == tokenizer.eos_token_id),
+        "origin": model.pad_choice.reason,
+    }
+    if not agrees:
+        explanation = f"tokenizer and model name different pad ids ({tokenizer.pad_token_id} and {pad}); set both alike"
+    elif num_ending:
+        explanation = (
+            f"{tokenizer.pad_token!r} also ends sequences, so plain transformers reads the reward one token early; "
+            "load the model with BradleyTerryRM, which chooses another pad token"
+        )
+    else:
+        explanation = f"{tokenizer.pad_token!r} pads and ends no sequence ({model.pad_choice.reason})"
+    status = Status.ok if agrees and not num_ending else Status.fail
+    return Check("pad_token", status, num_ending, f"of {len(probe)} sequences", expected, explanation, details)
+
+
+def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """BOS (or CLS) opens a sequence exactly once where the tokenizer adds one, EOS (or SEP) closes it exactly once."""
+    expected = "each sequence opens with BOS exactly once where the tokenizer adds it, and closes with EOS exactly once"
+    tokenizer = model.tokenizer
+    openers = _openers(model)
+    closers = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
+    if not closers:
+        return skipped("special_tokens", expected, "the tokenizer has neither EOS nor SEP")
+    closing = model.renderer.closing()
+    if model.renderer.is_written and not closers.intersection(closing):
+        ending = tokenizer.decode(list(closing))
+        return skipped(
+            "special_tokens", expected, f"its chat template writes the whole sequence, which ends with {ending!r}"
+        )
+    adds_opener = tokenizer("a")["input_ids"][0] in openers
+    num_openers = [_leading(ids, openers) for ids in probe]
+    num_closers = [_leading(_stripped(model, ids)[::-1], closers) for ids in probe]
+    opens = [count == 1 if adds_opener else count <= 1 for count in num_openers]
+    wrong_start, wrong_end = opens.count(False), sum(count != 1 for count in num_closers)
+    num_wrong = sum(not first or last != 1 for first, last in zip(opens, num_closers, strict=True))
+    explanation = (
+        f"{wrong_start} sequences open with BOS and {wrong_end} close with EOS zero times or twice; let the rendering "
+        "or the tokenizer add them, not both"
+        if num_wrong
+        else "special tokens stand once at either end of every sequence"
+    )
+    status = Status.fail if num_wrong else Status.ok
+    details: dict[str, Measured] = {"wrong_start": wrong_start, "wrong_end": wrong_end}
+    return Check("special_tokens", status, num_wrong, f"of {len(probe)} sequences", expected, explanation, details)
+
+
+def _openers(model: BradleyTerryRM) -> set[int]:
+    return {model.tokenizer.bos_token_id, model.tokenizer.cls_token_id} - {None}
+
+
+def _leading(ids: Sequence[int], wanted: set[int]) -> int:
+    """How many ids at the start are among the wanted."""
+    return next((i for i, token in enumerate(ids) if token not in wanted), len(ids))
+
+
+def _stripped(model: BradleyTerryRM, ids: Sequence[int]) -> Sequence[int]:
+    """The ids without the blanks that a template writes after its EOS."""
+    special, stop = set(model.tokenizer.all_special_ids), len(ids)
+    while stop and ids[stop - 1] not in special and not model.tokenizer.decode([ids[stop - 1]]).strip():
+        stop -= 1
+    return ids[:stop]
+
+
+def template_date(model: BradleyTerryRM) -> Check:
+    """A conversation is the same text on any two days."""
+    expected = "the same text on any two days"
+    if model.renderer.kind == "custom":
+        texts = [model.renderer.text(*DEFAULT_PROBE[0]) for _ in range(2)]
+        what = "render_fn, called twice, gives"
+    elif model.renderer.kind == "chat_template":
+        texts = [_text_on(model, day, *DEFAULT_PROBE[0]) for day in _DAYS]
+        what = f"the chat template, on {_DAYS[0]:%d %b %Y} and {_DAYS[1]:%d %b %Y}, gives"
+    else:
+        return skipped("template_date", expected, "the tokenizer has no chat template, and the plain form has no date")
+    is_same = texts[0] == texts[1]
+    remedy = "load the tokenizer through BradleyTerryRM, which pins the date, or write the date into the template"
+    explanation = f"{what} one text" if is_same else f"{what} two texts, so rewards change by the day; {remedy}"
+    details: dict[str, Measured] = {
+        "kind": model.renderer.kind,
+        "template_hash": model.renderer.template_hash,
+        "pinned_date": model.renderer.pinned_date,
+    }
+    status = Status.ok if is_same else Status.fail
+    return Check("template_date", status, len(set(texts)), "different texts", expected, explanation, details)
+
+
+def _text_on(model: BradleyTerryRM, day: datetime, prompt: Prompt, response: str) -> str:
+    """The chat template's text as if it were that day; a template's own `set` overrides both names."""
+    turns = [message.to_dict() for message in (*as_messages(prompt), Message("assistant", response))]
+    clock = {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
+    return str(model.tokenizer.apply_chat_template(turns, tokenize=False, **clock))
+
+
+def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """What the model reads are the tokens of the whole conversation's text, not of its parts."""
+    expected = "every sequence holds the tokens of the whole conversation's text"
+    whole = [_whole_text_ids(model, prompt, response) for prompt, response in DEFAULT_PROBE]
+    short = [i for i, ids in enumerate(whole) if len(ids) + 4 <= model.max_length]
+    if not short:
+        reason = f"max_length={model.max_length} cuts every probe conversation"
+        return skipped("rendered_together", expected, reason)
+    num_wrong = sum(not _contains(probe[i], whole[i]) for i in short)
+    explanation = (
+        "sequences differ from the tokens of the conversation's text; render prompt and response together and tokenise "
+        "the text once"
+        if num_wrong
+        else "prompt and response are rendered together and tokenised once"
+    )
+    status = Status.fail if num_wrong else Status.ok
+    return Check("rendered_together", status, num_wrong, f"of {len(short)} sequences", expected, explanation)
+
+
+def _whole_text_ids(model: BradleyTerryRM, prompt: Prompt, response: str) -> list[int]:
+    text = model.renderer.text(prompt, response)
+    ids: list[int] = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
+    starts = range(len(ids) - len(part) + 1)
+    return any(tuple(ids[start : start + len(part)]) == tuple(part) for start in starts)
+
+
+def truncation(model: BradleyTerryRM) -> Check:
+    """An over-long prompt loses its left end; the response and the special tokens stay."""
+    expected = f"a sequence of {model.max_length} tokens that opens and closes like a short one"
+    whole = model.renderer.encode("why?", _ANSWER)
+    if whole.prompt_cut or whole.response_cut:
+        reason = f"max_length={model.max_length} is too short for a prompt of one word; raise it"
+        return Check("truncation", Status.fail, len(whole.ids), "tokens", expected, reason)
+    cut = model.renderer.encode("why? " * 2 * model.max_length, _ANSWER)
+    response_tokens = len(_whole_text_ids(model, "why?", _ANSWER)) - _shared_start(model)
+    same_end = cut.ids[-response_tokens:] == whole.ids[-response_tokens:]
+    same_start = cut.ids[0] == whole.ids[0] or whole.ids[0] not in _openers(model)
+    is_whole = len(cut.ids) == model.max_length and cut.prompt_cut > 0 and cut.response_cut == 0
+    is_right = is_whole and same_start and same_end
+    explanation = (
+        "a prompt that is too long loses tokens from its left, and the response is kept"
+        if is_right
+        else "cutting an over-long prompt changes the response or the special tokens; cut the prompt's left end only"
+    )
+    details: dict[str, Measured] = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
+    status = Status.ok if is_right else Status.fail
+    return Check("truncation", status, len(cut.ids), "tokens", expected, explanation, details)
+
+
+def _shared_start(model: BradleyTerryRM) -> int:
+    """Tokens that two conversations share which differ in their response from its first character."""
+    first, second = (_whole_text_ids(model, "why?", response) for response in (_ANSWER, "Zebras"))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -1,0 +1,1 @@
+"""Evaluation of reward models on pairs and responses."""

@@ -1,0 +1,97 @@
+"""How often the highest reward of many responses to a prompt goes to one of the best: what best-of-n selection needs.
+
+A pair accuracy hides it: most pairs of a long list are between two mediocre responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, with_honest_width
+from rm_optimizer.core.pairs.pair import PreferencePair
+
+FEWEST_RESPONSES = 3
+"""Responses of a list below which a pair says all."""
+
+
+@dataclass(frozen=True)
+class BestOfN:
+    """Selection of one response from each list of scored ones.
+
+    Args:
+        num_lists: lists with at least `FEWEST_RESPONSES` different responses.
+        mean_responses: responses of a list, on average.
+        accuracy: share of lists whose highest reward is of one of the best responses, ties shared out.
+        random: the same for a response drawn at random.
+        longest: the same for the longest response.
+    """
+
+    num_lists: int
+    mean_responses: float
+    accuracy: Estimate
+    random: float
+    longest: float
+
+
+def best_of_n(
+    pairs: Sequence[PreferencePair], chosen: np.ndarray, rejected: np.ndarray, *, num_bootstrap: int, seed: int
+) -> BestOfN | None:
+    """Best-of-n selection on the pairs that come from lists of responses, or None if there are no such lists.
+
+    The best responses of a list are those that are the worse one of none of its pairs.
+
+    Args:
+        pairs: the pairs; those of one list have the same `metadata["group"]`.
+        chosen: rewards of their chosen responses.
+        rejected: rewards of the others.
+        num_bootstrap: resamples over prompts for the interval.
+        seed: seed of the resamples.
+    """
+    lists: dict[tuple[str, str], _List] = {}
+    for pair, *rewards in zip(pairs, chosen.tolist(), rejected.tolist(), strict=True):
+        if "group" in pair.metadata and pair.label != 0.5:
+            key = (pair.prompt_id, f"{pair.metadata.get('source')} {pair.metadata['group']}")
+            lists.setdefault(key, _List({}, set())).add(pair, rewards)
+    long = {key: item for key, item in lists.items() if len(item.rewards) >= FEWEST_RESPONSES}
+    if not long:
+        return None
+    rows = np.array([[*item.shares(), 1.0] for item in long.values()])
+    prompts = np.unique([prompt for prompt, _ in long], return_inverse=True)[1]
+    sums = np.zeros((int(prompts.max()) + 1, rows.shape[1]))
+    np.add.at(sums, prompts, rows)
+    accuracy = cluster_bootstrap(sums, _mean_of_first, num_bootstrap=num_bootstrap, seed=seed)[0]
+    return BestOfN(
+        num_lists=len(long),
+        mean_responses=float(np.mean([len(item.rewards) for item in long.values()])),
+        accuracy=with_honest_width(accuracy, sums[:, -1], bounds=(0.0, 1.0)),
+        random=float(rows[:, 1].mean()),
+        longest=float(rows[:, 2].mean()),
+    )
+
+
+def _mean_of_first(totals: np.ndarray) -> np.ndarray:
+    return np.asarray(totals[..., :1] / totals[..., -1:])
+
+
+@dataclass
+class _List:
+    """A list's responses with their rewards, and those that are worse than another."""
+
+    rewards: dict[str, float]
+    worse: set[str]
+
+    def add(self, pair: PreferencePair, rewards: Sequence[float]) -> None:
+        self.rewards |= zip((pair.chosen, pair.rejected), rewards, strict=True)
+        self.worse.add(pair.rejected if pair.label > 0.5 else pair.chosen)
+
+    def shares(self) -> tuple[float, float, float]:
+        """Probability of a best response by highest reward, at random, and by length."""
+        best = self.rewards.keys() - self.worse
+        by_reward = [text for text in self.rewards if self.rewards[text] == max(self.rewards.values())]
+        by_length = [text for text in self.rewards if len(text) == max(map(len, self.rewards))]
+        groups = (by_reward, list(self.rewards), by_length)
+        first, second, third = (sum(text in best for text in group) / len(group) for group in groups)
+        return first, second, third

@@ -1,0 +1,37 @@
+"""What one look at the curvature of the training loss gives: the type that training logs and the landscape computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.schema import LossConfig
+
+
+@dataclass(frozen=True)
+class CurvatureReading:
+    """Top eigenvalue and trace of the Hessian of the loss on a fixed set of pairs.
+
+    Args:
+        top_eigenvalue: a Rayleigh quotient, so the largest algebraic eigenvalue is at least that, but for the error of
+            the products; how far above it lies is not known.
+        residual: ``||H v - (v^T H v) v||`` of a unit vector with ``v^T H v <= top_eigenvalue``: some eigenvalue lies
+            within it of ``v^T H v``, which need not be the largest, so it is no error of the top eigenvalue.
+        trace: Hutchinson's estimate from random probes.
+        num_products: Hessian-vector products spent; numbers ``v^T H v`` from the loss alone are not counted.
+        num_pairs: pairs that the loss is averaged over.
+    """
+
+    top_eigenvalue: float
+    residual: float
+    trace: Estimate
+    num_products: int
+    num_pairs: int
+
+
+MeasureCurvature = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], Callable[[], CurvatureReading]]
+"""Makes a measurement of a model's curvature on fixed micro-batches; each call measures the weights as they are then,
+and leaves weights, gradients, modes and random generators as they were."""

@@ -1,0 +1,107 @@
+"""Rewards of the pairs of a data set from its different responses, each scored once and kept as soon as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import Prompt, digest
+from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
+from rm_optimizer.evaluation.pair_rewards import PairRewards
+from rm_optimizer.evaluation.score_file import require_finite
+from rm_optimizer.records.chunk_log import ChunkLog, chunk_log
+
+CHUNK_RESPONSES = 256
+"""Responses scored and saved together."""
+
+
+def score_responses(
+    model: BradleyTerryRM,
+    data: PreferenceDataset,
+    *,
+    token_budget: int,
+    partial_dir: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[PairRewards, TruncationReport]:
+    """Rewards of all pairs, and what cutting to the model's length did to them.
+
+    A response that stands in many pairs of a prompt is scored once. Responses that are equal after cutting get one
+    reward, so that their pair is a tie. Rewards are appended to a file in `partial_dir`, named by the model and the
+    pairs; repeating the call after a kill goes on from it, and a whole one removes it.
+
+    Args:
+        model: the reward model, on its device.
+        data: the pairs.
+        token_budget: tokens, padding included, of one pass.
+        partial_dir: folder of the file.
+        on_progress: called with the responses done and their number, once at the start with those of an earlier call.
+
+    Raises:
+        CheckpointError: if a reward is not finite.
+        DataError: if a conversation cannot be rendered, or another process is at work on the same.
+    """
+    partial_dir.mkdir(parents=True, exist_ok=True)
+    items, sides = _distinct(data)
+    identity = digest([scorer_digest(model), data.fingerprint, CHUNK_RESPONSES])
+    path = partial_dir / f".rewards-{identity}.partial"
+    with chunk_log(path, identity, of_what="model or data") as log:
+        done = sum(len(chunk) for chunk in log.values())
+        on_progress(done, len(items))
+        while done < len(items):
+            chunk = items[done : done + CHUNK_RESPONSES]
+            log.append(_scored(model, chunk, token_budget))
+            done += len(chunk)
+            on_progress(done, len(items))
+        found = _pair_rewards(log, sides), _truncation(log, sides, model.max_length)
+        path.unlink()
+    return found
+
+
+def _distinct(data: PreferenceDataset) -> tuple[list[tuple[Prompt, str]], np.ndarray]:
+    """The different responses of each prompt, prompts in order of appearance, and the places of each pair's two."""
+    of_prompt: dict[str, dict[str, Prompt]] = {}
+    for identity, pair in zip(data.prompt_ids, data.pairs, strict=True):
+        of_prompt.setdefault(identity, {}).update({pair.chosen: pair.prompt, pair.rejected: pair.prompt})
+    items = [(prompt, text) for responses in of_prompt.values() for text, prompt in responses.items()]
+    keys = ((identity, text) for identity, responses in of_prompt.items() for text in responses)
+    place = {key: number for number, key in enumerate(keys)}
+    sides = [
+        (place[identity, pair.chosen], place[identity, pair.rejected])
+        for identity, pair in zip(data.prompt_ids, data.pairs, strict=True)
+    ]
+    return items, np.array(sides, dtype=np.int64).reshape(-1, 2)
+
+
+def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_budget: int) -> list[list[float | str]]:
+    """Reward, tokens, tokens cut from prompt and response, and digest of the token ids, for each response."""
+    prompts, responses = [prompt for prompt, _ in chunk], [text for _, text in chunk]
+    encodings = model.encode(prompts, responses)
+    rewards = model.score_encoded(prompts, encodings, token_budget=token_budget).tolist()
+    require_finite(rewards, lambda index: f"the response {responses[index][:60]!r}")
+    return [
+        [reward, len(encoding.ids), encoding.prompt_cut, encoding.response_cut, digest(encoding.ids)]
+        for reward, encoding in zip(rewards, encodings, strict=True)
+    ]
+
+
+def _rows(log: ChunkLog) -> Iterator[list[float | str]]:
+    return (row for chunk in log.values() for row in chunk)
+
+
+def _pair_rewards(log: ChunkLog, sides: np.ndarray) -> PairRewards:
+    reward_of: dict[str | float, float | str] = {}
+    rewards = np.array([float(reward_of.setdefault(row[4], row[0])) for row in _rows(log)])
+    return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides)))
+
+
+def _truncation(log: ChunkLog, sides: np.ndarray, max_length: int) -> TruncationReport:
+    rows = list(_rows(log))
+    lengths = np.array([row[1] for row in rows], dtype=np.int64)[sides]
+    cuts = np.array([row[2:4] for row in rows], dtype=np.int32)[sides]
+    ids = np.unique([str(row[4]) for row in rows], return_inverse=True)[1][sides]
+    return truncation_report(max_length, lengths, cuts, int((ids[:, 0] != ids[:, 1]).sum()))

@@ -1,0 +1,298 @@
+"""Rewards of every pair of a data set, and the metrics of them: one path for training, `evaluate` and tests."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
+from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport
+from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.records.files import write_text
+
+PAIR_REWARDS_FILE = "pair_rewards.jsonl"
+"""One line a pair, in the folder of an evaluation."""
+METRICS_FILE = "metrics.json"
+"""The metrics of an evaluation, in its folder."""
+
+OTHER = "(other)"
+"""Name of the groups that are taken together."""
+
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class PairRewards:
+    """Rewards of both sides of the pairs of a data set.
+
+    Args:
+        chosen: rewards of the chosen responses, float64, `(pairs,)`.
+        rejected: rewards of the rejected ones.
+        pair_index: which pair of the data set each entry is, ascending.
+    """
+
+    chosen: NDArray[np.float64]
+    rejected: NDArray[np.float64]
+    pair_index: NDArray[np.int64]
+
+    @property
+    def margin(self) -> NDArray[np.float64]:
+        """Chosen less rejected."""
+        return self.chosen - self.rejected
+
+
+class ScoringStopped(Exception):
+    """Scoring ended before its last pair, because it was asked to."""
+
+
+def score_pairs(
+    model: BradleyTerryRM,
+    tokenized: TokenizedPairs,
+    dataset: PreferenceDataset,
+    *,
+    token_budget: int,
+    prefix_sharing: bool,
+    after_batch: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    positions: NDArray[np.int64] | None = None,
+) -> PairRewards:
+    """Rewards of all pairs, computed once over all ranks and equal on each of them.
+
+    Pairs that are equal after truncation, which have no place in `tokenized`, are ties: both sides get one reward.
+
+    Args:
+        model: the reward model, on its device; its training mode is restored.
+        tokenized: the pairs' tokens.
+        dataset: the pairs they were made of.
+        token_budget: tokens, padding included, of one pass.
+        prefix_sharing: compute each prompt once for both responses.
+        after_batch: called with the pairs done so far on this rank.
+        should_stop: asked before each pass; where it is true on any rank, all of them stop.
+        positions: which of the tokenised pairs; None is all. Of the ties there are then as large a share.
+
+    Raises:
+        ScoringStopped: if `should_stop` was true.
+    """
+    rank, world_size = _rank_and_world()
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    done, stopped = 0, False
+    batches = evaluation_batches(
+        tokenized,
+        dataset,
+        token_budget=token_budget,
+        prefix_sharing=prefix_sharing,
+        pad_token_id=model.renderer.pad_token_id,
+        rank=rank,
+        world_size=world_size,
+        positions=positions,
+    )
+    # FSDP2 keeps the tensors that it gathers into; made in inference mode, they could not be trained on.
+    with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        for batch, is_ours in _passes(model, batches):
+            if should_stop is not None and (stopped := _stops(model, should_stop())):
+                break
+            rewards = model.rewards_of(batch.to(model.device))
+            if not is_ours:
+                continue
+            parts.append((batch.pair_index.cpu(), rewards.view(-1, 2).double().cpu()))
+            done += len(batch.pair_index)
+            if after_batch is not None:
+                after_batch(done)
+        found = _gathered(parts, world_size, stopped=stopped)
+        share = 1.0 if positions is None else len(positions) / max(1, len(tokenized))
+        return _with_ties(found, _tied_rewards(model, tokenized, dataset, token_budget, share))
+
+
+@contextmanager
+def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
+    """Evaluation mode; the mode it had comes back."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _stops(model: BradleyTerryRM, requested: bool) -> bool:
+    """Whether to stop before this pass; under FSDP2, whose ranks pass together, if any of them is asked to."""
+    return bool(most_over_ranks(int(requested), model.device)) if is_sharded(model) else requested
+
+
+def _tied_rewards(
+    model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int, share: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Indices of a share of the pairs that are equal after truncation, and the reward that both of their sides get."""
+    assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
+    index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
+    index = index[np.linspace(0, len(index), round(share * len(index)), endpoint=False, dtype=np.int64)]
+    pairs = [dataset[int(i)] for i in index]
+    encodings = model.encode([pair.prompt for pair in pairs], [pair.chosen for pair in pairs])
+    rewards = np.zeros(len(index))
+    for batch in length_batches([len(encoding.ids) for encoding in encodings], token_budget):
+        input_ids, mask = pad_sequences([encodings[i].ids for i in batch], model.renderer.pad_token_id)
+        rewards[batch] = model(input_ids.to(model.device), mask.to(model.device)).double().cpu().numpy()
+    return index, rewards
+
+
+def _with_ties(rewards: PairRewards, ties: tuple[NDArray[np.int64], NDArray[np.float64]]) -> PairRewards:
+    index = np.concatenate([rewards.pair_index, ties[0]])
+    order = np.argsort(index)
+    chosen, rejected = (np.concatenate([side, ties[1]])[order] for side in (rewards.chosen, rewards.rejected))
+    return PairRewards(chosen, rejected, index[order])
+
+
+def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
+    """The batches, each with True; under FSDP2 with spare ones after them, so that ranks make equally many passes."""
+    if not is_sharded(model):
+        return ((batch, True) for batch in batches)
+    own = list(batches)
+    return in_step(own, spare_batch(model, model.device), most_over_ranks(len(own), model.device))
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: int, *, stopped: bool) -> PairRewards:
+    index = torch.cat([part[0] for part in parts]) if parts else torch.empty(0, dtype=torch.int64)
+    rewards = torch.cat([part[1] for part in parts]) if parts else torch.empty(0, 2, dtype=torch.float64)
+    if world_size > 1:
+        shares: list[Any] = [None] * world_size
+        distributed.all_gather_object(shares, (index, rewards, stopped))
+        stopped = any(share[2] for share in shares)
+        index, rewards = (torch.cat([share[side] for share in shares]) for side in (0, 1))
+    if stopped:
+        raise ScoringStopped
+    order = torch.argsort(index)
+    table = rewards[order].numpy()
+    return PairRewards(table[:, 0].copy(), table[:, 1].copy(), index[order].numpy())
+
+
+def metrics_of(
+    rewards: PairRewards,
+    dataset: PreferenceDataset,
+    *,
+    beta: float,
+    num_bootstrap: int,
+    seed: int,
+    by: Sequence[str] = (),
+    most_groups: int | None = None,
+    kept_group: str | None = None,
+) -> PairwiseMetrics:
+    """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts.
+
+    Args:
+        rewards: of the pairs.
+        dataset: the pairs.
+        beta: inverse temperature of the preference probability.
+        num_bootstrap: resamples for the intervals; 0 gives standard errors only.
+        seed: seed of the resamples.
+        by: columns of the metadata to group by, beside source and subset.
+        most_groups: of a column, of which the smallest are taken together as `(other)`; None is no limit.
+        kept_group: a group that stands alone however small it is.
+    """
+    pairs = [dataset[int(index)] for index in rewards.pair_index]
+    groups = _groups([pair.metadata for pair in pairs], by)
+    if most_groups is not None:
+        groups = {column: _capped(values, most_groups, kept_group) for column, values in groups.items()}
+    return evaluate_pairs(
+        rewards.chosen,
+        rewards.rejected,
+        beta=beta,
+        label=np.array([pair.label for pair in pairs]),
+        weight=np.array([pair.weight for pair in pairs]),
+        length_gap=np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
+        prompt_ids=[pair.prompt_id for pair in pairs],
+        groups=groups,
+        num_bootstrap=num_bootstrap,
+        seed=seed,
+    )
+
+
+def _capped(values: list[str], most: int, kept_group: str | None) -> list[str]:
+    """The values, all but the `most` frequent ones and the kept one replaced by `(other)`."""
+    counts = Counter(values)
+    if len(counts) <= most:
+        return values
+    kept = {name for name, _ in counts.most_common(most)} | {kept_group}
+    return [value if value in kept else OTHER for value in values]
+
+
+def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:
+    """Source, subset and the columns asked for; where there are several sources, other groups stay within theirs."""
+    sources = [str(row.get("source", "")) for row in metadata]
+    groups = {"source": sources} if len(set(sources)) > 1 else {}
+    for column in dict.fromkeys(("subset", *by)):
+        values = [str(row.get(column, "(none)")) for row in metadata]
+        if column == "source" or (column not in by and len(set(values)) < 2):
+            continue
+        within = [f"{source} / {value}" for source, value in zip(sources, values, strict=True)]
+        groups[column] = within if len(set(sources)) > 1 else values
+    return groups
+
+
+def reward_distribution(rewards: PairRewards, step: int | None = None) -> dict[str, Any]:
+    """Mean, deviation, quantiles and histogram of chosen rewards, rejected rewards and margins."""
+    sides = {"chosen": rewards.chosen, "rejected": rewards.rejected, "margin": rewards.margin}
+    return {"step": step, "num_pairs": len(rewards.pair_index)} | {
+        name: _distribution(values) for name, values in sides.items()
+    }
+
+
+def _distribution(values: NDArray[np.float64]) -> dict[str, Any]:
+    counts, edges = np.histogram(values, bins=40)
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "quantiles": {str(q): float(v) for q, v in zip(QUANTILES, np.quantile(values, QUANTILES), strict=True)},
+        "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
+    }
+
+
+def write_evaluation(
+    folder: Path, rewards: PairRewards, metrics: PairwiseMetrics, truncation: TruncationReport, step: int | None = None
+) -> None:
+    """Write `metrics.json` and `reward_distributions.json` into a folder, with what truncation did to the pairs."""
+    values = json.loads(metrics.to_json()) | {"truncation": asdict(truncation)}
+    write_text(folder / METRICS_FILE, json.dumps(values) + "\n")
+    write_distributions(folder, rewards, step)
+
+
+def write_distributions(folder: Path, rewards: PairRewards, step: int | None = None) -> None:
+    """Write `reward_distributions.json` into a folder."""
+    text = json.dumps(reward_distribution(rewards, step), indent=1)
+    write_text(folder / "reward_distributions.json", text + "\n")
+
+
+def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:
+    """Write one JSON line a pair: ids (the row's own as `id`), groups and both rewards, for comparisons later."""
+    lines = []
+    for index, chosen, rejected in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
+        pair = dataset[int(index)]
+        row = {
+            "pair_id": pair.pair_id,
+            "prompt_id": pair.prompt_id,
+            **{name: pair.metadata.get(name) for name in dict.fromkeys(("id", "source", "subset", *by))},
+            "label": pair.label,
+            "chosen": float(chosen),
+            "rejected": float(rejected),
+        }
+        lines.append(json.dumps(row))
+    write_text(path, "\n".join(lines) + "\n")

@@ -1,0 +1,50 @@
+"""Whether a run computes each prompt once for both responses: decided once, proven before it is used."""
+
+from __future__ import annotations
+
+import logging
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.cache import PairTokens
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.config import PrefixSharing
+
+log = logging.getLogger("rm_optimizer")
+
+PARITY_PAIRS = 8
+"""Pairs on which `auto` compares the two computations."""
+PARITY_TOLERANCE = 1e-4
+"""Largest reward difference, in float32, that counts as rounding."""
+
+
+def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSharing) -> bool:
+    """Decide on prefix sharing for a model and pairs.
+
+    `auto` shares where the model is a causal decoder whose attention takes a mask and whose rewards on the first pairs
+    are the same computed either way; otherwise it says in one sentence why pairs are padded instead.
+
+    Args:
+        model: the reward model.
+        tokenized: the pairs.
+        mode: what the user asked for.
+
+    Raises:
+        ConfigError: if `on` is asked for where it cannot be done.
+    """
+    if mode == PrefixSharing.off:
+        return False
+    obstacle = model.supports_prefix_sharing()
+    if obstacle is None and mode == PrefixSharing.on:
+        return True
+    if mode == PrefixSharing.on:
+        raise ConfigError(f"batching.prefix_sharing=on cannot be had: {obstacle}; set it to auto or off")
+    obstacle = obstacle or _disparity(model, tokenized)
+    if obstacle is not None:
+        log.info("pairs are padded in batches of like length, without prefix sharing: %s", obstacle)
+    return obstacle is None
+
+
+def _disparity(model: BradleyTerryRM, tokenized: PairTokens) -> str | None:
+    pairs = [(tokenized.chosen(i), tokenized.rejected(i)) for i in range(min(PARITY_PAIRS, len(tokenized)))]
+    difference = model.prefix_parity(pairs)
+    return None if difference <= PARITY_TOLERANCE else f"rewards of the first pairs would differ by {difference:.2g}"

@@ -1,0 +1,137 @@
+"""The evaluation of a saved model on pairs: metrics, and what must be known to read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.trained_pairs import TrainedOn, TrainedPairs
+from rm_optimizer.core.tokens.cache import TruncationReport
+from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
+from rm_optimizer.evaluation.distinct_responses import score_responses
+from rm_optimizer.evaluation.pair_rewards import (
+    METRICS_FILE,
+    PAIR_REWARDS_FILE,
+    metrics_of,
+    write_distributions,
+    write_pair_rewards,
+)
+from rm_optimizer.records.files import write_text
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found, saved as `metrics.json`.
+
+    Args:
+        metrics: metrics of all pairs, and of their groups.
+        truncation: what cutting to the length limit did to the pairs; those equal after it are ties.
+        has_default_length: whether nobody chose that limit, neither the caller nor the model's training.
+        trained_on: how many of the pairs the model was trained on; None where it has no record of that.
+        best_of_n: best-of-n selection; None where no pairs come from lists of at least three responses.
+        num_skipped: rows of the sources that gave no pair.
+        checkpoint: the model, as it was named.
+    """
+
+    metrics: PairwiseMetrics
+    truncation: TruncationReport
+    has_default_length: bool
+    trained_on: TrainedOn | None
+    best_of_n: BestOfN | None
+    num_skipped: int
+    checkpoint: str
+
+    def to_json(self) -> str:
+        """The metrics' own entries, and one more for each other field."""
+        others: dict[str, Any] = {
+            "truncation": asdict(self.truncation),
+            "has_default_length": self.has_default_length,
+            "trained_on": None if self.trained_on is None else asdict(self.trained_on),
+            "best_of_n": None if self.best_of_n is None else asdict(self.best_of_n),
+            "num_skipped": self.num_skipped,
+            "checkpoint": self.checkpoint,
+        }
+        return json.dumps(json.loads(self.metrics.to_json()) | others)
+
+
+def evaluate_checkpoint(
+    source: str, data: PreferenceDataset, *, output_dir: Path, max_length: int | None = None, **options: Any
+) -> Evaluation:
+    """`evaluate_model` of a saved model, on this machine's accelerator.
+
+    Args:
+        source: anything `BradleyTerryRM.from_pretrained` loads.
+        data: the pairs.
+        output_dir: where the files go.
+        max_length: most tokens of a sequence; None takes the stored number, or the model's.
+        options: keywords of `evaluate_model`.
+
+    Raises:
+        CheckpointError: if the model cannot be loaded, is not what it recorded of itself, or gives rewards that are not
+            finite.
+        ConfigError: if the model cannot read `max_length` tokens.
+    """
+    model = BradleyTerryRM.from_pretrained(source, max_length=max_length)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    return evaluate_model(model, data, checkpoint=source, output_dir=output_dir, **options)
+
+
+def evaluate_model(
+    model: BradleyTerryRM,
+    data: PreferenceDataset,
+    *,
+    checkpoint: str,
+    output_dir: Path,
+    token_budget: int,
+    num_bootstrap: int,
+    seed: int,
+    by: Sequence[str] = (),
+    partial_dir: Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Evaluate a model on pairs, and write metrics, distributions and per-pair rewards.
+
+    Args:
+        model: the model, on its device.
+        data: the pairs.
+        checkpoint: where the model was loaded from, for the record of what it was trained on.
+        output_dir: where `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl` go.
+        token_budget: tokens, padding included, of one pass.
+        num_bootstrap: resamples over prompts for the intervals.
+        seed: seed of the resamples.
+        by: columns of the pairs' metadata whose values are reported separately, beside source and subset.
+        partial_dir: folder of the rewards computed so far, which a repeated call goes on from; None is `output_dir`.
+        on_progress: called with the responses done and their number.
+
+    Raises:
+        CheckpointError: if a reward is not finite, or the record of what the model was trained on is torn.
+        DataError: if a conversation cannot be rendered and bad rows are not to be dropped, or too many are bad.
+    """
+    trained = TrainedPairs.recorded(checkpoint)
+    data = data.accepted_by(model.renderer)
+    rewards, truncation = score_responses(
+        model, data, token_budget=token_budget, partial_dir=partial_dir or output_dir, on_progress=on_progress
+    )
+    chosen, rejected = rewards.chosen, rewards.rejected
+    evaluation = Evaluation(
+        metrics_of(rewards, data, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by),
+        truncation,
+        has_default_length=model.has_default_length,
+        trained_on=None if trained is None else trained.count(data.pairs),
+        best_of_n=best_of_n(data.pairs, chosen, rejected, num_bootstrap=num_bootstrap, seed=seed),
+        num_skipped=len(data.skipped),
+        checkpoint=checkpoint,
+    )
+    write_text(output_dir / METRICS_FILE, evaluation.to_json() + "\n")
+    write_distributions(output_dir, rewards)
+    write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data, by=by)
+    return evaluation

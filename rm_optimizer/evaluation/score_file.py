@@ -1,0 +1,217 @@
+"""A file of responses in, the same file with a `reward` column out: streaming, and continued after a kill.
+
+Rewards are appended to `OUT.partial` beside the output as they are computed. Once every row has one, the input is read
+a second time and the output is written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
+from rm_optimizer.core.rows.readers import row_unit
+from rm_optimizer.core.rows.response_files import (
+    FileKind,
+    ResponseRow,
+    file_kind,
+    read_responses,
+    write_with_rewards,
+)
+from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.records.chunk_log import ChunkLog, chunk_log
+from rm_optimizer.records.files import replacing
+
+Reward: TypeAlias = float | list[float]
+"""A row's reward: a number, or a list where the row has a list of responses."""
+
+
+def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
+    """Refuse rewards that are NaN or infinite; called wherever rewards are about to be printed or written.
+
+    Args:
+        rewards: of one model, in any order.
+        name: names the reward at an index for the message, such as `response 3`.
+
+    Raises:
+        CheckpointError: saying how many they are, and the first one.
+    """
+    broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
+    if broken:
+        first = broken[0]
+        raise CheckpointError(
+            f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[first]} for {name(first)}: "
+            "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
+        )
+
+
+@dataclass(frozen=True)
+class CountedRewards:
+    """Rewards of responses, and how many of these were cut to the model's length.
+
+    Args:
+        rewards: one for each response, in order.
+        num_prompt_cut: responses whose prompt lost tokens.
+        num_response_cut: responses that lost tokens themselves.
+    """
+
+    rewards: list[float]
+    num_prompt_cut: int
+    num_response_cut: int
+
+
+@runtime_checkable
+class CountingScorer(Protocol):
+    """A scorer that says what it cut."""
+
+    def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
+        """Rewards in the order given, and counts of what was cut."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredFile:
+    """What scoring a file came to.
+
+    Args:
+        num_rows: rows.
+        num_responses: responses in them.
+        num_prompt_cut: responses whose prompt lost tokens; None where the scorer does not say.
+        num_response_cut: responses that lost tokens themselves, likewise.
+    """
+
+    num_rows: int
+    num_responses: int
+    num_prompt_cut: int | None
+    num_response_cut: int | None
+
+
+def score_file(
+    scorer: Scorer | CountingScorer,
+    source: Path,
+    target: Path,
+    *,
+    scorer_name: str,
+    chunk_rows: int = 256,
+    on_progress: Callable[[int], None] = lambda rows: None,
+) -> ScoredFile:
+    """Score every row of a file.
+
+    Repeating the call after a kill continues after the last whole chunk, and the output is the same, bit for bit, as
+    that of an uninterrupted call.
+
+    Args:
+        scorer: what gives the rewards.
+        source: JSONL (also .gz), CSV or Parquet with columns `prompt` and `response`, or `prompt` and a list
+            `responses`.
+        target: a file that is not there yet, in the source's format or JSONL.
+        scorer_name: tells this scorer from others, so that no rewards of another are continued; for a model, the
+            digest of its weights and options (`identity.scorer_digest`), not its path.
+        chunk_rows: rows scored and saved together.
+        on_progress: called with the rows done so far, once at the start with those of an earlier call.
+
+    Raises:
+        DataError: if a file or row is unusable, or the partial file belongs to another input or scorer.
+        CheckpointError: if a reward is not finite.
+    """
+    _check_target(source, target)
+    num_rows = sum(1 for _ in read_responses(source))  # every row is checked before the first is scored
+    if not num_rows:
+        raise DataError(f"{source}: there are no rows to score")
+    content = _content_digest(source)
+    partial = target.with_name(f"{target.name}.partial")
+    identity = digest([content, scorer_name, chunk_rows])
+    with chunk_log(partial, identity, of_what="input, model, length limit or chunk size") as log:
+        done = sum(len(chunk["rewards"]) for chunk in log.values())
+        on_progress(done)
+        for chunk in _chunks(islice(read_responses(source), done, None), chunk_rows):
+            log.append(_scored(scorer, chunk, source))
+            done += len(chunk)
+            on_progress(done)
+        if _content_digest(source) != content:
+            raise DataError(f"{source}: was changed while it was scored; remove {partial} and score it again")
+        _write_target(source, target, log)
+        result = _summary(log)
+        partial.unlink()
+    return result
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """Refuse what could only fail after all the scoring."""
+    kind = file_kind(target)
+    if kind not in (file_kind(source), FileKind.jsonl):
+        raise DataError(f"{target}: expected the format of {source.name}, or .jsonl")
+    if target.exists():
+        raise DataError(f"{target}: is there already; remove it or name another file")
+    if not target.parent.is_dir():
+        raise DataError(f"{target}: its folder does not exist; create {target.parent}")
+
+
+def _content_digest(source: Path) -> str:
+    """Digest of the file's bytes, wherever it lies and whenever it was written."""
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chunks(rows: Iterator[ResponseRow], size: int) -> Iterator[list[ResponseRow]]:
+    while chunk := list(islice(rows, size)):
+        yield chunk
+
+
+def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, object]:
+    """The entry of a chunk in the log: each row's reward, and the counts of what was cut where they are known."""
+    prompts = [row.prompt for row in chunk for _ in row.responses]
+    responses = [response for row in chunk for response in row.responses]
+    if isinstance(scorer, CountingScorer):
+        counted = scorer.score_counted(prompts, responses)
+        cut = {"num_prompt_cut": counted.num_prompt_cut, "num_response_cut": counted.num_response_cut}
+        return {"rewards": _of_rows(counted.rewards, chunk, source), "num_responses": len(responses)} | cut
+    rewards = _of_rows(scorer.score(prompts, responses).tolist(), chunk, source)
+    return {"rewards": rewards, "num_responses": len(responses)}
+
+
+def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Path) -> list[Reward]:
+    numbers = [row.number for row in chunk for _ in row.responses]
+    require_finite(rewards, lambda index: f"{source}, {row_unit(source)} {numbers[index]}")
+    values, found = iter(rewards), list[Reward]()
+    for row in chunk:
+        own = list(islice(values, len(row.responses)))
+        found.append(own if row.listed else own[0])
+    return found
+
+
+def _summary(log: ChunkLog) -> ScoredFile:
+    chunks = [
+        {name: value for name, value in chunk.items() if name != "rewards"} | {"num_rows": len(chunk["rewards"])}
+        for chunk in log.values()
+    ]
+
+    def total(name: str) -> int | None:
+        return sum(chunk[name] for chunk in chunks) if all(name in chunk for chunk in chunks) else None
+
+    return ScoredFile(
+        num_rows=total("num_rows") or 0,
+        num_responses=total("num_responses") or 0,
+        num_prompt_cut=total("num_prompt_cut"),
+        num_response_cut=total("num_response_cut"),
+    )
+
+
+def _write_target(source: Path, target: Path, log: ChunkLog) -> None:
+    """Write the output under a temporary name and rename it."""
+    with replacing(target) as temporary, temporary.open("wb") as raw:
+        rewards = (reward for chunk in log.values() for reward in chunk["rewards"])
+        if target.name.endswith(".gz"):
+            with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
+                write_with_rewards(source, packed, file_kind(target), rewards)  # type: ignore[arg-type]
+        else:
+            write_with_rewards(source, raw, file_kind(target), rewards)
+        raw.flush()
+        os.fsync(raw.fileno())

@@ -1,0 +1,1 @@
+"""The commands of rm-opt, one file each."""

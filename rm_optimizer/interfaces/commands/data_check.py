@@ -1,0 +1,82 @@
+"""`rm-opt data check`: the audit of preference data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rm_optimizer.core.pairs.audit import DataAudit, audit_pairs
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, label_note
+from rm_optimizer.core.rows.hub import hub_obstacle
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.interfaces.json_option import printed_beside, write_json
+from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.reporting.tables import example_table, output_console, print_audit
+
+TINY_VOCABULARY = 2048
+"""Tokens of the tokenizer that is trained when none is named; that of `model=tiny`."""
+
+
+def audit_and_print(
+    paths: Sequence[str], reading: Reading, *, tokenizer: str | None, max_length: int, json_file: Path | None
+) -> None:
+    """Print the audit of the splits, and write it as JSON where asked.
+
+    Args:
+        paths: one source for each split.
+        reading: how rows are read.
+        tokenizer: hub id or folder; None trains a small one on the data, which the output says.
+        max_length: tokens kept of prompt and response together.
+        json_file: where the audit goes as JSON.
+
+    Raises:
+        DataError: if a source cannot be read.
+        CheckpointError: if there is no such tokenizer.
+        ConfigError: if the JSON file cannot be written.
+    """
+    with printed_beside(json_file):
+        audit = _audited(paths, reading, tokenizer, max_length)
+    write_json(json_file, audit.to_json())
+
+
+def _audited(paths: Sequence[str], reading: Reading, tokenizer: str | None, max_length: int) -> DataAudit:
+    """The audit of the splits, once it is printed."""
+    datasets = dict(zip(_split_names(paths), (reading.load(path) for path in paths), strict=True))
+    if tokenizer is None:
+        print(
+            f"tokens of a {TINY_VOCABULARY}-entry byte-pair vocabulary trained on this data; name another: --tokenizer"
+        )
+    renderer = ConversationRenderer(_tokenizer(tokenizer, datasets.values()), max_length)
+    datasets = {name: dataset.accepted_by(renderer) for name, dataset in datasets.items()}
+    audit = audit_pairs(datasets, renderer)
+    print_audit(audit)
+    for name, dataset in datasets.items():
+        output_console().print(example_table(name, dataset.pairs[0]))
+        if (note := label_note(dataset.pairs)) is not None:
+            print(f"{name}: {note}")
+        for row in dataset.skipped:
+            print(f"dropped {row}")
+    return audit
+
+
+def _split_names(paths: Sequence[str]) -> list[str]:
+    """File names tell splits apart, unless two are equal."""
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
+    if source is None:
+        pairs = (pair for data in datasets for pair in data.pairs)
+        return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)
+    if not Path(source).expanduser().exists() and (obstacle := hub_obstacle(source, "model")):
+        raise CheckpointError(f"no tokenizer at '{source}': {obstacle}")
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no tokenizer at '{source}': give a hub id or a folder with tokenizer files") from error
+    return loaded

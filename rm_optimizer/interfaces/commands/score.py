@@ -1,0 +1,134 @@
+"""`rm-opt score`: rewards on the terminal, or as a column of a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Prompt
+from rm_optimizer.errors import ConfigError, Interrupted
+from rm_optimizer.evaluation.score_file import CountedRewards, ScoredFile, require_finite, score_file
+from rm_optimizer.interfaces.local_model import length_note, load_local
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.progress import progress
+
+USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
+REPORT_SUFFIX = ".report.json"
+"""Added to the output's name for what is known of its rewards: the model, its length limit, what was cut."""
+
+
+class LocalScorer:
+    """A saved reward model with a bound on the memory of a pass.
+
+    Args:
+        model: the model, on its device.
+        token_budget: tokens, padding included, of one pass.
+    """
+
+    def __init__(self, model: BradleyTerryRM, token_budget: int) -> None:
+        self.model = model
+        self.token_budget = token_budget
+
+    def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
+        """Rewards of the responses in the order given, and counts of what was cut."""
+        encodings = self.model.encode(prompts, responses)
+        rewards = self.model.score_encoded(prompts, encodings, token_budget=self.token_budget)
+        return CountedRewards(
+            rewards.tolist(),
+            num_prompt_cut=sum(encoding.prompt_cut > 0 for encoding in encodings),
+            num_response_cut=sum(encoding.response_cut > 0 for encoding in encodings),
+        )
+
+
+def print_scores(
+    checkpoint: str,
+    prompt: str,
+    responses: Sequence[str],
+    files: Sequence[object],
+    *,
+    token_budget: int,
+    max_length: int | None,
+    input_form: str | None,
+) -> None:
+    """Print one reward a line, in the order of the responses; what was cut is said on standard error.
+
+    Raises:
+        ConfigError: if there is no response, or files were named as well.
+        CheckpointError: if the model cannot be loaded, or a reward is not finite.
+    """
+    if not responses or any(file is not None for file in files):
+        raise ConfigError(USAGE)
+    if not prompt.strip():
+        raise ConfigError("--prompt must not be empty")
+    if not all(response.strip() for response in responses):
+        raise ConfigError("--response must not be empty")
+    model = load_local(checkpoint, max_length=max_length, input_form=input_form)
+    counted = LocalScorer(model, token_budget).score_counted([prompt] * len(responses), responses)
+    require_finite(counted.rewards, lambda index: f"response {index + 1}")
+    for reward in counted.rewards:
+        print(f"{reward:.6f}")
+    for note in _notes(model, len(responses), counted.num_prompt_cut, counted.num_response_cut):
+        print(f"warning: {note}", file=sys.stderr)
+
+
+def score_to_file(
+    checkpoint: str,
+    source: Path | None,
+    target: Path | None,
+    responses: Sequence[str],
+    *,
+    token_budget: int,
+    max_length: int | None,
+    input_form: str | None,
+) -> None:
+    """Write `source` with a `reward` column to `target`, continuing an earlier call that was stopped.
+
+    What the rewards are of, and what was cut, stands in a JSON file beside the target.
+
+    Raises:
+        ConfigError: unless both files are named, and nothing else.
+        DataError: if a file or row is unusable.
+        CheckpointError: if the model cannot be loaded.
+        Interrupted: if the user stops it.
+    """
+    if source is None or target is None or responses:
+        raise ConfigError(USAGE)
+    model = load_local(checkpoint, max_length=max_length, input_form=input_form)
+    identity = scorer_digest(model)
+    try:
+        with progress("scoring", "rows") as show:
+            scored = score_file(
+                LocalScorer(model, token_budget),
+                source,
+                target,
+                scorer_name=identity,
+                on_progress=lambda rows: show(rows, None),
+            )
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
+    _write_report(target, checkpoint, model, identity, scored)
+    print(f"{scored.num_rows} rows scored: {target}")
+    for note in _notes(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):
+        print(f"warning: {note}")
+
+
+def _write_report(target: Path, checkpoint: str, model: BradleyTerryRM, identity: str, scored: ScoredFile) -> None:
+    report = {"model": checkpoint, "model_digest": identity, "max_length": model.max_length, **asdict(scored)}
+    write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
+
+
+def _notes(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
+    """Sentences on what the rewards do not see."""
+    notes = []
+    if num_prompt_cut or num_response_cut:
+        notes.append(
+            f"cut at {model.max_length} tokens: the prompts of {num_prompt_cut:,} of {num:,} responses lost their "
+            f"beginning, {num_response_cut:,} responses lost their end; raise --max-length if the model can read more"
+        )
+    note = length_note(model)
+    return notes if note is None else [*notes, note]

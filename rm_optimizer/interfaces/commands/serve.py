@@ -1,0 +1,166 @@
+"""`rm-opt serve`: the server's process, from loading the model to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import signal
+import socket
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rm_optimizer.core.storage.model_files import refuse_by_files
+from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.interfaces.commands.serve_options import ServeOptions, bound_socket
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from rm_optimizer.serving.service.service import RewardService
+
+GRACEFUL_SECONDS = 30
+"""Longest that requests may take to be answered once the server is told to stop."""
+WATCH_SECONDS = 0.5
+KEEP_ALIVE_SECONDS = 75
+"""Time that an idle connection stays open, longer than load balancers and clients keep theirs."""
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C; what was accepted by then is answered first.
+
+    Raises:
+        MissingExtra: if the server's packages, or vLLM where it was asked for, are not installed.
+        RMOptimizerError: if the model cannot be loaded, or the port is taken.
+    """
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(package.replace("_", "-"), "serve")
+    if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise MissingExtra("vLLM", "vllm")
+    with bound_socket(options.host, options.port) as listening:
+        if options.warning is not None:
+            print(f"rm-opt serve: warning: {options.warning}", file=sys.stderr, flush=True)
+        refuse_by_files(options.checkpoint)
+        if not _takes_vllm(options):
+            asyncio.run(_serve(options, listening))
+            return
+    _serve_with_vllm(options)  # it binds the address itself
+
+
+def _takes_vllm(options: ServeOptions) -> bool:
+    if options.engine != "auto":
+        return options.engine == "vllm"
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    from rm_optimizer.serving.vllm.folder import suits_vllm
+
+    return suits_vllm(options.checkpoint)
+
+
+def _serve_with_vllm(options: ServeOptions) -> None:
+    from rm_optimizer.serving.vllm.launch import VllmOptions, serve_with_vllm
+
+    serve_with_vllm(VllmOptions(**{field.name: getattr(options, field.name) for field in fields(VllmOptions)}))
+
+
+async def _serve(options: ServeOptions, listening: socket.socket) -> None:
+    import uvicorn
+
+    from rm_optimizer.serving.embedded.engine import TransformersEngine
+    from rm_optimizer.serving.embedded.worker import WorkerOptions
+    from rm_optimizer.serving.http.app import create_app
+    from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+    from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
+    from rm_optimizer.serving.http.server_log import show_server_log
+    from rm_optimizer.serving.protocol import Transport
+    from rm_optimizer.serving.service.service import RewardService
+    from rm_optimizer.serving.weights.receiver import WeightReceiver
+    from rm_optimizer.serving.weights.weight_routes import weight_router
+
+    show_server_log()
+    report_lack_of_files_once(asyncio.get_running_loop())
+    worker = WorkerOptions(
+        options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=options.threads
+    )
+    engine = TransformersEngine(worker)
+    service = RewardService(engine, model_name=options.model_name, max_queued_tokens=options.max_queued_tokens)
+    transports = frozenset(map(Transport, options.transport_names))
+    receiver = WeightReceiver(service, root=options.weights_root, transports=transports)
+    app = create_app(
+        service,
+        api_key=options.api_key,
+        update_key=options.update_key,
+        local_only=options.checks_host,
+        routers=[weight_router(receiver)] if options.takes_updates else [],
+    )
+    limits = ConnectionLimits.of_process()
+    config = uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        http=BoundedHeaders.limited(limits.open, service.metrics),
+        backlog=limits.backlog,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACEFUL_SECONDS,
+    )
+    try:
+        await _run(uvicorn.Server(config), listening, service, options)
+    finally:
+        await receiver.close()
+
+
+async def _run(server: uvicorn.Server, listening: socket.socket, service: RewardService, options: ServeOptions) -> None:
+    """Listen at once and load beside it: `/health` answers while `/ready` does not.
+
+    uvicorn catches SIGTERM and raises it again at its end; by then everything is answered, and nothing is left to do.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    answering = asyncio.create_task(_answer(service, options))
+    try:
+        await asyncio.wait({serving, answering}, return_when=asyncio.FIRST_COMPLETED)
+        was_told_to_stop, server.should_exit = server.should_exit, True
+        failure = answering.exception() if answering.done() else None
+        await serving
+        if failure is not None and not was_told_to_stop:  # a model that is still loading fails when it is stopped
+            raise failure
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        await service.stop()
+    print("rm-opt serve: stopped", flush=True)
+
+
+async def _answer(service: RewardService, options: ServeOptions) -> None:
+    """Load the model, and return never: a server that can answer no more ends with the reason.
+
+    Raises:
+        RMOptimizerError: if the model cannot be loaded, is not the one of its certificate, or is lost for good.
+    """
+    await _load(service, options)
+    while service.engine.failure is None:
+        await asyncio.sleep(WATCH_SECONDS)
+    raise RMOptimizerError(f"the server can answer no more: {service.engine.failure}")
+
+
+async def _load(service: RewardService, options: ServeOptions) -> None:
+    url = options.url
+    print(f"rm-opt serve: loading {options.checkpoint}; {url}/health answers meanwhile", flush=True)
+    await service.start()
+    gc.collect()
+    gc.freeze()  # what is loaded stays; collections during requests need not walk it
+    description, parity = service.engine.description, service.parity
+    shown = "no certificate to compare with"
+    if parity is not None:
+        shown = f"parity {parity.max_difference:.2g}, {parity.flipped_pairs} of {parity.num_pairs} orders flipped"
+    if service.obstacle is not None:
+        raise RMOptimizerError(f"{options.checkpoint} cannot be served: {service.obstacle}")
+    print(
+        f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, {description.dtype}, "
+        f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",
+        flush=True,
+    )

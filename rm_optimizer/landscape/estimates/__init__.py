@@ -1,0 +1,1 @@
+"""Stochastic estimates: trace, spectral density, sampling error, sharpness."""

@@ -1,0 +1,184 @@
+"""How the eigenvalues of an operator are spread: stochastic Lanczos quadrature, known eigenpairs taken out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy.linalg import eigh_tridiagonal, hessenberg
+
+from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.estimates.trace import estimate_of_mean
+from rm_optimizer.landscape.operators.base import SymmetricOperator
+from rm_optimizer.landscape.operators.combined import DeflatedOperator
+from rm_optimizer.landscape.operators.random_vectors import RandomVectors
+from rm_optimizer.landscape.operators.vectors import length
+from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, extend
+from rm_optimizer.records.json_text import json_text
+
+Terms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From eigenvalues to the terms `(terms, eigenvalues)` that are added up over them."""
+Combine = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From totals `(terms, …)` to a number `(…)`."""
+
+
+@dataclass(frozen=True)
+class SpectralDensity:
+    """The eigenvalues found, and for the rest Gauss quadrature rules from random vectors.
+
+    Args:
+        exact: eigenvalues known one by one.
+        nodes: where the rest lies, one tuple for each random vector.
+        weights: how many eigenvalues each node stands for; of one vector they add up to about the rest's number.
+        num_parameters: eigenvalues in all.
+        num_products: products spent on the random vectors.
+    """
+
+    exact: tuple[float, ...]
+    nodes: tuple[tuple[float, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+    num_parameters: int
+    num_products: int
+
+    def statistic(self, terms: Terms, combine: Combine) -> Estimate:
+        """A function of totals over all eigenvalues, with a standard error for random vectors and quadrature together.
+
+        Totals of polynomials of degree below twice the steps are unbiased; others, such as `|lambda|`, the rules only
+        approximate (Golub & Meurant, 2010), all vectors in the same way. The error over vectors is the jackknife's, the
+        rules' own is what their last step changed, and the root of the sum of the squares is given. The second part
+        overstates the error where the rules converge.
+        """
+        known = terms(np.array(self.exact)).sum(axis=1)
+
+        def of_totals(totals: np.ndarray) -> np.ndarray:
+            return np.asarray(combine(np.moveaxis(totals[..., :-1] / totals[..., -1:] + known, -1, 0)))[..., None]
+
+        if not self.nodes:
+            return Estimate(float(combine(known)), 0.0, 0)
+        estimate = cluster_bootstrap(self._totals(terms), of_totals, num_bootstrap=0, seed=0)[0]
+        if estimate.standard_error is None:
+            return estimate
+        change = estimate.value - float(of_totals(self._one_step_less()._totals(terms).sum(axis=0))[0])
+        return replace(estimate, standard_error=math.hypot(estimate.standard_error, change))
+
+    def moment(self, power: int) -> Estimate:
+        """`sum_i lambda_i^power`: the trace for 1, the square of the Frobenius norm for 2.
+
+        With Student's interval over the random vectors. Each gives an unbiased value where the power is below twice the
+        steps; the standard error of a higher power holds what the rules' last step changed, as in `statistic`.
+        """
+        known = float(sum(value**power for value in self.exact))
+        if not self.nodes:
+            return Estimate(known, 0.0, 0, known, known)
+
+        def samples(density: SpectralDensity) -> NDArray[np.float64]:
+            return density._totals(lambda values: values[None] ** power)[:, 0] + known
+
+        is_unbiased = power < 2 * max(map(len, self.nodes))
+        change = 0.0 if is_unbiased else float((samples(self) - samples(self._one_step_less())).mean())
+        return estimate_of_mean(torch.from_numpy(samples(self)), bias=change)
+
+    def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors terms+1"]:
+        """Each vector's totals over the rest, and 1, so that sums over vectors know how many they are of."""
+        rules = zip(self.nodes, self.weights, strict=True)
+        return np.array([[*(terms(np.array(node)) @ np.array(weight)), 1.0] for node, weight in rules])
+
+    def _one_step_less(self) -> SpectralDensity:
+        """What the same vectors give with one step less."""
+        rules = [_one_step_less(*rule) for rule in zip(self.nodes, self.weights, strict=True)]
+        nodes, weights = (tuple(tuple(side.tolist()) for side in sides) for sides in zip(*rules, strict=True))
+        return replace(self, nodes=nodes, weights=weights)
+
+    def on_grid(self, grid: Float[np.ndarray, " points"], *, width: float) -> Float[np.ndarray, " points"]:
+        """Density at points, each eigenvalue spread as a normal of standard deviation `width`; integrates to 1."""
+        nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
+        share = max(len(self.nodes), 1)
+        weights = np.array([*np.ones(len(self.exact)), *(w / share for rule in self.weights for w in rule)])
+        bumps = np.exp(-0.5 * ((np.asarray(grid)[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
+        density: NDArray[np.float64] = bumps @ (weights / weights.sum())
+        return density
+
+    def to_json(self) -> str:
+        """The fields as JSON text."""
+        return json_text(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SpectralDensity:
+        """The density that `to_json` wrote."""
+        values = json.loads(text)
+        rules = {key: tuple(tuple(rule) for rule in values[key]) for key in ("nodes", "weights")}
+        return cls(**{**values, "exact": tuple(values["exact"]), **rules})
+
+
+def spectral_density(
+    operator: SymmetricOperator,
+    *,
+    num_probes: int = 20,
+    num_steps: int = 5,
+    seed: int,
+    found: Eigenpairs | None = None,
+) -> SpectralDensity:
+    """Stochastic Lanczos quadrature (Ubaru, Chen & Saad, 2017; Ghorbani, Krishnan & Xiao, 2019, arXiv:1901.10159).
+
+    From a random vector `z`, `num_steps` of Lanczos give nodes `theta_j` and weights `||z||^2 tau_j^2`, with `tau_j`
+    the first entries of the small eigenvectors, such that `z^T f(A) z` is about `sum_j w_j f(theta_j)`. Found
+    eigenpairs are taken out of the matrix and of the vectors, and stand in the density exactly.
+
+    Args:
+        operator: the matrix.
+        num_probes: random vectors.
+        num_steps: Lanczos steps of each; what the last of them changes tells the error.
+        seed: of the vectors.
+        found: eigenpairs to take out; None takes out none.
+
+    Raises:
+        ConfigError: if there is no probe, or fewer than two steps.
+    """
+    if num_probes < 1 or num_steps < 2:
+        raise ConfigError(f"the density needs at least 1 probe of 2 steps, got {num_probes} of {num_steps}")
+    rest: SymmetricOperator = operator if found is None else DeflatedOperator(operator, found.vectors)
+    random = RandomVectors(operator, seed)
+    nodes, weights, products = [], [], 0
+    free = operator.dimension - (0 if found is None else len(found.values))
+    for _ in range(num_probes if free else 0):
+        probe = random.signs(1)
+        probe = rest.project(probe) if isinstance(rest, DeflatedOperator) else probe
+        size = length(probe[0])
+        state = KrylovState()
+        state.basis.append(probe[0] / size)
+        for _ in range(min(num_steps, free)):
+            extend(rest, state, random)
+            if state.num_restarts:
+                break
+        theta, vectors = state.ritz()
+        nodes.append(tuple(theta.tolist()))
+        weights.append(tuple((size**2 * vectors[0] ** 2).tolist()))
+        products += state.num_products
+    exact = () if found is None else tuple(found.values.tolist())
+    return SpectralDensity(exact, tuple(nodes), tuple(weights), operator.dimension, products)
+
+
+def _one_step_less(
+    nodes: tuple[float, ...], weights: tuple[float, ...]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The Gauss rule of one node less for the same vector; one node alone is exact, as no second step was possible.
+
+    Householder reflections that keep the first axis bring `[[1, sqrt(w)^T], [sqrt(w), diag(theta)]]` to tridiagonal
+    form, and below the first row stands the matrix whose eigenvalues the nodes are (Gragg & Harwood, 1984).
+    """
+    arrow = np.diag([1.0, *nodes])
+    arrow[0, 1:] = arrow[1:, 0] = np.sqrt(weights)
+    tridiagonal = hessenberg(arrow)[1:, 1:]
+    size = len(nodes) - 1
+    if size == 0:
+        return np.array(nodes), np.array(weights)
+    theta, vectors = eigh_tridiagonal(np.diag(tridiagonal)[:size], np.diag(tridiagonal, -1)[: size - 1])
+    return theta, sum(weights) * vectors[0] ** 2

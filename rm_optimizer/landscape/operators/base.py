@@ -1,0 +1,216 @@
+"""Symmetric matrices known by their products: Hessian, Gauss-Newton and empirical Fisher of a reward model's loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.products import ProductName, choose_product
+
+VECTORS_AT_ONCE = 4
+"""Rows that are multiplied together: they share what is computed once, and memory grows with them."""
+
+OutputCurvature = Literal["gauss_newton", "fisher"]
+
+
+class SymmetricOperator(Protocol):
+    """A symmetric matrix that multiplies vectors."""
+
+    @property
+    def dimension(self) -> int:
+        """Rows of the matrix."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the vectors."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors are."""
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row."""
+
+
+class MatrixOperator:
+    """A symmetric matrix that is given.
+
+    Example:
+        >>> MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))).apply(torch.ones(1, 2))
+        tensor([[1., 2.]])
+    """
+
+    def __init__(self, matrix: Float[Tensor, "parameters parameters"]) -> None:
+        self.matrix = matrix
+        self.dimension = matrix.shape[0]
+        self.dtype = matrix.dtype
+        self.device = matrix.device
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row."""
+        return vectors @ self.matrix
+
+
+class LossOperator(ABC):
+    """What operators of a loss have in common: `on_product` is told how many products have been spent."""
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+        self.num_products = 0
+        self.on_product: Callable[[int], None] = lambda num_products: None
+        self.dimension = objective.subset.num_parameters
+        self.dtype = objective.dtype
+        self.device = objective.device
+
+    @abstractmethod
+    def _local(self, vectors: Tensor) -> Tensor:
+        """The products with the part of the matrix that this process's pairs give."""
+
+    def release(self) -> None:  # noqa: B027 - most hold nothing
+        """Give back the memory that the next product can build again."""
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row, summed over all processes.
+
+        Raises:
+            RMOptimizerError: if a weight changed since the measurement began, or it has ended.
+            TrainingDiverged: if a product is not finite.
+        """
+        self.objective.require_still()
+        products = []
+        for part in torch.split(vectors.to(self.device, self.dtype), VECTORS_AT_ONCE):
+            products.append(self.objective.summed(self._local(part)))
+            self.num_products += len(part)
+            self.on_product(self.num_products)
+        return self.objective.checked(torch.cat(products) if len(products) > 1 else products[0])
+
+
+class HessianOperator(LossOperator):
+    """The Hessian of the loss over a subset of parameters.
+
+    Args:
+        objective: the loss.
+        product: way to multiply, or `auto`; see `choose_product`. `choice` says which it is, and at what cost.
+        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+    """
+
+    def __init__(
+        self, objective: PairObjective, *, product: ProductName = "auto", graph_memory_bytes: int | None = None
+    ) -> None:
+        super().__init__(objective)
+        self.choice = choose_product(objective, product, graph_memory_bytes=graph_memory_bytes)
+
+    @property
+    def product(self) -> str:
+        """Name of the way to multiply."""
+        return self.choice.product.name
+
+    def release(self) -> None:
+        """Give back the memory of kept graphs, which the next product builds again."""
+        self.choice.product.release()
+
+    def _local(self, vectors: Tensor) -> Tensor:
+        return self.choice.product(vectors)
+
+
+class OutputOperator(LossOperator):
+    """`J^T C J` with `J` the derivative of all rewards and `C` a small matrix for the two rewards of each pair.
+
+    Gauss-Newton has `C_i = w_i / W  d^2 l_i / d(c, r)^2`, exact for the loss with everything in it that is a function
+    of rewards: smoothing, soft labels, margins and both regularisers (Schraudolph, 2002). The empirical Fisher has
+    `C_i = w_i / W (d l_i / d(c, r)) (d l_i / d(c, r))^T`: it is `sum_i w_i g_i g_i^T / W` with a pair's gradient `g_i`.
+
+    Args:
+        objective: the loss.
+        curvature: which of the two.
+    """
+
+    def __init__(self, objective: PairObjective, curvature: OutputCurvature) -> None:
+        super().__init__(objective)
+        self.curvature = curvature
+
+    def _local(self, vectors: Tensor) -> Tensor:
+        total = torch.zeros_like(vectors)
+        for batch in self.objective.batches:
+            graph = _RewardGraph(self.objective, batch, self.curvature)
+            for row, vector in enumerate(vectors):
+                tangent = graph.push(vector)
+                total[row] += graph.pull(apply_blocks(graph.blocks, tangent))
+        return total
+
+
+class _RewardGraph:
+    """Rewards of a micro-batch with their graph: directional derivatives and gradients through them.
+
+    The directional derivative is that of the gradient `J^T u` by `u`, at any `u` (the double-backward trick of
+    Townsend, 2017, https://j-towns.github.io/2017/06/12/A-new-trick.html).
+    """
+
+    def __init__(self, objective: PairObjective, batch: AnyPairBatch, curvature: OutputCurvature) -> None:
+        self.objective = objective
+        self.rewards = objective.model.rewards_of(batch)
+        self.blocks = output_blocks(objective, batch, self.rewards.detach(), curvature)
+        self.dummy = torch.zeros_like(self.rewards, requires_grad=True)
+        self.linear = self._gradient(self.dummy, create_graph=True)
+
+    def push(self, vector: Tensor) -> Tensor:
+        """`J v`."""
+        parts = self.objective.subset.unflatten(vector)
+        pairs = [(out, part) for out, part in zip(self.linear, parts, strict=True) if out.requires_grad]
+        outputs, seeds = [out for out, _ in pairs], [part for _, part in pairs]
+        return torch.autograd.grad(outputs, self.dummy, seeds, retain_graph=True)[0]
+
+    def pull(self, rewards: Tensor) -> Tensor:
+        """`J^T r`."""
+        return self.objective.subset.flatten(self._gradient(rewards))
+
+    def _gradient(self, seed: Tensor, *, create_graph: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            self.rewards,
+            self.objective.parameters,
+            seed,
+            create_graph=create_graph,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+
+def output_blocks(
+    objective: PairObjective, batch: AnyPairBatch, rewards: Float[Tensor, " sequences"], curvature: OutputCurvature
+) -> Float[Tensor, "pairs 2 2"]:
+    """The matrix `C_i` of each pair, its weight included: rows and columns are the chosen and the rejected reward."""
+    if curvature == "fisher":
+        factors = fisher_factors(objective, batch, rewards)
+        return factors[:, :, None] * factors[:, None, :]
+    rewards = rewards.clone().requires_grad_()
+    losses = objective.pair_losses(rewards, batch)
+    (slope,) = torch.autograd.grad(losses.sum(), rewards, create_graph=True)
+    rows = [torch.autograd.grad(side.sum(), rewards, retain_graph=True)[0] for side in slope.view(-1, 2).unbind(dim=1)]
+    blocks = torch.stack([row.view(-1, 2) for row in rows], dim=1)
+    share = batch.weight.to(blocks.dtype) / objective.total_weight
+    return torch.einsum("p,pij->pij", share, blocks)
+
+
+def fisher_factors(
+    objective: PairObjective, batch: AnyPairBatch, rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, "pairs 2"]:
+    """`sqrt(w_i / W) d l_i / d(c, r)`, whose outer products are the empirical Fisher's `C_i`."""
+    rewards = rewards.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(objective.pair_losses(rewards, batch).sum(), rewards)
+    share = batch.weight.to(slope.dtype) / objective.total_weight
+    return share.sqrt()[:, None] * slope.view(-1, 2)
+
+
+def apply_blocks(
+    blocks: Float[Tensor, "pairs 2 2"], rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, " sequences"]:
+    """Each pair's matrix times its two entries."""
+    return torch.einsum("pij,pj->pi", blocks, rewards.view(-1, 2)).reshape(-1)

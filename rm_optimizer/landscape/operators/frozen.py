@@ -1,0 +1,121 @@
+"""A model held still while it is measured, and left as it was found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.operators.double import KeepFloat64
+from rm_optimizer.landscape.operators.parameters import ParameterSubset
+
+DIFFERENTIABLE_TWICE = ("sdpa", "eager")
+"""Kernels with a second derivative: PyTorch's own restricted to its plain backend, and the model's own code."""
+
+
+@contextmanager
+def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True) -> Iterator[None]:
+    """Dropout and checkpointing off, attention that can be differentiated twice, gradients to a subset alone.
+
+    When it ends, modes, `requires_grad`, the attention kernel and the random generators of Python, NumPy and PyTorch
+    are as they were. Gradients in `.grad` are not touched: measurements use `torch.autograd.grad`.
+
+    Args:
+        model: the model.
+        subset: the parameters that derivatives are taken over.
+        twice: whether second derivatives are; else the model keeps its attention.
+
+    Raises:
+        ConfigError: if the model's attention cannot be switched to a kernel of `DIFFERENTIABLE_TWICE`.
+    """
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_random_state(model.device))
+        enter(_evaluation_mode(model))
+        enter(_gradients_to(model, subset))
+        enter(torch.inference_mode(False))
+        enter(torch.enable_grad())
+        enter(torch.autocast(model.device.type, enabled=False))
+        if twice:
+            enter(_plain_attention(model.model))
+            enter(sdpa_kernel(SDPBackend.MATH))
+        if model.reward_head.weight.dtype == torch.float64:
+            enter(KeepFloat64())
+        yield
+
+
+@contextmanager
+def _random_state(device: torch.device) -> Iterator[None]:
+    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global generator is what is saved
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)  # noqa: NPY002
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Also without gradient checkpointing, which `transformers` applies in training mode only."""
+    with _restored([(module, "training", module.training) for module in model.modules()]):
+        model.eval()
+        yield
+
+
+@contextmanager
+def _gradients_to(model: nn.Module, subset: ParameterSubset) -> Iterator[None]:
+    parameters = dict(model.named_parameters())
+    before = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
+    chosen = set(subset.names)
+    try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in chosen)
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(config): config for part in parts for config in (part.config, part.config.get_text_config())}
+    attribute = "_attn_implementation_internal"
+    with _restored([(config, attribute, getattr(config, attribute, None)) for config in configs.values()]):
+        for part in parts:
+            kernel = _kernel(part)
+            for config in (part.config, part.config.get_text_config()):
+                setattr(config, attribute, kernel)
+        yield
+
+
+def _kernel(model: PreTrainedModel) -> str:
+    """PyTorch's attention where the model has it: eager code of some families computes its softmax in float32."""
+    now = str(model.config._attn_implementation)
+    if not model._can_set_attn_implementation():
+        if now not in DIFFERENTIABLE_TWICE:
+            raise ConfigError(
+                f"curvature needs attention that can be differentiated twice, and {type(model).__name__} is fixed to "
+                f"{now}; load it with attn_implementation=eager"
+            )
+        return now
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+@contextmanager
+def _restored(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for owner, name, value in attributes:
+            setattr(owner, name, value)

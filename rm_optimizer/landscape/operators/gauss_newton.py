@@ -1,0 +1,174 @@
+"""The whole spectrum of the Gauss-Newton matrix, from a matrix of pairs by pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, cluster_totals
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.operators.base import OutputCurvature
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.pair_gradients import curvature_rows
+from rm_optimizer.landscape.operators.vectors import gram_matrix, unit
+
+
+@dataclass(frozen=True)
+class GramSpectrum:
+    """`B B^T` for a matrix `B^T B` of few rows `B`: their eigenvalues that are not zero are the same.
+
+    Args:
+        gram: `B B^T`.
+        pair_of_row: the pair that each row belongs to.
+        pair_weights: the pairs' weights in the loss.
+        values: eigenvalues, descending; all others of the large matrix are 0.
+        vectors: unit eigenvectors of the large matrix for the first values, as many as were asked for.
+        num_passes: times that all pairs' gradients were taken, more than one where they did not fit into memory.
+    """
+
+    gram: Float[np.ndarray, "rows rows"]
+    pair_of_row: NDArray[np.int64]
+    pair_weights: Float[np.ndarray, " pairs"]
+    values: Float[np.ndarray, " rows"]
+    vectors: Float[Tensor, "values parameters"]
+    num_passes: int
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs behind it."""
+        return len(self.pair_weights)
+
+    @property
+    def trace(self) -> float:
+        """Trace of the matrix."""
+        return float(np.trace(self.gram))
+
+    def bootstrap(
+        self, num_values: int, *, clusters: Sequence[int] | None = None, num_bootstrap: int = 200, seed: int = 0
+    ) -> tuple[Estimate, ...]:
+        """The first eigenvalues and, last, the trace, each with its spread when the pairs are drawn anew.
+
+        A resample in which pair i comes `n_i` times scales its rows by `sqrt(n_i W / W')`, with `W'` the resample's
+        weight, so that each costs one small eigenproblem (Efron, 1979). The interval is the basic one, `[2 t - q_high,
+        2 t - q_low]`, clipped at 0 and widened to hold the value. It holds the population's trace in about 95 % of
+        samples. Of an eigenvalue it is the spread under resampling and no such interval: from few pairs eigenvalues are
+        too large, by more than it is wide where the pairs do not outnumber the directions of that size.
+
+        Args:
+            num_values: eigenvalues.
+            clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
+                what is drawn anew are clusters. None takes each pair as one.
+            num_bootstrap: resamples.
+            seed: of the resampling.
+
+        Raises:
+            ConfigError: if the clusters are not one for each pair.
+        """
+        pairs_of_cluster = cluster_totals(np.eye(self.num_pairs), clusters)
+
+        def of_counts(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.apply_along_axis(self._resampled, -1, counts, num_values)
+
+        return cluster_bootstrap(pairs_of_cluster, of_counts, num_bootstrap=num_bootstrap, seed=seed, kind="basic")
+
+    def _resampled(self, counts: NDArray[np.float64], num_values: int) -> NDArray[np.float64]:
+        share = counts * self.pair_weights.sum() / (counts * self.pair_weights).sum()
+        scale = np.sqrt(share[self.pair_of_row])
+        matrix = self.gram * scale[:, None] * scale
+        return np.array([*np.linalg.eigvalsh(matrix)[::-1][:num_values], np.trace(matrix)])
+
+
+def gauss_newton_exact(
+    objective: PairObjective,
+    *,
+    curvature: OutputCurvature = "gauss_newton",
+    num_vectors: int = 0,
+    memory_bytes: int = 4_000_000_000,
+) -> GramSpectrum:
+    """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
+
+    With `B` the rows of `pair_gradients.PairRows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
+    many rows as there are pairs, or twice as many with `center_rewards` or `reward_l2`; its eigenvectors are
+    `B^T u / ||.||`. Costs one backward pass a pair for every `memory_bytes` that the rows take.
+
+    Args:
+        objective: the loss; all its pairs in this process.
+        curvature: which matrix.
+        num_vectors: eigenvectors to give.
+        memory_bytes: most memory for rows; more rows are taken again, for some parameters at a time.
+
+    Raises:
+        ConfigError: if the pairs lie in several processes.
+    """
+    if objective.group is not None:
+        raise ConfigError("gauss_newton_exact needs all pairs in one process; give it all of them and no group")
+    objective.require_still()
+    rows = _Rows(objective, curvature, memory_bytes)
+    gram = torch.zeros(rows.count, rows.count, dtype=torch.float64)
+    for block in rows:
+        gram += gram_matrix([block])
+    objective.checked(gram)
+    values, small = torch.linalg.eigh(gram)
+    values, small = values.flip(0).clamp(min=0), small.flip(1)
+    weights = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
+    wanted = min(num_vectors, rows.count)
+    vectors = rows.combined(small[:, :wanted].T) if wanted else torch.empty(0, objective.subset.num_parameters)
+    return GramSpectrum(gram.numpy(), np.array(rows.pair_of_row), weights, values.numpy(), vectors, rows.num_passes)
+
+
+class _Rows:
+    """The rows `B`, in blocks of columns that fit into memory."""
+
+    def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int) -> None:
+        self.objective = objective
+        self.curvature: OutputCurvature = curvature
+        rewarded = curvature == "gauss_newton" and (objective.loss.center_rewards or objective.loss.reward_l2)
+        rows_most = objective.num_pairs * (2 if rewarded else 1)
+        size = objective.subset.num_parameters
+        columns = max(1, memory_bytes // (rows_most * torch.finfo(objective.dtype).bits // 8))
+        self.spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]
+        self.pair_of_row: list[int] = []
+        self.num_passes = 0
+        self._first = self._block(self.spans[0], rows_most)
+        self.count = len(self._first)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for span in self.spans:
+            yield self._first if span == self.spans[0] else self._block(span, self.count)
+
+    def combined(self, weights: Tensor) -> Tensor:
+        """Unit vectors along combinations of the rows."""
+        vectors = torch.cat([weights.to(block) @ block for block in self], dim=1)
+        return torch.stack([unit(vector) for vector in vectors])
+
+    def _block(self, span: tuple[int, int], rows_most: int) -> Tensor:
+        parameters, inner = _covering(self.objective, span)
+        block = torch.empty(rows_most, span[1] - span[0], dtype=self.objective.dtype, device=self.objective.device)
+        pair_of_row: list[int] = []
+        for pair in curvature_rows(self.objective, self.curvature):
+            for gradient in pair.gradients(parameters):
+                block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in gradient])[inner]
+                pair_of_row.append(pair.number)
+        self.pair_of_row = pair_of_row
+        self.num_passes += 1
+        return block[: len(pair_of_row)]
+
+
+def _covering(objective: PairObjective, span: tuple[int, int]) -> tuple[list[Tensor], slice]:
+    """The parameters that a span of columns touches, and where the span lies in them."""
+    chosen: list[Tensor] = []
+    start, first = 0, None
+    for parameter in objective.parameters:
+        stop = start + parameter.numel()
+        if stop > span[0] and start < span[1]:
+            first = start if first is None else first
+            chosen.append(parameter)
+        start = stop
+    assert first is not None, "a span lies inside the parameters"
+    return chosen, slice(span[0] - first, span[1] - first)

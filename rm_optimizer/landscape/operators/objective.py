@@ -1,0 +1,233 @@
+"""The loss that curvature is taken of: as trained, averaged over a fixed set of pairs, at weights that stand still."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rm_optimizer.core.model.losses import configured_pair_losses
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.errors import DataError, RMOptimizerError, TrainingDiverged
+from rm_optimizer.landscape.operators.frozen import frozen
+from rm_optimizer.landscape.operators.parameters import TRAINABLE, ParameterSubset, select_parameters
+from rm_optimizer.schema import LossConfig
+
+
+class PairObjective:
+    """`sum_i w_i l_i / sum_i w_i` over all micro-batches, of which each gives its part. Made by `measuring`.
+
+    Weighted by pairs, so every split into micro-batches or over processes gives the same function of the weights.
+
+    Args:
+        model: the reward model, held still.
+        batches: this process's micro-batches, on the model's device.
+        loss: what is minimised.
+        subset: the parameters that derivatives are taken over.
+        group: processes that hold the other pairs; None where this one holds all.
+    """
+
+    def __init__(
+        self,
+        model: BradleyTerryRM,
+        batches: Sequence[AnyPairBatch],
+        loss: LossConfig,
+        subset: ParameterSubset,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.loss = loss
+        self.subset = subset
+        self.group = group
+        self.parameters = subset.of(model)
+        weights = sum((batch.weight.double().sum() for batch in batches), torch.zeros((), dtype=torch.float64))
+        sizes = torch.stack([torch.as_tensor(weights).cpu(), torch.tensor(float(sum(b.num_pairs for b in batches)))])
+        total_weight, num_pairs = self.summed(sizes.to(model.device)).tolist()
+        self.total_weight, self.num_pairs = float(total_weight), int(num_pairs)
+        self._state = self._state_now()
+        self._is_open = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that derivatives are computed in."""
+        return self.parameters[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.device
+
+    def pair_losses(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, " pairs"]:
+        """Loss of each pair of a micro-batch, as a function of its rewards."""
+        chosen, rejected = batch.split(rewards)
+        return configured_pair_losses(chosen, rejected, self.loss, margin=batch.margin, label=batch.label)
+
+    def share(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, ""]:
+        """What a micro-batch adds to the loss, as a function of its rewards."""
+        return (self.pair_losses(rewards, batch) * batch.weight).sum() / self.total_weight
+
+    def batch_gradient(self, batch: AnyPairBatch, *, create_graph: bool = False) -> tuple[Tensor, ...]:
+        """What a micro-batch adds to the gradient, one tensor for each parameter."""
+        share = self.share(self.model.rewards_of(batch), batch)
+        return torch.autograd.grad(
+            share, self.parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
+        )
+
+    def gradient(self) -> Float[Tensor, " parameters"]:
+        """The gradient over all pairs."""
+        return self.total(map(self.batch_gradient, self.batches))
+
+    def total(self, parts: Iterable[tuple[Tensor, ...]]) -> Float[Tensor, " parameters"]:
+        """The sum of the micro-batches' gradients, over all processes.
+
+        Raises:
+            TrainingDiverged: if it is not finite.
+        """
+        sums = [torch.zeros_like(parameter) for parameter in self.parameters]
+        for part in parts:
+            torch._foreach_add_(sums, part)
+        return self.checked(self.summed(self.subset.flatten(sums)))
+
+    @torch.no_grad()
+    def value(self) -> float:
+        """The loss over all pairs."""
+        return self.summed_shares(self.share(self.model.rewards_of(batch), batch) for batch in self.batches)
+
+    def summed_shares(self, shares: Iterable[Tensor]) -> float:
+        """The loss from this process's shares of it, in float64."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return float(self.summed(torch.stack([zero, *(share.double() for share in shares)]).sum()))
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def require_still(self) -> None:
+        """Make sure that derivatives are taken where the measurement began, of the same loss.
+
+        Raises:
+            RMOptimizerError: if the measurement has ended, or a weight or a micro-batch has changed since it began.
+        """
+        if not self._is_open:
+            raise RMOptimizerError("this operator's measurement has ended; use it inside its `with measuring(…)` block")
+        if self._state_now() != self._state:
+            raise RMOptimizerError(
+                "a weight or a batch changed between two products, which makes them products with different matrices; "
+                "measure between optimizer steps, and start anew after one"
+            )
+
+    def checked(self, values: Tensor) -> Tensor:
+        """The values, if they are finite.
+
+        Raises:
+            TrainingDiverged: if they are not; names pairs whose loss is not finite.
+        """
+        if bool(values.isfinite().all()):
+            return values
+        raise TrainingDiverged(
+            f"the curvature of the loss is not finite {self._culprits()}; load an earlier checkpoint"
+        )
+
+    def close(self) -> None:
+        """End the measurement."""
+        self._is_open = False
+
+    @torch.no_grad()
+    def _culprits(self) -> str:
+        found: list[int] = []
+        for batch in self.batches:
+            losses = self.pair_losses(self.model.rewards_of(batch), batch)
+            found += batch.pair_index[~losses.isfinite()].tolist()
+        if not found:
+            return "although every pair's loss is"
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        return f"since the loss is NaN or infinite on pairs {', '.join(map(str, found[:8]))}{more}"
+
+    @torch.no_grad()
+    def _state_now(self) -> tuple[object, ...]:
+        """Versions and addresses, and sums that also notice a change through `.data`, which counts no version."""
+        parameters: list[Tensor] = list(self.model.parameters())
+        sums = [*torch._foreach_norm(parameters, 1), *(parameter.sum() for parameter in parameters)]
+        numbers = (value for batch in self.batches for value in _tensors(batch))
+        return (
+            tuple((tensor._version, tensor.data_ptr()) for tensor in (*parameters, *numbers)),
+            tuple(torch.stack([part.double() for part in sums]).nan_to_num().tolist()),
+        )
+
+
+def _tensors(batch: object) -> Iterator[Tensor]:
+    """All tensors of a micro-batch, those of its trees included."""
+    for value in vars(batch).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(value)
+
+
+@contextmanager
+def measuring(
+    model: BradleyTerryRM,
+    batches: Sequence[AnyPairBatch],
+    loss: LossConfig,
+    *,
+    params: str | Sequence[str] = TRAINABLE,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    twice: bool = True,
+) -> Iterator[PairObjective]:
+    """The loss over fixed pairs with the model held still; afterwards everything is as it was.
+
+    Weights of another type than `dtype` are measured in a copy of the model.
+
+    Args:
+        model: the reward model.
+        batches: the pairs, in micro-batches of either kind; of this process where there is a group.
+        loss: what is minimised.
+        params: the parameters that derivatives are taken over; see `select_parameters`.
+        dtype: type to compute in, float32 or float64.
+        group: processes that hold the other pairs; all must call alike.
+        twice: whether second derivatives are taken; first ones leave the model its own attention.
+
+    Raises:
+        ConfigError: if no parameter is selected, or the model cannot be differentiated twice.
+        DataError: if there are no pairs.
+    """
+    subset = select_parameters(model, params)
+    held = model if _is_in(model, dtype) else _copy_in(model, dtype)
+    with frozen(held, subset, twice=twice):
+        there = [_in_type(batch.to(held.device), dtype) for batch in batches]
+        objective = PairObjective(held, there, loss, subset, group)
+        if objective.num_pairs == 0:
+            raise DataError("curvature needs at least one pair, got none")
+        try:
+            yield objective
+        finally:
+            objective.close()
+
+
+def _is_in(model: BradleyTerryRM, dtype: torch.dtype) -> bool:
+    return all(parameter.dtype == dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
+def _in_type(batch: AnyPairBatch, dtype: torch.dtype) -> AnyPairBatch:
+    """The batch with its numbers in the type of the measurement, so that no constant of the loss is rounded to less."""
+    return replace(batch, margin=batch.margin.to(dtype), label=batch.label.to(dtype), weight=batch.weight.to(dtype))
+
+
+def _copy_in(model: BradleyTerryRM, dtype: torch.dtype) -> BradleyTerryRM:
+    """The same reward model around a copy of the weights in another type."""
+    copied = copy.copy(model)
+    copied._modules = dict(model._modules)
+    inner: nn.Module = copy.deepcopy(model.model)
+    copied.model = inner.to(dtype)
+    return copied

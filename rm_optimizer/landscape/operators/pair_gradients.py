@@ -1,0 +1,91 @@
+"""Gradients of single pairs, for about the price of one gradient over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.classifier.tree_attention import tree_mask
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, PairBatch
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.landscape.operators.base import OutputCurvature, fisher_factors, output_blocks
+from rm_optimizer.landscape.operators.objective import PairObjective
+
+_ROUNDING = 16
+"""Times the rewards' precision: a smaller second eigenvalue of a pair's matrix is rounding of one that is 0."""
+
+
+def single_pairs(batch: AnyPairBatch) -> Iterator[PairBatch]:
+    """Each pair of a micro-batch as a padded batch of its own, without columns of padding alone."""
+    sequences = _sequences(batch)
+    for index in range(batch.num_pairs):
+        chosen, rejected = sequences[2 * index], sequences[2 * index + 1]
+        ids = torch.nn.utils.rnn.pad_sequence([chosen, rejected], batch_first=True)
+        lengths = torch.tensor([[len(chosen)], [len(rejected)]], device=ids.device)
+        mask = (torch.arange(ids.shape[1], device=ids.device) < lengths).long()
+        row = slice(index, index + 1)
+        yield PairBatch(ids, mask, batch.margin[row], batch.label[row], batch.weight[row], batch.pair_index[row])
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """One pair's part of a matrix `J^T C J`, as rows whose outer products add up to it.
+
+    With `C_i = sum_k c_k u_k u_k^T` for the pair's two rewards, the rows are `sqrt(c_k) J_i^T u_k`; a loss without
+    regularisers has one, along the margin.
+
+    Args:
+        number: the pair's place among all pairs.
+        rewards: of the pair, with their graph.
+        seeds: `sqrt(c_k) u_k`.
+    """
+
+    number: int
+    rewards: Float[Tensor, " sequences"]
+    seeds: tuple[Float[Tensor, " sequences"], ...]
+
+    def gradients(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """The rows, one tensor for each parameter."""
+        for left, seed in zip(reversed(range(len(self.seeds))), self.seeds, strict=True):
+            yield torch.autograd.grad(
+                self.rewards, parameters, seed, retain_graph=left > 0, allow_unused=True, materialize_grads=True
+            )
+
+
+def curvature_rows(objective: PairObjective, curvature: OutputCurvature) -> Iterator[PairRows]:
+    """The rows of each pair in turn, each from a forward pass of its own."""
+    singles = (single for batch in objective.batches for single in single_pairs(batch))
+    for number, single in enumerate(singles):
+        rewards = objective.model.rewards_of(single)
+        seeds = (fisher_factors if curvature == "fisher" else _gauss_newton_factors)(
+            objective, single, rewards.detach()
+        )
+        yield PairRows(number, rewards, tuple(objective.checked(seeds)))
+
+
+def _gauss_newton_factors(
+    objective: PairObjective, single: PairBatch, rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, "rows 2"]:
+    block = objective.checked(output_blocks(objective, single, rewards, "gauss_newton")[0].double())
+    values, vectors = torch.linalg.eigh(block)
+    kept = values > _ROUNDING * torch.finfo(rewards.dtype).eps * values.max()
+    factors: Tensor = (values[kept].sqrt() * vectors[:, kept]).T
+    return factors.to(rewards.dtype)
+
+
+def _sequences(batch: AnyPairBatch) -> list[Tensor]:
+    if isinstance(batch, PackedPairBatch):
+        return _tree_sequences(batch.trees)
+    return [ids[mask != 0] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+
+
+def _tree_sequences(trees: PackedTrees) -> list[Tensor]:
+    """The tokens that the last token of each sequence attends to, which are the sequence."""
+    visible = tree_mask(trees)[:, 0]
+    width = trees.input_ids.shape[1]
+    places = [divmod(place, width) for place in trees.last.tolist()]
+    return [trees.input_ids[row][visible[row, column]] for row, column in places]

@@ -1,0 +1,308 @@
+"""Ways to multiply the Hessian of a loss with vectors, and the choice among them by trying them on the model."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.func import functional_call, grad, jvp, vmap
+
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules
+from rm_optimizer.landscape.operators.objective import PairObjective
+
+ProductName = Literal["auto", "kept_graph", "reverse", "forward"]
+GRAPH_SHARE = 0.5
+"""Largest share of the free memory that kept graphs may take."""
+TRIAL_TOKENS = 1024
+"""Tokens of the micro-batch that the ways are tried on, at least."""
+
+
+_GradientGraph: TypeAlias = dict[int, GradientEdge]
+"""Where the graph of a gradient ends, by position of the parameter; parts that no weight changes have no graph."""
+
+
+def _gradient_graph(objective: PairObjective, batch: AnyPairBatch) -> _GradientGraph:
+    """The graph alone: the gradient's own numbers, one for each parameter, are not needed for its products."""
+    gradient = objective.batch_gradient(batch, create_graph=True)
+    return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
+
+
+class Way(ABC):
+    """A way to multiply, and the loss whose Hessian it is."""
+
+    name: ClassVar[str]
+
+    def __init__(self, objective: PairObjective) -> None:
+        self.objective = objective
+
+    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The products, in the order of the vectors."""
+        return self.over(self.objective.batches, vectors)
+
+    @abstractmethod
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
+
+    def release(self) -> None:  # noqa: B027 - most ways hold nothing
+        """Give back the memory that the next product can build again."""
+
+
+class ReverseOverReverse(Way):
+    """Gradient of `g(θ) · v`, with the graph of the gradient `g` built anew in every call (Pearlmutter, 1994).
+
+    Holds one micro-batch's graph at a time. A block of vectors shares it.
+    """
+
+    name = "reverse"
+
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
+        sums = _Sums(self.objective, vectors)
+        for batch in batches:
+            sums.add(_gradient_graph(self.objective, batch), keep=False)
+        return sums.total()
+
+
+class KeptGraph(Way):
+    """Reverse-over-reverse with the graph of each micro-batch's gradient kept from its first product on."""
+
+    name = "kept_graph"
+
+    def __init__(self, objective: PairObjective) -> None:
+        super().__init__(objective)
+        self._graphs: dict[int, _GradientGraph] = {}
+
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
+        sums = _Sums(self.objective, vectors)
+        for batch in batches:
+            sums.add(self.graph(batch), keep=True)
+        return sums.total()
+
+    def graph(self, batch: AnyPairBatch) -> _GradientGraph:
+        """The graph of the gradient of one of the objective's micro-batches."""
+        if id(batch) not in self._graphs:
+            self._graphs[id(batch)] = _gradient_graph(self.objective, batch)
+        return self._graphs[id(batch)]
+
+    def release(self) -> None:
+        """Give the graphs' memory back; the next product builds them again."""
+        self._graphs.clear()
+
+
+class ForwardOverReverse(Way):
+    """Directional derivative of the gradient, for several directions in one pass.
+
+    Needs forward derivatives of every operation of the backward pass, which not all models have.
+    """
+
+    name = "forward"
+
+    def __init__(self, objective: PairObjective) -> None:
+        super().__init__(objective)
+        load_forward_rules()
+        self._rewards = RewardsModule(objective.model)
+        names = [f"reward_model.{name}" for name in objective.subset.names]
+        self._point = {name: p.detach() for name, p in zip(names, objective.parameters, strict=True)}
+
+    def over(
+        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
+    ) -> Float[Tensor, "vectors parameters"]:
+        """What these of the objective's micro-batches add to the products."""
+        total = torch.zeros_like(vectors)
+        for batch in batches:
+            total += self._products(batch, vectors)
+        return total
+
+    def _products(self, batch: AnyPairBatch, vectors: Tensor) -> Tensor:
+        subset = self.objective.subset
+
+        def share(point: dict[str, Tensor]) -> Tensor:
+            return self.objective.share(functional_call(self._rewards, point, (batch,)), batch)
+
+        def product(vector: Tensor) -> Tensor:
+            direction = dict(zip(self._point, subset.unflatten(vector), strict=True))
+            derivative: dict[str, Tensor] = jvp(grad(share), (self._point,), (direction,))[1]
+            return subset.flatten(list(derivative.values()))
+
+        return product(vectors[0])[None] if len(vectors) == 1 else vmap(product)(vectors)
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """Which way was chosen, and what was measured.
+
+    Args:
+        product: the way chosen.
+        gradients_per_product: cost of one product in gradients of the same pairs, by way; those tried and able.
+        graph_bytes: memory that the graphs of all micro-batches would take; 0 where it was not measured.
+        reason: why, in words.
+    """
+
+    product: Way
+    gradients_per_product: dict[str, float] = field(default_factory=dict)
+    graph_bytes: int = 0
+    reason: str = "asked for"
+
+
+WAYS: dict[str, type[Way]] = {way.name: way for way in (KeptGraph, ReverseOverReverse, ForwardOverReverse)}
+
+
+def choose_product(
+    objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
+) -> ProductChoice:
+    """The way of that name; else kept graphs where they fit, or the cheaper of the others on one micro-batch.
+
+    Args:
+        objective: the loss.
+        name: a way, or `auto` to try them.
+        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+
+    Raises:
+        ConfigError: if the name is unknown, or the model cannot be differentiated twice in any way.
+    """
+    if name in WAYS:
+        return ProductChoice(WAYS[name](objective))
+    if name != "auto":
+        raise ConfigError(did_you_mean("product", name, ("auto", *WAYS)))
+    if not objective.batches:
+        return ProductChoice(ReverseOverReverse(objective), reason="this process holds no pairs")
+    return _cheapest(objective, graph_memory_bytes)
+
+
+def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> ProductChoice:
+    trial = _trial(objective)
+    objective.batch_gradient(trial)
+    gradient_seconds = _seconds(lambda: objective.batch_gradient(trial), objective.device)
+    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
+    kept = KeptGraph(objective)
+    needed = graph_bytes(kept, trial)
+    fits = needed <= free
+    failures: list[str] = []
+    costs = _cost(kept, trial, gradient_seconds, failures) if fits else {}
+    ways: list[Way] = [kept]
+    if not costs:  # beside kept graphs nothing needs to be tried: the others take half as many operations again
+        kept.release()
+        ways = [ReverseOverReverse(objective), ForwardOverReverse(objective)]
+        for way in ways:
+            costs |= _cost(way, trial, gradient_seconds, failures)
+    if not costs:
+        raise ConfigError(
+            f"{type(objective.model.model).__name__} cannot be differentiated twice here ({failures[0]}); "
+            "use method=gauss_newton_exact, which needs first derivatives alone, or fewer pairs if memory ran out"
+        )
+    best = min((way for way in ways if way.name in costs), key=lambda way: costs[way.name])
+    note = "fit" if fits else "do not fit"
+    tried = ", ".join(f"{way} {cost:.2g}" for way, cost in costs.items())
+    reason = f"graphs of {needed / 1e9:.1f} GB {note} into memory; tried, in gradients a product: {tried}"
+    return ProductChoice(best, costs, needed, reason)
+
+
+def _trial(objective: PairObjective) -> AnyPairBatch:
+    """The micro-batch to try ways on: the smallest whose cost is its tokens', not the calls'."""
+    batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
+    return next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
+
+
+def _cost(way: Way, trial: AnyPairBatch, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
+    """A product's cost in gradients, by its name; nothing but a line of `failures` where it cannot be computed."""
+    objective = way.objective
+    vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
+    try:
+        way.over([trial], vector)
+        return {way.name: _seconds(lambda: way.over([trial], vector), objective.device) / gradient_seconds}
+    except RuntimeError as error:  # an operation that autograd cannot differentiate so, or no memory
+        failures.append(f"{way.name}: {error}".splitlines()[0])
+        return {}
+
+
+def _seconds(compute: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    compute()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
+    """Memory that the graphs of all gradients take, from the tensors that one saves, with a quarter to spare.
+
+    Args:
+        kept: holds no graph of the micro-batch yet.
+        trial: the micro-batch whose graph is built here.
+    """
+    objective = kept.objective
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself may be an output of the node that saves it: neither would be freed
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        kept.graph(trial)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in objective.model.parameters()}
+    saved = sum(size for address, size in sizes.items() if address not in weights)
+    tokens = sum(batch.num_padded_tokens for batch in objective.batches)
+    return int(1.25 * saved * tokens / trial.num_padded_tokens)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
+
+
+class _Sums:
+    """Products of the vectors, summed over micro-batches."""
+
+    def __init__(self, objective: PairObjective, vectors: Float[Tensor, "vectors parameters"]) -> None:
+        self.objective = objective
+        self._vectors = [objective.subset.unflatten(vector) for vector in vectors]
+        self._sums: list[tuple[Tensor, ...]] = [()] * len(vectors)
+
+    def add(self, graph: _GradientGraph, *, keep: bool) -> None:
+        """Add the products of one micro-batch's Hessian."""
+        if not graph:
+            return
+        for row, parts in enumerate(self._vectors):
+            products = torch.autograd.grad(
+                list(graph.values()),
+                self.objective.parameters,
+                [parts[index] for index in graph],
+                retain_graph=keep or row + 1 < len(self._vectors),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            # not in place: a product may be a view of the vector, or of what the graph has saved
+            self._sums[row] = torch._foreach_add(self._sums[row], products) if self._sums[row] else products
+
+    def total(self) -> Float[Tensor, "vectors parameters"]:
+        """The sums."""
+        rows = [sums or [torch.zeros_like(part) for part in self.objective.parameters] for sums in self._sums]
+        return torch.stack([self.objective.subset.flatten(row) for row in rows])

@@ -1,0 +1,1 @@
+"""Eigenvalue solvers for symmetric operators."""

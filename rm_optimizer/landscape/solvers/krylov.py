@@ -1,0 +1,173 @@
+"""The basis that Lanczos builds: orthonormal vectors, and the matrix they reduce the operator to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy.linalg import eigh_tridiagonal
+from torch import Tensor
+
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.landscape.operators.vectors import inner, length, pairwise_inner
+from rm_optimizer.records.files import write_text
+
+_ROWS_OF_A_BLOCK = 8
+_MUCH = 2**-0.5
+"""Share of its length below which a vector has lost so much that rounding may have left it some of the basis."""
+
+
+class OrthonormalBasis:
+    """Vectors kept orthonormal, in blocks that grow without copying what is there."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, vector: Float[Tensor, " parameters"]) -> None:
+        """Add a unit vector that is orthogonal to those here."""
+        row = self._size % _ROWS_OF_A_BLOCK
+        if row == 0:
+            self._blocks.append(vector.new_empty(_ROWS_OF_A_BLOCK, vector.shape[0]))
+        self._blocks[-1][row] = vector
+        self._size += 1
+
+    def rows(self) -> list[Float[Tensor, "rows parameters"]]:
+        """The vectors, in blocks."""
+        counts = [min(_ROWS_OF_A_BLOCK, self._size - start) for start in range(0, self._size, _ROWS_OF_A_BLOCK)]
+        return [block[:count] for block, count in zip(self._blocks, counts, strict=True)]
+
+    def last(self) -> Float[Tensor, " parameters"]:
+        """The newest vector."""
+        return self._blocks[-1][(self._size - 1) % _ROWS_OF_A_BLOCK]
+
+    def orthogonalise(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
+        """What is left of a vector without its part in the basis.
+
+        The newest two vectors, which hold almost all of that part of a product, come first; then one pass over all, and
+        a second where the first took much away: twice is enough (Giraud et al., 2005; Daniel et al., 1976, Eq. 3.8).
+        """
+        for position in range(max(0, self._size - 2), self._size):
+            row = self._blocks[position // _ROWS_OF_A_BLOCK][position % _ROWS_OF_A_BLOCK]
+            vector = vector - inner(row, vector) * row
+        for _ in range(2):
+            before = length(vector)
+            for rows in self.rows():
+                along = pairwise_inner(rows, vector[None])[:, 0].to(vector.dtype)
+                vector = vector.addmv(rows.T, along, alpha=-1)
+            if length(vector) > _MUCH * before:
+                break
+        return vector
+
+    def combine(self, weights: Float[Tensor, "vectors basis"]) -> Float[Tensor, "vectors parameters"]:
+        """Linear combinations of the vectors."""
+        blocks = self.rows()
+        parts = torch.split(weights.to(blocks[0]), [len(rows) for rows in blocks], dim=1)
+        total = blocks[0].new_zeros(len(weights), blocks[0].shape[1])
+        for part, rows in zip(parts, blocks, strict=True):
+            total.addmm_(part, rows)
+        return total
+
+
+@dataclass
+class KrylovState:
+    """Where a Lanczos iteration stands; it can be saved between any two products and continued.
+
+    Args:
+        basis: the orthonormal vectors.
+        diagonal: of the tridiagonal matrix.
+        off_diagonal: below it; its last entry belongs to the vector that comes next.
+        num_products: products spent.
+        num_restarts: times that the space was exhausted and a random vector was drawn.
+        identity: names the matrix, so that a saved iteration is not continued on another.
+        num_saved: vectors that `save` has written.
+    """
+
+    basis: OrthonormalBasis = field(default_factory=OrthonormalBasis)
+    diagonal: list[float] = field(default_factory=list)
+    off_diagonal: list[float] = field(default_factory=list)
+    num_products: int = 0
+    num_restarts: int = 0
+    identity: str = ""
+    num_saved: int = 0
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it stands between two products: it has the vector that comes next, or all that there are."""
+        size = len(self.basis)
+        return size > len(self.diagonal) or (size > 0 and size == len(self.basis.last()))
+
+    @property
+    def start_of_newest(self) -> int:
+        """Where the newest space with a product begins: at 0, or after the last before it that was exhausted."""
+        exhausted = [position for position, coupling in enumerate(self.off_diagonal[:-1]) if coupling == 0]
+        return exhausted[-1] + 1 if exhausted else 0
+
+    def ritz(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Eigenvalues, ascending, and eigenvectors (columns) of the tridiagonal matrix, in float64."""
+        size = len(self.diagonal)
+        values, vectors = eigh_tridiagonal(np.array(self.diagonal), np.array(self.off_diagonal[: size - 1]))
+        return values, vectors
+
+    def save(self, path: Path) -> None:
+        """Write the state, of the vectors only those that the last `save` did not; a kill leaves that state whole.
+
+        The vectors lie end to end in a file beside `path`, which says how many of them belong to the state.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = list(itertools.chain.from_iterable(self.basis.rows()))
+        known = self.num_saved if _rows_file(path).exists() else 0
+        with _rows_file(path).open("r+b" if known else "wb") as file:
+            file.seek(known * rows[0].nbytes)
+            file.truncate()
+            for row in rows[known:]:
+                file.write(row.cpu().numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.num_saved = len(rows)
+        shape = {"num_vectors": len(rows), "dimension": len(rows[0]), "dtype": str(rows[0].cpu().numpy().dtype)}
+        write_text(path, json.dumps({name: getattr(self, name) for name in _NUMBERS} | shape))
+
+    @classmethod
+    def load(cls, path: Path, *, identity: str = "", device: torch.device | None = None) -> KrylovState:
+        """The state that `save` wrote.
+
+        Raises:
+            CheckpointError: if the file is missing, torn or of another kind, or belongs to another matrix.
+        """
+        try:
+            payload = json.loads(path.read_text(encoding="utf-8"))
+            count, size, dtype = payload["num_vectors"], payload["dimension"], np.dtype(payload["dtype"])
+            state = cls(**{name: payload[name] for name in _NUMBERS}, num_saved=count)
+            if state.identity == identity:
+                with _rows_file(path).open("rb") as file:
+                    for _ in range(count):
+                        state.basis.append(torch.from_numpy(np.fromfile(file, dtype, size).reshape(size)).to(device))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path} holds no Lanczos state that can be read; start without it") from error
+        if state.identity != identity:
+            raise CheckpointError(f"{path} belongs to other weights, pairs or options; remove it or restore those")
+        return state
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove what `save` wrote, if it did."""
+        path.unlink(missing_ok=True)
+        _rows_file(path).unlink(missing_ok=True)
+
+
+_NUMBERS = ("diagonal", "off_diagonal", "num_products", "num_restarts", "identity")
+
+
+def _rows_file(path: Path) -> Path:
+    return path.with_name(path.name + ".rows")

@@ -1,0 +1,75 @@
+"""Eigenpairs by power iteration with deflation: simple, slow, kept to teach and to compare with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.operators.base import SymmetricOperator
+from rm_optimizer.landscape.operators.combined import DeflatedOperator
+from rm_optimizer.landscape.operators.random_vectors import RandomVectors
+from rm_optimizer.landscape.operators.vectors import inner, length, orthogonality_loss, pairwise_inner, unit
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, rounding
+
+
+def power_iteration(
+    operator: SymmetricOperator, top_k: int, *, tolerance: float = 1e-3, max_products: int = 2000, seed: int = 0
+) -> Eigenpairs:
+    """The eigenpairs of largest magnitude, one after the other: `v <- A v / ||A v||`, those found taken out.
+
+    Stops at a value when `||A v - lambda v|| <= tolerance |lambda|` but for the part along those found, and never
+    because it changed little: near two values of like magnitude and opposite sign it changes little long before it is
+    right. At the end the vectors are turned within their space to its Rayleigh-Ritz pairs, without more products: what
+    each found vector lacks had stayed in those after it. Residuals are those of the whole product.
+
+    Args:
+        operator: the matrix.
+        top_k: how many.
+        tolerance: relative residual that ends each.
+        max_products: products in all, divided evenly over the values.
+        seed: of the starting vectors.
+
+    Raises:
+        ConfigError: if more values are wanted than the matrix has.
+    """
+    if not 1 <= top_k <= operator.dimension:
+        raise ConfigError(f"top_k must lie in [1, {operator.dimension}], got {top_k}")
+    random = RandomVectors(operator, seed)
+    vectors = torch.empty(0, operator.dimension, dtype=operator.dtype, device=operator.device)
+    images, spent = vectors, 0
+    for _ in range(top_k):
+        rest = DeflatedOperator(operator, vectors)
+        vector, image, num_products = _dominant(rest, random.normals(1), tolerance, max_products // top_k)
+        spent += num_products
+        vectors, images = torch.cat([vectors, vector]), torch.cat([images, image])
+    small = pairwise_inner(vectors, images).cpu()
+    ascending, turn = torch.linalg.eigh((small + small.T) / 2)
+    values, turn = ascending.flip(0), turn.T.flip(0).to(vectors)
+    vectors, images = turn @ vectors, turn @ images
+    each = zip(vectors, images, values.tolist(), strict=True)
+    residuals = torch.tensor([_residual(*pair) for pair in each], dtype=torch.float64)
+    bounds = residuals + rounding(operator.dtype, values.numpy())
+    converged = tuple((residuals <= tolerance * values.abs()).tolist())
+    return Eigenpairs(values, vectors, residuals, bounds, converged, spent, orthogonality_loss([vectors]))
+
+
+def _dominant(
+    operator: DeflatedOperator, start: Tensor, tolerance: float, max_products: int
+) -> tuple[Tensor, Tensor, int]:
+    """Unit vector, its product with the matrix before deflation, and the products spent."""
+    vector = unit(operator.project(start)[0])[None]
+    num_products = 0
+    while True:
+        image = operator.operator.apply(vector)
+        rest = operator.project(image)
+        num_products += 1
+        value = inner(vector[0], rest[0])
+        is_right = _residual(vector[0], rest[0], value) <= tolerance * abs(value)
+        if is_right or num_products >= max_products or not rest.any():
+            return vector, image, num_products
+        vector = unit(rest[0])[None]
+
+
+def _residual(vector: Tensor, image: Tensor, value: float) -> float:
+    return length(image - value * vector)

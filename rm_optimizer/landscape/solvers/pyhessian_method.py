@@ -1,0 +1,188 @@
+"""Eigenvalues by PyHessian (Yao et al., 2020), on our loss and our pairs: an extra, to compare with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.errors import ConfigError, MissingExtra
+from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.vectors import orthogonality_loss
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, rounding
+
+MAX_ITERATIONS = 100
+"""PyHessian's own default, for each eigenvalue."""
+
+
+class PyHessianProblem:
+    """What PyHessian takes for model, data and criterion: one batch whose gradient's graph is kept, or a data loader.
+
+    PyHessian averages batches by their size; each micro-batch says it has size 1 and gives its part of the loss times
+    their number, so that the mean is the loss over pairs.
+
+    Args:
+        objective: the loss.
+        keep_graph: all pairs as one batch, whose graph stays in memory.
+    """
+
+    def __init__(self, objective: PairObjective, *, keep_graph: bool = True) -> None:
+        self.objective = objective
+        whole, apart = [_Part(objective.batches)], [_Part([batch]) for batch in objective.batches]
+        self.parts = whole if keep_graph else apart
+        self._num_clearings = 0
+
+    @property
+    def num_products(self) -> int:
+        """Products that `eigenvalues` has spent: it clears gradients once for each, and twice for each batch of it."""
+        clearings = 1 if len(self.parts) == 1 else 1 + 2 * len(self.parts)
+        return self._num_clearings // clearings
+
+    def open(self) -> Any:
+        """PyHessian's `hessian` object.
+
+        Raises:
+            MissingExtra: if PyHessian is not installed.
+        """
+        given = [(part, part) for part in self.parts]
+        data: dict[str, Any] = {"data": given[0]} if len(given) == 1 else {"dataloader": given}
+        on_gpu = self.objective.device.type == "cuda"
+        return _library().hessian(self, lambda loss, _: loss, cuda=on_gpu, **data)
+
+    def eval(self) -> PyHessianProblem:
+        """The model is held still already."""
+        return self
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those that derivatives are taken over."""
+        return iter(self.objective.parameters)
+
+    def zero_grad(self) -> None:
+        """Forget gradients, and with them the graphs that they hold."""
+        self._num_clearings += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self.objective.parameters:
+            parameter.grad = None
+
+    def __call__(self, part: _Part) -> Tensor:
+        """The loss on a part, as large as if it were the whole."""
+        objective = self.objective
+        shares = [objective.share(objective.model.rewards_of(batch), batch) for batch in part.batches]
+        return torch.stack(shares).sum() * len(self.parts)
+
+    @contextmanager
+    def undone(self, seed: int) -> Iterator[None]:
+        """A block for PyHessian, which leaves gradients and draws from the global generator in the default type.
+
+        When it ends, gradients, generators and default type are as they were.
+
+        Args:
+            seed: of the generators in the block.
+        """
+        parameters = self.objective.parameters
+        gradients, default = [parameter.grad for parameter in parameters], torch.get_default_dtype()
+        self._forget()
+        try:
+            with torch.random.fork_rng(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+                torch.set_default_dtype(self.objective.dtype)
+                torch.manual_seed(seed)
+                yield
+        finally:
+            torch.set_default_dtype(default)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+
+class _Part:
+    """Micro-batches, with what PyHessian asks of a tensor of inputs."""
+
+    def __init__(self, batches: Sequence[AnyPairBatch]) -> None:
+        self.batches = batches
+
+    def to(self, device: str) -> _Part:
+        return self
+
+    def cuda(self) -> _Part:
+        return self
+
+    def size(self, dim: int) -> int:
+        return 1
+
+
+def pyhessian_eigenpairs(
+    operator: HessianOperator,
+    top_k: int,
+    *,
+    tolerance: float = 1e-3,
+    max_iterations: int = MAX_ITERATIONS,
+    seed: int = 0,
+) -> Eigenpairs:
+    """The eigenvalues that PyHessian's power iteration gives, by descending value.
+
+    PyHessian stops at a value when an iteration changes it by less than `tolerance`, which is no bound on its error;
+    the residuals here, one product of ours for each, are. Values and vectors are as PyHessian gives them: a value is
+    the Rayleigh quotient of the vector before its last product, and vectors are not orthogonal to each other, so trace
+    and density do not take them out. It keeps the graph of all pairs where the operator does.
+
+    Args:
+        operator: the Hessian.
+        top_k: how many, by magnitude.
+        tolerance: relative change that ends an iteration, PyHessian's `tol`.
+        max_iterations: products for each value at most, PyHessian's `maxIter`.
+        seed: of its starting vectors.
+
+    Raises:
+        ConfigError: if more values are wanted than the matrix has, or the pairs lie in several processes.
+        MissingExtra: if PyHessian is not installed.
+    """
+    if not 1 <= top_k <= operator.dimension:
+        raise ConfigError(f"top_k must lie in [1, {operator.dimension}], got {top_k}")
+    objective = operator.objective
+    if objective.group is not None:
+        raise ConfigError("method=pyhessian needs all pairs in one process; give it all of them and no group")
+    problem = PyHessianProblem(objective, keep_graph=operator.product == "kept_graph")
+    with problem.undone(seed):
+        values, vectors = problem.open().eigenvalues(maxIter=max_iterations, tol=tolerance, top_n=top_k)
+    operator.num_products += problem.num_products
+    rows = torch.stack([objective.subset.flatten(vector) for vector in vectors]).detach()
+    return _checked(operator, torch.tensor(values, dtype=torch.float64), rows, tolerance, problem.num_products)
+
+
+def _checked(
+    operator: HessianOperator, values: Float[Tensor, " values"], vectors: Tensor, tolerance: float, num_products: int
+) -> Eigenpairs:
+    """The eigenpairs with their residuals, which cost a product each."""
+    order = values.argsort(descending=True)
+    values, vectors = values[order], vectors[order.to(vectors.device)]
+    scaled = values.to(vectors)[:, None] * vectors
+    residuals = ((operator.apply(vectors) - scaled).double().norm(dim=1) / vectors.double().norm(dim=1)).cpu()
+    return Eigenpairs(
+        values=values,
+        vectors=vectors,
+        residuals=residuals,
+        error_bounds=residuals + rounding(operator.dtype, values.numpy()),
+        converged=tuple((residuals <= tolerance * values.abs()).tolist()),
+        num_products=num_products + len(values),
+        orthogonality_loss=orthogonality_loss([vectors]),
+        is_orthonormal=False,
+    )
+
+
+def _library() -> Any:
+    try:
+        return import_module("pyhessian")
+    except ModuleNotFoundError as error:
+        if error.name != "pyhessian":
+            raise
+        raise MissingExtra("pyhessian", "pyhessian") from error

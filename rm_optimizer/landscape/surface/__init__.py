@@ -1,0 +1,1 @@
+"""The loss along lines and over planes through the weights."""

@@ -1,0 +1,179 @@
+"""Directions through weight space along which the loss is looked at."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.landscape.operators.parameters import ParameterSubset
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
+from rm_optimizer.records.files import replacing
+
+FILTER_NORMALISED, EIGENVECTORS, TRAJECTORY = (
+    "filter-normalised random",
+    "Hessian eigenvectors",
+    "PCA of the trajectory",
+)
+"""Where directions come from, in words for captions."""
+_COLUMNS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Named vectors over a subset of parameters, and where they come from.
+
+    Args:
+        names: for legends and axes.
+        vectors: one row each.
+        method: how they were made, in words.
+        values: what goes with each: the eigenvalue, or the share of the trajectory's variance; None for random ones.
+    """
+
+    names: tuple[str, ...]
+    vectors: Float[Tensor, "directions parameters"]
+    method: str
+    values: tuple[float, ...] | None = None
+
+    def save(self, path: Path, identity: str) -> Path:
+        """Write the directions atomically, under the name of what they belong to."""
+        with replacing(path) as temporary:
+            torch.save({**vars(self), "vectors": self.vectors.cpu(), "identity": identity}, temporary)
+        return path
+
+    @classmethod
+    def load(cls, path: Path, identity: str) -> Directions | None:
+        """What `save` wrote for this identity; None where there is nothing or it belongs to something else.
+
+        Raises:
+            CheckpointError: if the file is torn.
+        """
+        if not path.exists():
+            return None
+        try:
+            content: dict[str, Any] = torch.load(path, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read; remove it to start again") from error
+        return cls(**content) if content.pop("identity", None) == identity else None
+
+
+def filter_normalised(model: nn.Module, subset: ParameterSubset, count: int, *, seed: int) -> Directions:
+    """Random directions, each row of a weight matrix as long as the same row of the weights.
+
+    ``d_ij <- d_ij / ||d_ij|| ||w_ij||`` for row ``j`` of matrix ``i``, Gaussian before; the row of a linear layer, an
+    embedding or a LoRA factor is what a filter is to a convolution, and vectors (biases, normalisation) are not moved
+    (Li et al., 2018, https://arxiv.org/abs/1712.09913, section 4). One unit along a direction moves by the length of
+    the matrices, whatever their scale, so pictures of two models can be compared.
+
+    Args:
+        model: gives the weights.
+        subset: the parameters to move.
+        count: how many directions.
+        seed: of the draws, which are the same on every device.
+
+    Raises:
+        ConfigError: if the subset holds no matrix.
+    """
+    weights = subset.of(model)
+    if all(weight.ndim < 2 for weight in weights):
+        raise ConfigError(
+            "random directions move weight matrices, and params selects none; select some, or eigenvectors"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    rows = [subset.flatten([_as_rows(weight, generator) for weight in weights]) for _ in range(count)]
+    return Directions(tuple(f"random {i + 1}" for i in range(count)), torch.stack(rows), FILTER_NORMALISED)
+
+
+def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
+    if weight.ndim < 2:
+        return torch.zeros_like(weight, requires_grad=False)
+    drawn = torch.randn(weight.shape, generator=generator).to(weight.device, weight.dtype).flatten(1)
+    lengths = weight.detach().flatten(1).norm(dim=1, keepdim=True)
+    scaled: Tensor = drawn / drawn.norm(dim=1, keepdim=True) * lengths
+    return scaled.reshape(weight.shape)
+
+
+def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
+    """Unit vectors along eigenvectors, those of the largest magnitude first; a unit is one of parameter distance.
+
+    The name of one that did not converge says so.
+
+    Args:
+        found: computed eigenpairs.
+        count: how many of them.
+    """
+    order = found.values.abs().argsort(descending=True)[:count]
+    values = tuple(found.values[order].tolist())
+    remarks = ("" if found.converged[index] else " (not converged)" for index in order.tolist())
+    names = tuple(f"λ = {value:.3g}{remark}" for value, remark in zip(values, remarks, strict=True))
+    return Directions(names, found.vectors[order.to(found.vectors.device)], EIGENVECTORS, values)
+
+
+@dataclass(frozen=True)
+class TrajectoryPlane:
+    """The plane that a trajectory stays closest to, through its last point.
+
+    Args:
+        directions: orthonormal, with the share of the squared distances to the last point that each one holds.
+        coordinates: of each point in the plane; the last is zero.
+        off_plane: distance of each point from the plane, in parameter distance.
+    """
+
+    directions: Directions
+    coordinates: Float[Tensor, "checkpoints 2"]
+    off_plane: Float[Tensor, " checkpoints"]
+
+
+def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> TrajectoryPlane:
+    """Principal directions of the way to the last point: PCA of ``[w_0 - w_n; ...; w_{n-1} - w_n]``, not centred.
+
+    As in Li et al. (2018, section 7.2), from the checkpoints' Gram matrix in float64.
+
+    Args:
+        displacements: weights of each checkpoint less those of the last; the last row is zero.
+
+    Raises:
+        ConfigError: if there are fewer than three different points.
+
+    Example:
+        >>> plane = trajectory_plane(torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]))
+        >>> [round(share, 3) for share in plane.directions.values]
+        [0.9, 0.1]
+    """
+    gram = torch.zeros(len(displacements), len(displacements), dtype=torch.float64)
+    for part in torch.split(displacements, _COLUMNS_AT_ONCE, dim=1):
+        gram += (part.double() @ part.double().T).cpu()
+    values, vectors = torch.linalg.eigh(gram)
+    top, weights = values.flip(0)[:2].clamp(min=0), vectors.flip(1)[:, :2]
+    if len(gram) < 3 or top[1] <= 1e-7 * top[0]:
+        raise ConfigError("the plane of a trajectory needs at least 3 checkpoints that are not on one line")
+    coordinates = weights * top.sqrt()
+    scaled = (weights / top.sqrt()).T.to(displacements)
+    shares = tuple((top / gram.trace()).tolist())
+    names = tuple(f"PC {i + 1}, {share:.0%}" for i, share in enumerate(shares))
+    off_plane = (gram.diagonal() - coordinates.square().sum(dim=1)).clamp(min=0).sqrt()
+    return TrajectoryPlane(Directions(names, scaled @ displacements, TRAJECTORY, shares), coordinates, off_plane)
+
+
+def displacements_of(
+    weights: Sequence[Mapping[str, Tensor]], subset: ParameterSubset
+) -> Float[Tensor, "checkpoints parameters"]:
+    """Weights of each checkpoint less those of the last, over a subset, in float32.
+
+    Args:
+        weights: by name as `BradleyTerryRM.named_parameters` gives them, oldest first.
+        subset: the parameters.
+    """
+    last = [weights[-1][name] for name in subset.names]
+    rows = [
+        subset.flatten([held[name].float() - end.float() for name, end in zip(subset.names, last, strict=True)])
+        for held in weights
+    ]
+    return torch.stack(rows)

@@ -1,0 +1,151 @@
+"""Many points of weight space measured one by one: over processes, and continued after a kill."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.surface.directions import Directions
+from rm_optimizer.landscape.surface.loss_at import LossAt, PointLoss
+from rm_optimizer.records.ledger import Ledger
+
+Points = Sequence[tuple[float, ...]]
+"""Coordinates, one for each direction."""
+OnPoint = Callable[[int, int], None]
+"""Told how many points are done, and of how many."""
+
+
+class GridLedger:
+    """Points that are done, each on disk as soon as it is.
+
+    Args:
+        path: the file.
+        identity: what the points belong to.
+        num_points: of the whole grid.
+
+    Raises:
+        DataError: if the file holds part of another grid.
+    """
+
+    def __init__(self, path: Path, identity: str, num_points: int) -> None:
+        self._ledger = Ledger(path, identity, num_points)
+        self.points = {row["index"]: PointLoss(**row["point"]) for row in self._ledger.rows}
+
+    def add(self, index: int, point: PointLoss) -> None:
+        """Keep a point, on disk first."""
+        self._ledger.add({"index": index, "point": asdict(point)})
+        self.points[index] = point
+
+
+def measure_grid(
+    subject: Subject,
+    directions: Directions,
+    points: Points,
+    ledger: GridLedger,
+    *,
+    processes: int = 1,
+    on_point: OnPoint = lambda done, total: None,
+) -> None:
+    """Measure every point that the ledger does not hold, and put it there.
+
+    Args:
+        subject: what is measured.
+        directions: along which to move.
+        points: coordinates of the points.
+        ledger: where the results go; it holds what is done also when this is interrupted.
+        processes: processes that share the points, each with its own copy of the model; CPU only.
+        on_point: told after each point.
+
+    Raises:
+        ConfigError: if several processes are asked for on a model that is not on the CPU.
+    """
+    todo = [index for index in range(len(points)) if index not in ledger.points]
+    on_point(len(ledger.points), len(points))
+    if processes > 1 and subject.model.device.type != "cpu":
+        raise ConfigError(
+            f"landscape.processes must be 1 for a model on {subject.model.device}, got {processes}; "
+            "several processes share a CPU's cores"
+        )
+    measured = _serial if processes == 1 or len(todo) < 2 else _parallel
+    for index, point in measured(subject, directions, [(index, points[index]) for index in todo], processes):
+        ledger.add(index, point)
+        on_point(len(ledger.points), len(points))
+
+
+Task = tuple[int, tuple[float, ...]]
+
+
+def _serial(
+    subject: Subject, directions: Directions, tasks: Sequence[Task], processes: int
+) -> Iterator[tuple[int, PointLoss]]:
+    with subject.measuring() as objective:
+        loss_at = LossAt(objective, subject.sample, directions)
+        for index, coordinates in tasks:
+            yield index, loss_at(coordinates)
+
+
+def _parallel(
+    subject: Subject, directions: Directions, tasks: Sequence[Task], processes: int
+) -> Iterator[tuple[int, PointLoss]]:
+    """Two tasks a process are under way at a time, so that an interruption has little to wait for."""
+    threads = max(1, torch.get_num_threads() // processes)
+    pool = ProcessPoolExecutor(
+        min(processes, len(tasks)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin_work,
+        initargs=(subject, directions, threads),
+    )
+    waiting, pending = iter(tasks), set[Future[tuple[int, PointLoss]]]()
+    try:
+        while True:
+            with _interrupts_ignored():  # as what this starts then does from its first instruction on
+                pending |= {pool.submit(_work, task) for task in islice(waiting, 2 * processes - len(pending))}
+            if not pending:
+                return
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches the processes of a pool too, and it is the parent alone that shall end them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_held = ExitStack()
+_loss_at: LossAt | None = None
+
+
+def _begin_work(subject: Subject, directions: Directions, threads: int) -> None:
+    """In a new process: an own copy of the model, whose weights come in memory shared with the parent's."""
+    global _loss_at
+    torch.set_num_threads(threads)
+    own = replace(subject, model=copy.deepcopy(subject.model))
+    _loss_at = LossAt(_held.enter_context(own.measuring()), own.sample, directions)
+
+
+def _work(task: Task) -> tuple[int, PointLoss]:
+    assert _loss_at is not None, "the pool's initializer ran"
+    index, coordinates = task
+    return index, _loss_at(coordinates)

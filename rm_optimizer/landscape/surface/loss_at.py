@@ -1,0 +1,102 @@
+"""The loss and accuracy at other weights: moved along directions, measured on the fixed pairs, and moved back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.sample import PairSample
+from rm_optimizer.landscape.surface.directions import Directions
+
+
+@dataclass(frozen=True)
+class PointLoss:
+    """What was measured at one point.
+
+    Args:
+        loss: weighted mean over the pairs.
+        loss_standard_error: its sampling error over pairs, those of one prompt counted as one.
+        accuracy: weighted share of pairs ranked as labelled, ties one half.
+        accuracy_standard_error: likewise.
+    """
+
+    loss: float
+    loss_standard_error: float
+    accuracy: float
+    accuracy_standard_error: float
+
+
+MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
+"""A point that was not measured."""
+
+
+class LossAt:
+    """Measures `f(w + sum_i t_i d_i)` for coordinates `t`; the weights are afterwards as they were, bit for bit.
+
+    Args:
+        objective: the loss.
+        sample: the pairs behind it.
+        directions: the `d_i`.
+    """
+
+    def __init__(self, objective: PairObjective, sample: PairSample, directions: Directions) -> None:
+        self._objective = objective
+        self._sample = sample
+        vectors = directions.vectors.to(objective.device, objective.dtype)
+        self._parts = objective.subset.unflatten(vectors)
+        self._origin = [parameter.detach().clone() for parameter in objective.parameters]
+
+    @torch.no_grad()
+    def __call__(self, coordinates: Sequence[float]) -> PointLoss:
+        """The loss at these coordinates, one for each direction."""
+        rows: list[Tensor] = []
+        with self._moved(coordinates):
+            for batch in self._objective.batches:
+                rewards = self._objective.model.rewards_of(batch)
+                losses = self._objective.pair_losses(rewards, batch)
+                chosen, rejected = batch.split(rewards)
+                right = 0.5 + 0.5 * torch.sign((chosen - rejected) * (2 * batch.label - 1))
+                columns = (batch.pair_index, batch.weight, losses, right)
+                rows.append(torch.stack([column.double().cpu() for column in columns], dim=1))
+        return _summary(torch.cat(rows).numpy(), self._sample)
+
+    @contextmanager
+    def _moved(self, coordinates: Sequence[float]) -> Iterator[None]:
+        steps = [(index, t) for index, t in enumerate(coordinates) if t != 0]
+        try:
+            for parameter, origin, parts in zip(self._objective.parameters, self._origin, self._parts, strict=True):
+                parameter.copy_(sum((t * parts[index] for index, t in steps), start=origin))
+            yield
+        finally:
+            for parameter, origin in zip(self._objective.parameters, self._origin, strict=True):
+                parameter.copy_(origin)
+
+
+def _summary(rows: Float[np.ndarray, "pairs 4"], sample: PairSample) -> PointLoss:
+    """Weighted means with errors from prompts as clusters, in the order of the pairs whatever the micro-batches."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    prompts = np.array([sample.prompts[int(index)] for index in rows[:, 0]])
+    weight = rows[:, 1]
+    values = [_clustered_mean(column, weight, prompts) for column in (rows[:, 2], rows[:, 3])]
+    return PointLoss(*values[0], *values[1])
+
+
+def _clustered_mean(
+    values: NDArray[np.float64], weight: NDArray[np.float64], clusters: NDArray[np.int64]
+) -> tuple[float, float]:
+    """`sum w x / sum w` and its standard error `sqrt(C / (C - 1) sum_c (sum_{i in c} w_i (x_i - mean) / sum w)^2)`."""
+    share = weight / weight.sum()
+    mean = float(share @ values)
+    totals = np.bincount(clusters, share * (values - mean))
+    count = len(totals)
+    error = math.sqrt(count / (count - 1) * float(totals @ totals)) if count > 1 and math.isfinite(mean) else math.nan
+    return mean, error

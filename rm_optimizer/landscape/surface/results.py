@@ -1,0 +1,254 @@
+"""The loss along lines and over planes through the weights: what is measured, and the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rm_optimizer.landscape.surface.directions import Directions, TrajectoryPlane
+from rm_optimizer.landscape.surface.grid import Points
+from rm_optimizer.landscape.surface.loss_at import MISSING, PointLoss
+from rm_optimizer.records.files import replacing
+from rm_optimizer.records.json_text import json_text, number
+
+Row = dict[str, float | int | str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a picture of losses says in its caption.
+
+    Args:
+        method: where the directions come from, in words.
+        names: of the directions.
+        values: what goes with each direction: eigenvalue or share of variance; None for random ones.
+        params: the parameters that move.
+        num_parameters: numbers among them.
+        num_pairs: pairs that the loss is averaged over.
+        num_prompts: different prompts among them.
+        seed: of the pairs and of random directions.
+    """
+
+    method: str
+    names: tuple[str, ...]
+    values: tuple[float, ...] | None
+    params: str
+    num_parameters: int
+    num_pairs: int
+    num_prompts: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Losses along lines through the weights.
+
+    Args:
+        measured: on what.
+        steps: distances along each direction, in its length; 0 is among them.
+        points: for each direction, one a distance; `MISSING` where it was not measured.
+    """
+
+    measured: Measured
+    steps: tuple[float, ...]
+    points: tuple[tuple[PointLoss, ...], ...]
+
+    @property
+    def num_missing(self) -> int:
+        """Points that were not measured."""
+        return _missing(self.points)
+
+    def rows(self) -> Iterator[Row]:
+        """One for each point."""
+        for name, line in zip(self.measured.names, self.points, strict=True):
+            for step, point in zip(self.steps, line, strict=True):
+                yield {"direction": name, "step": step, **asdict(point)}
+
+    def to_json(self) -> str:
+        """The fields as JSON text; a number that is not finite is null."""
+        return _dumped(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Slice:
+        """The slice that `to_json` wrote."""
+        content = json.loads(text)
+        return cls(_measured(content), tuple(content["steps"]), _table(content["points"]))
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Losses over a plane through the weights.
+
+    Args:
+        measured: on what.
+        x: distances along the first direction, in its length.
+        y: distances along the second.
+        points: rows by `y` of columns by `x`; `MISSING` where a point was not measured.
+    """
+
+    measured: Measured
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    points: tuple[tuple[PointLoss, ...], ...]
+
+    @property
+    def num_missing(self) -> int:
+        """Points that were not measured."""
+        return _missing(self.points)
+
+    def rows(self) -> Iterator[Row]:
+        """One for each point."""
+        for y, line in zip(self.y, self.points, strict=True):
+            for x, point in zip(self.x, line, strict=True):
+                yield {"x": x, "y": y, **asdict(point)}
+
+    def to_json(self) -> str:
+        """The fields as JSON text; a number that is not finite is null."""
+        return _dumped(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Surface:
+        """The surface that `to_json` wrote."""
+        content = json.loads(text)
+        return cls(_measured(content), tuple(content["x"]), tuple(content["y"]), _table(content["points"]))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Checkpoints of a run in the plane they stay closest to, over the losses in that plane.
+
+    Args:
+        surface: losses in the plane; its origin is the last checkpoint.
+        steps: optimizer steps of the checkpoints.
+        coordinates: of each checkpoint in the plane, in parameter distance.
+        off_plane: distance of each checkpoint from the plane.
+        points: losses at the checkpoints themselves.
+    """
+
+    surface: Surface
+    steps: tuple[int, ...]
+    coordinates: tuple[tuple[float, float], ...]
+    off_plane: tuple[float, ...]
+    points: tuple[PointLoss, ...]
+
+    @property
+    def num_missing(self) -> int:
+        """Points that were not measured."""
+        return self.surface.num_missing + _missing((self.points,))
+
+    def rows(self) -> Iterator[Row]:
+        """One for each checkpoint; the surface has its own."""
+        columns = zip(self.steps, self.coordinates, self.off_plane, self.points, strict=True)
+        for step, (x, y), off_plane, point in columns:
+            yield {"step": step, "x": x, "y": y, "off_plane": off_plane, **asdict(point)}
+
+    def to_json(self) -> str:
+        """The fields as JSON text; a number that is not finite is null."""
+        return _dumped(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trajectory:
+        """The trajectory that `to_json` wrote."""
+        content = json.loads(text)
+        return cls(
+            Surface.from_json(json.dumps(content["surface"])),
+            tuple(content["steps"]),
+            tuple((x, y) for x, y in content["coordinates"]),
+            tuple(content["off_plane"]),
+            _table([content["points"]])[0],
+        )
+
+
+GridResult = Slice | Surface | Trajectory
+ItemT = TypeVar("ItemT")
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> Path:
+    """Write rows as Parquet, under a temporary name first."""
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
+    return path
+
+
+def symmetric_steps(span: float, num_points: int) -> tuple[float, ...]:
+    """An odd number of equal steps from `-span` to `span`, the middle one exactly 0.
+
+    Example:
+        >>> symmetric_steps(1.0, 5)
+        (-1.0, -0.5, 0.0, 0.5, 1.0)
+    """
+    half = num_points // 2
+    return tuple(span * i / half for i in range(-half, half + 1))
+
+
+def slice_grid(num_directions: int, steps: Sequence[float]) -> Points:
+    """Points of lines through the origin, line after line; the origin stands in each."""
+    return [
+        tuple(step if j == i else 0.0 for j in range(num_directions)) for i in range(num_directions) for step in steps
+    ]
+
+
+def plane_grid(x: Sequence[float], y: Sequence[float], num_others: int = 0) -> Points:
+    """Points of a plane, row after row; further directions are not moved along."""
+    return [(a, b, *(0.0,) * num_others) for b in y for a in x]
+
+
+def trajectory_grid(x: Sequence[float], y: Sequence[float], num_checkpoints: int) -> Points:
+    """Points of the plane, then each checkpoint: one step along its own displacement, the third direction and on."""
+    own = [tuple(float(j == i + 2) for j in range(2 + num_checkpoints)) for i in range(num_checkpoints)]
+    return [*plane_grid(x, y, num_checkpoints), *own]
+
+
+def plane_ranges(plane: TrajectoryPlane, num_points: int) -> tuple[tuple[float, ...], ...]:
+    """Steps along both directions that cover the trajectory with a fifth of its width to spare on each side."""
+    found = []
+    for column in plane.coordinates.T.tolist():
+        low, high = min(column), max(column)
+        spare = 0.2 * (high - low)
+        width = high - low + 2 * spare
+        found.append(tuple(low - spare + width * i / (num_points - 1) for i in range(num_points)))
+    return tuple(found)
+
+
+def in_rows(points: Mapping[int, PointLoss], width: int, num_rows: int) -> tuple[tuple[PointLoss, ...], ...]:
+    """Measured points by index as rows, `MISSING` where there is none."""
+    return tuple(tuple(points.get(row * width + column, MISSING) for column in range(width)) for row in range(num_rows))
+
+
+def describe(directions: Directions, **others: Any) -> Measured:
+    """The caption of what was measured along these directions; `others` are the rest of `Measured`."""
+    return Measured(method=directions.method, names=directions.names, values=directions.values, **others)
+
+
+def _missing(points: Sequence[Sequence[PointLoss]]) -> int:
+    return sum(point is MISSING or _is_empty(point) for line in points for point in line)
+
+
+def _is_empty(point: PointLoss) -> bool:
+    return all(math.isnan(value) for value in dataclasses.astuple(point))
+
+
+def _dumped(result: Any) -> str:
+    return json_text(asdict(result))
+
+
+def _measured(content: Mapping[str, Any]) -> Measured:
+    fields = dict(content["measured"])
+    values = fields.pop("values")
+    return Measured(**{**fields, "names": tuple(fields["names"]), "values": None if values is None else tuple(values)})
+
+
+def _table(rows: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[tuple[PointLoss, ...], ...]:
+    return tuple(tuple(_point(cell) for cell in row) for row in rows)
+
+
+def _point(cell: Mapping[str, float | None]) -> PointLoss:
+    return PointLoss(**{name: number(value) for name, value in cell.items()})

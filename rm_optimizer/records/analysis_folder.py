@@ -1,0 +1,73 @@
+"""The folder of an analysis: results of another model or of other options are never overwritten. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.recall import default_folder, run_folder_of
+from rm_optimizer.schema.landscape import AnalyzeConfig
+
+ANALYSIS_FILE = "analysis.json"
+"""Beside the results: the options, the versions and the machine that they come from."""
+_FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes")
+"""Options that change no result."""
+
+
+def results_folder(options: AnalyzeConfig) -> Path:
+    """The folder that an analysis writes to: `output_dir`, with a number where that holds another analysis of the run.
+
+    Args:
+        options: the composed options.
+
+    Raises:
+        ConfigError: if a folder that the user chose holds another analysis.
+    """
+    folder, identity = Path(options.output_dir), _identity(json.loads(json.dumps(asdict(options), default=str)))
+    if _is_for(folder, identity):
+        return folder
+    run_dir = run_folder_of(options.checkpoint)
+    if run_dir is None or folder != default_folder(run_dir, options.checkpoint, options.landscape.type):
+        raise ConfigError(
+            f"{folder} holds the results of another analysis ({_told(folder)}); choose another output_dir"
+        )
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(other for other in numbered if _is_for(other, identity))
+
+
+def _is_for(folder: Path, identity: dict[str, Any]) -> bool:
+    """Whether a folder holds no analysis, or this one."""
+    recorded = _recorded(folder)
+    return not recorded or _identity(recorded) == identity
+
+
+def _identity(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that decide a result, the checkpoint as an absolute path."""
+    path = os.path.expanduser(options["checkpoint"])
+    decisive: dict[str, Any] = {"checkpoint": os.path.realpath(path) if os.path.exists(path) else path}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            decisive |= {f"{name}.{key}": item for key, item in value.items()}
+        elif name != "checkpoint":
+            decisive[name] = value
+    return {name: value for name, value in decisive.items() if name not in _FREE}
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / ANALYSIS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    options = content.get("options") if isinstance(content, dict) else None
+    return options if isinstance(options, dict) and "checkpoint" in options else {}
+
+
+def _told(folder: Path) -> str:
+    options = _recorded(folder)
+    landscape = options.get("landscape", {})
+    return f"checkpoint={options['checkpoint']}, landscape={landscape.get('type')}, params={landscape.get('params')}"

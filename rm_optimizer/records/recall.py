@@ -1,0 +1,133 @@
+"""What a run folder records of its options, as overrides for a command that looks at the run. Imports no torch."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.run_folder import read_identity, read_options
+from rm_optimizer.schema.config import LossConfig
+from rm_optimizer.schema.data import DataConfig
+from rm_optimizer.schema.diagnose import explain
+
+
+def run_folder_of(checkpoint: str) -> Path | None:
+    """The run folder that a checkpoint belongs to: itself, or the folder of its `best/` or `checkpoints/`."""
+    path = Path(checkpoint).expanduser()
+    return next((folder for folder in (path, *path.parents[:2]) if read_options(folder)), None)
+
+
+def recalled(overrides: Sequence[str]) -> list[str]:
+    """Overrides for what the user did not set: the run's data, loss and seed, and a folder in it for the results.
+
+    Paths of the run's pairs are taken as they were when the run was started, whatever the present directory is. Where
+    the user names pairs of his own, none of the run's ways of reading pairs are taken.
+
+    Args:
+        overrides: what the user typed, `checkpoint=…` among it.
+
+    Raises:
+        ConfigError: if an override cannot be read, or the run's pairs are no longer where they were.
+    """
+    typed = _typed(overrides)
+    checkpoint = typed.get("checkpoint")
+    folder = run_folder_of(str(checkpoint)) if checkpoint is not None else None
+    if folder is None:
+        return []
+    options = read_options(folder)
+    values: dict[str, Any] = {"seed": options["seed"]}
+    values |= _flat("loss", options["loss"], LossConfig)
+    if "data.train" not in typed:
+        values |= {"split": "train"} | _flat("data", {**options["data"], **_sources(folder)}, DataConfig)
+    found = [f"{name}={written(value)}" for name, value in values.items()]
+    return [*found, f"output_dir={written(str(default_folder(folder, str(checkpoint), '${landscape.type}')))}"]
+
+
+def default_folder(run_dir: Path, checkpoint: str, kind: str) -> Path:
+    """The folder of an analysis in a run folder; a periodic checkpoint's has the step in its name.
+
+    Example:
+        >>> default_folder(Path("run"), "run/checkpoints/step-00000010.ckpt", "hessian").as_posix()
+        'run/landscape/hessian-step-00000010'
+    """
+    path = Path(checkpoint).expanduser()
+    step = f"-{path.stem}" if path.suffix == ".ckpt" and path.stem.startswith("step-") else ""
+    return run_dir / "landscape" / f"{kind}{step}"
+
+
+def _sources(folder: Path) -> dict[str, Any]:
+    """The run's `train` and `val` with the absolute paths of its start; empty where they were not recorded.
+
+    Raises:
+        ConfigError: if a path is gone.
+    """
+    identity = read_identity(folder)
+    if identity is None:
+        return {}
+    for path in (path for source in identity.sources.values() for path in _paths(source)):
+        if os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path):
+            raise ConfigError(
+                f"{path}, which the run in {folder} was trained on, is no longer there; bring it back, or name pairs "
+                "with --data PAIRS (data.train=PAIRS)"
+            )
+    return dict(identity.sources)
+
+
+def _paths(source: Any) -> list[str]:
+    """The paths and names in a `data.train` or `data.val`."""
+    if isinstance(source, Mapping):
+        return _paths(source.get("path"))
+    if isinstance(source, str):
+        return [source]
+    return [path for item in source for path in _paths(item)] if isinstance(source, Sequence) else []
+
+
+def written(value: Any) -> str:
+    r"""A value in Hydra's grammar.
+
+    Example:
+        >>> written({"path": "it's.csv", "weight": 2.0}), written([None, True])
+        ("{path: 'it\\'s.csv', weight: 2.0}", '[null, true]')
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(written, value)) + "]"
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", str(value))) + "'"
+
+
+def _typed(overrides: Sequence[str]) -> dict[str, Any]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(explain(error, overrides)) from error
+    return {item.key_or_group: item.value() for item in parsed}
+
+
+def _flat(prefix: str, values: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Dotted names and values of the fields that the dataclass still has."""
+    return dict(_leaves(prefix, values, kind))
+
+
+def _leaves(prefix: str, values: Mapping[str, Any], kind: type) -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        if field.name not in values:
+            continue
+        name = f"{prefix}.{field.name}"
+        if is_dataclass(hints[field.name]):
+            yield from _leaves(name, values[field.name], hints[field.name])
+        else:
+            yield name, values[field.name]

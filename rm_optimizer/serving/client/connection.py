@@ -1,0 +1,139 @@
+"""The HTTP connection of a client: retried requests within a deadline, and scoring requests of one version."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+
+from rm_optimizer.errors import DataError
+from rm_optimizer.serving.client.requests import Form, WrongAnswer, finite_numbers
+from rm_optimizer.serving.client.retries import Deadline, RewardServerRefused, bearer, is_loopback
+from rm_optimizer.serving.engine import ScoredBatch
+from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
+
+
+@dataclass(frozen=True, eq=False)
+class _Session:
+    """Connections, which belong to one process and one event loop."""
+
+    http: httpx.AsyncClient
+    slots: asyncio.Semaphore
+    connecting: asyncio.Lock
+
+    @classmethod
+    def opened(
+        cls, url: str, api_key: str | None, concurrency: int, transport: httpx.AsyncBaseTransport | None
+    ) -> _Session:
+        http = httpx.AsyncClient(
+            headers=bearer(api_key),
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            transport=transport,
+            trust_env=not is_loopback(url),
+        )
+        return cls(http, asyncio.Semaphore(concurrency), asyncio.Lock())
+
+
+class Connection:
+    """Requests to one server.
+
+    Args:
+        url: address of the server, `http://host:port`.
+        api_key: bearer token; None sends none.
+        concurrency: largest number of requests open at once.
+        transport: replacement of the network; None uses the network.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None, concurrency: int, transport: httpx.AsyncBaseTransport | None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._open = partial(_Session.opened, url, api_key, concurrency, transport)
+        self._sessions: dict[tuple[int, asyncio.AbstractEventLoop], _Session] = {}
+
+    def _session(self) -> _Session:
+        """The open session of this process and its running loop; those of others, after a fork say, are left alone."""
+        here = os.getpid(), asyncio.get_running_loop()
+        if here not in self._sessions or self._sessions[here].http.is_closed:
+            open_ones = {where: one for where, one in list(self._sessions.items()) if not where[1].is_closed()}
+            self._sessions = open_ones | {here: self._open()}
+        return self._sessions[here]
+
+    def opening(self) -> asyncio.Lock:
+        """Lock of this process and loop, held while the server is verified."""
+        return self._session().connecting
+
+    async def close(self) -> None:
+        """Close the session; a later request opens another."""
+        if self._sessions:
+            await self._session().http.aclose()
+
+    async def ask(
+        self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, *, use_activation: bool = False
+    ) -> ScoredBatch:
+        """One request's rewards; one that the server finds too large is halved.
+
+        Args:
+            form: how to ask.
+            rows: what to score, as the form takes it.
+            model: the name to ask for.
+            deadline: of the call.
+            use_activation: ask for sigmoids.
+
+        Raises:
+            DataError: if a text cannot be sent.
+        """
+        body = {**form.body(rows, use_activation), "model": model}
+        try:
+            response = await self.request("POST", form.path, deadline, json=body)
+            answer = response.json()
+        except RewardServerRefused as error:
+            if error.status != 413 or len(rows) < 2:
+                raise
+            return await self._ask_halves(form, rows, model, deadline, use_activation)
+        except UnicodeEncodeError as error:
+            raise DataError("a text holds half of a UTF-16 surrogate pair, which is no character") from error
+        except ValueError as error:
+            raise WrongAnswer(f"{self.url}{form.path} answered with no JSON") from error
+        numbers = finite_numbers(form, answer, len(rows))
+        version = response.headers.get(VERSION_HEADER) or answer.get("rm_version") or answer.get("model")
+        revision = response.headers.get(REVISION_HEADER)
+        return ScoredBatch(tuple(numbers), str(version), None if revision is None else int(revision))
+
+    async def _ask_halves(
+        self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, use_activation: bool
+    ) -> ScoredBatch:
+        middle = len(rows) // 2
+        while True:
+            first, second = [
+                await self.ask(form, half, model, deadline, use_activation=use_activation)
+                for half in (rows[:middle], rows[middle:])
+            ]
+            if first.weights == second.weights:
+                return ScoredBatch(first.rewards + second.rewards, *first.weights)
+            deadline.pause("its weights changed between two halves of a request")
+
+    async def request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        """An answer that is a success, however many attempts that takes until the deadline.
+
+        Raises:
+            RewardServerUnavailable: if there is none in time.
+            RewardServerRefused: if the server refuses.
+        """
+        while True:
+            session = self._session()
+            got: httpx.Response | httpx.HTTPError
+            try:
+                async with session.slots:
+                    got = await session.http.request(method, self.url + path, timeout=deadline.timeout(), **content)
+            except httpx.HTTPError as error:
+                got = error
+            judged = deadline.judge(got, self.url + path)
+            if isinstance(judged, httpx.Response):
+                return judged
+            await asyncio.sleep(judged)

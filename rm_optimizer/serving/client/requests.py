@@ -1,0 +1,133 @@
+"""Scoring requests as a client writes and reads them, and how many of them a batch needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol, TypeAlias
+
+from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.errors import RMOptimizerError
+
+TEMPLATE_BYTES = 256
+"""Room for what a chat template adds to a text, where only the server tokenises."""
+Conversation: TypeAlias = tuple[Prompt, str]
+
+
+class WrongAnswer(RMOptimizerError):
+    """A reward server answered with something that is not the rewards that were asked for."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one request may hold.
+
+    Args:
+        tokens: of all its sequences.
+        items: sequences.
+    """
+
+    tokens: int
+    items: int
+
+
+class Form(Protocol):
+    """One way to ask for rewards."""
+
+    path: str
+
+    def size(self, row: Any) -> int:
+        """Tokens of a row, or more."""
+        ...
+
+    def body(self, rows: Sequence[Any], use_activation: bool) -> dict[str, Any]:
+        """The request's JSON body, less the model's name."""
+        ...
+
+    def numbers(self, answer: Any) -> list[Any]:
+        """The numbers of an answer, in the order of the rows."""
+        ...
+
+
+class TokenForm:
+    """`/classify` with token ids: rendered here, so that the server's template does not matter."""
+
+    path = "/classify"
+
+    def size(self, row: Sequence[int]) -> int:
+        """Tokens of a row."""
+        return len(row)
+
+    def body(self, rows: Sequence[Sequence[int]], use_activation: bool) -> dict[str, Any]:
+        """The request's JSON body."""
+        return {"input": [list(row) for row in rows], "use_activation": use_activation}
+
+    def numbers(self, answer: Any) -> list[Any]:
+        """`probs[0]` of each datum."""
+        data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
+        if any(len(datum["probs"]) != 1 for datum in data):
+            raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
+        return [datum["probs"][0] for datum in data]
+
+
+class ConversationForm:
+    """`/rm/score` with prompts and responses: the server renders them as training did."""
+
+    path = "/rm/score"
+
+    def size(self, row: Conversation) -> int:
+        """More than the tokens of a row: the bytes of its text, as no tokenizer makes more tokens of it."""
+        prompt, response = row
+        texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
+        return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
+
+    def body(self, rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
+        """The request's JSON body; neighbours with one prompt share it."""
+        groups = groupby(rows, key=lambda row: row[0])
+        items = [{"prompt": _wire(prompt), "responses": [text for _, text in group]} for prompt, group in groups]
+        return {"items": items, "use_activation": use_activation}
+
+    def numbers(self, answer: Any) -> list[Any]:
+        """All items' rewards, one after the other."""
+        return [number for item in answer["rewards"] for number in item]
+
+
+def _wire(prompt: Prompt) -> str | list[dict[str, str]]:
+    return prompt if isinstance(prompt, str) else [Message.to_dict(message) for message in prompt]
+
+
+def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:
+    """Ranges of rows, in order, each of which one request can hold; a row that is too large alone stands alone.
+
+    Example:
+        >>> list(pieces(["aa", "a", "aaaa", "a"], len, Limits(tokens=4, items=2)))
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    start = total = 0
+    for index, row in enumerate(rows):
+        tokens = size(row)
+        if index > start and (total + tokens > limits.tokens or index - start == limits.items):
+            yield range(start, index)
+            start, total = index, 0
+        total += tokens
+    if rows:
+        yield range(start, len(rows))
+
+
+def finite_numbers(form: Form, answer: Any, count: int) -> list[float]:
+    """The rewards of an answer.
+
+    Raises:
+        WrongAnswer: if there are not `count` of them, or one is not finite.
+    """
+    try:
+        numbers = [float(number) for number in form.numbers(answer)]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise WrongAnswer(f"the answer of {form.path} has not the form of one: {error!r}") from error
+    if len(numbers) != count:
+        raise WrongAnswer(f"expected {count} rewards from {form.path}, got {len(numbers)}")
+    if not all(map(math.isfinite, numbers)):
+        raise WrongAnswer(f"the server gave a reward that is not finite: {numbers}")
+    return numbers

@@ -1,0 +1,45 @@
+"""A reward model, here or behind a server, as TRL's trainers take it (`reward_funcs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from rm_optimizer.core.pairs.pair import Scorer
+from rm_optimizer.core.rows.messages import Prompt, as_messages, read_messages, read_prompt
+
+
+def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:
+    """A reward function of TRL: raw rewards of completions, as texts or as messages; pickled where the scorer can be.
+
+    Args:
+        scorer: `RewardClient`, or a model in memory.
+        name: of the function, under which TRL logs it.
+
+    Raises:
+        ValueError: by the function, if a completion is not text and does not end with the assistant's message.
+
+    Example:
+        >>> trainer = GRPOTrainer(model, reward_funcs=trl_reward(RewardClient(url)), …)  # doctest: +SKIP
+    """
+    function = partial(_rewards, scorer)  # unlike a nested function, it can be pickled
+    function.__name__ = name  # type: ignore[attr-defined]
+    return function
+
+
+def _rewards(scorer: Scorer, /, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
+    pairs = [_conversation(*pair) for pair in zip(prompts, completions, strict=True)]
+    rewards: list[float] = scorer.score([prompt for prompt, _ in pairs], [text for _, text in pairs]).tolist()
+    return rewards
+
+
+def _conversation(prompt: Any, completion: Any) -> tuple[Prompt, str]:
+    """The prompt and the response to it; the messages of a completion before its last belong to the prompt."""
+    before = read_prompt(prompt)
+    if isinstance(completion, str):
+        return before, completion
+    *between, last = read_messages("completion", completion)
+    if last.role != "assistant":
+        raise ValueError(f"completion must end with a message of the assistant, got one of {last.role!r}")
+    return (before if not between else (*as_messages(before), *between)), last.content

@@ -1,0 +1,278 @@
+"""The embedded engine: a `transformers` model in a process of its own, restarted from its last good weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.embedded.frames import Frame, frame_rewards, sequences_frame
+from rm_optimizer.serving.embedded.worker import WorkerOptions
+from rm_optimizer.serving.embedded.worker_link import DEFAULT_LIMITS, WorkerDied, WorkerLimits, WorkerLink
+from rm_optimizer.serving.engine import (
+    EngineDescription,
+    EngineFailed,
+    EngineUnavailable,
+    ScoredBatch,
+    StagedWeights,
+    WeightsRefused,
+    new_revision,
+)
+from rm_optimizer.serving.restart_limit import RestartLimit
+from rm_optimizer.serving.staged_json import staged_to_json
+from rm_optimizer.serving.weights.weight_history import WeightHistory
+
+ATTEMPTS = 3
+"""Workers that may die on a batch before it is given up: it may be the cause."""
+SWAP_SECONDS = 60.0
+"""Longest that a swap of weights may take, besides its probe."""
+_log = logging.getLogger("rm_optimizer")
+
+
+class BatchTime:
+    """Time that a batch may take before its worker counts as hung: far above what batches took so far."""
+
+    LEAST_SECONDS = 15.0
+    SLACK = 20.0
+    FIRST_SECONDS_A_TOKEN = 0.05
+    LEAST_TOKENS = 256
+    """Tokens that a smaller batch counts as, since a pass has a cost of its own."""
+
+    def __init__(self) -> None:
+        self._seconds_a_token = self.FIRST_SECONDS_A_TOKEN
+
+    def limit(self, tokens: int) -> float:
+        """Seconds that a batch of these tokens may take."""
+        return self.LEAST_SECONDS + self.SLACK * self._seconds_a_token * max(tokens, self.LEAST_TOKENS)
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Record what a batch took; slow ones weigh more."""
+        self._seconds_a_token = max(seconds / max(tokens, self.LEAST_TOKENS), 0.9 * self._seconds_a_token)
+
+    def double(self) -> None:
+        """Allow twice the time, after a batch whose worker was given up."""
+        self._seconds_a_token *= 2
+
+
+class TransformersEngine:
+    """Scores in a worker process and watches over it.
+
+    Args:
+        options: how the worker loads and computes.
+        limits: after which a worker that stands still is replaced.
+    """
+
+    def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
+        self.revision = new_revision()
+        self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
+        self.limits = limits
+        self.num_restarts = 0
+        self._link: WorkerLink | None = None
+        self._description: EngineDescription | None = None
+        self._version = ""
+        self._history = WeightHistory(self._folder / "history", is_listed=False)
+        self._staged: StagedWeights | None = None
+        self._up = asyncio.Event()
+        self._failure: str | None = None
+        self._is_stopped = False
+        self._updating = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._restarts = RestartLimit("the worker process")
+        self._time = BatchTime()
+
+    @property
+    def description(self) -> EngineDescription:
+        """What is served; known once `start` has returned."""
+        assert self._description is not None, "the engine has not started"
+        return self._description
+
+    @property
+    def version(self) -> str:
+        """Name of the weights that answer the next batch."""
+        return self._version
+
+    @property
+    def committed(self) -> Sequence[StagedWeights]:
+        """Updates that serve on top of the checkpoint, oldest first."""
+        return self._history.committed
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the model is loaded and its process lives."""
+        return self._up.is_set() and self._failure is None and not self._is_stopped
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the engine can answer no more; None while it may."""
+        return self._failure
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the worker; None while there is none."""
+        return None if self._link is None else self._link.process.pid
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            RMOptimizerError: if it cannot be loaded.
+        """
+        await self._launch()
+        self._version = self.description.version
+        self._watcher = asyncio.create_task(self._watch(), name="rm-engine-watch")
+
+    async def stop(self) -> None:
+        """End the worker after what it was given; a second call does nothing."""
+        self._is_stopped = True
+        self._up.set()  # those who wait for a worker are told
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._link is not None:
+            await self._link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+        """Rewards of the sequences; a batch whose worker dies goes to the next one.
+
+        Raises:
+            EngineUnavailable: if the engine has stopped, or every worker died on this batch.
+        """
+        frame, tokens = sequences_frame({"op": "score"}, sequences), sum(map(len, sequences))
+        for _ in range(ATTEMPTS):
+            link = await self._running()
+            started = time.monotonic()
+            try:
+                answer = await link.ask(frame, self._time.limit(tokens))
+            except WorkerDied:
+                continue
+            self._time.note(tokens, time.monotonic() - started)
+            return ScoredBatch(frame_rewards(answer), answer.header["version"], answer.header["revision"])
+        raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
+
+    async def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights beside the old ones; their file is moved to where restarts read it.
+
+        Raises:
+            WeightsRefused: if a check fails; nothing is staged then.
+            EngineUnavailable: if the worker is not up.
+        """
+        async with self._updating:
+            self._drop_staged()
+            kept = await asyncio.to_thread(self._history.keep, weights)
+            try:
+                await self._live_link().ask(Frame({"op": "stage", "weights": staged_to_json(kept)}))
+            except (RMOptimizerError, asyncio.CancelledError):
+                self._history.forget(kept)
+                raise
+            self._staged = kept
+
+    async def commit(self, revision: int) -> None:
+        """Swap in the staged weights between two batches; see `Engine.commit`.
+
+        Raises:
+            WeightsRefused: if nothing of this revision is staged, or the probe fails.
+            EngineUnavailable: if the worker is not up, or dies; the old weights serve on.
+        """
+        async with self._updating:
+            if self._staged is None or self._staged.revision != revision:
+                raise WeightsRefused("the new weights are not staged any more; begin the update again")
+            probe = self._staged.probe
+            seconds = SWAP_SECONDS + self._time.limit(sum(map(len, probe.input_ids)) if probe else 0)
+            try:
+                await self._live_link().ask(Frame({"op": "commit", "revision": revision}), seconds)
+            except RMOptimizerError:
+                self._drop_staged()
+                raise
+            self._version, self.revision = self._staged.version, revision
+            self._history.remember(self._staged)
+            self._staged = None
+
+    async def rollback(self) -> None:
+        """Drop what is staged; the weights that serve stay."""
+        async with self._updating:
+            self._drop_staged()
+            if self.is_up:
+                await self._live_link().ask(Frame({"op": "rollback"}), SWAP_SECONDS)
+
+    async def _launch(self) -> None:
+        self._link = WorkerLink(self.options, self._history.committed, self.limits)
+        try:
+            description = await self._link.up()
+        except (RMOptimizerError, asyncio.CancelledError):
+            await self._link.close()
+            raise
+        if self._description is None:
+            self._description = description
+            self.options = replace(self.options, token_budget=description.token_budget)  # a restart need not measure
+        self._up.set()
+
+    async def _watch(self) -> None:
+        """Start a new worker whenever one has died, unless that happens too often."""
+        while self._link is not None:
+            await self._link.ended.wait()
+            self._up.clear()
+            self._drop_staged()
+            if self._link.is_hung:
+                self._time.double()
+            _log.error("the worker process ended (%s); starting another", self._link.end_reason)
+            try:
+                await self._relaunch()
+            except RMOptimizerError as error:
+                self._failure = str(error)
+                self._up.set()  # those who wait for a worker are told
+                return
+            _log.warning("another worker process answers, with weights %s, revision %d", self.version, self.revision)
+
+    async def _relaunch(self) -> None:
+        """Start a worker with the weights that served, or with the checkpoint's where they cannot be loaded again.
+
+        Raises:
+            RMOptimizerError: if there will be none.
+        """
+        while True:
+            self._restarts.note()
+            self.num_restarts += 1
+            try:
+                return await self._launch()
+            except WorkerDied:
+                continue
+            except WeightsRefused as error:
+                _log.error("weights %s cannot be loaded again: %s; the checkpoint's serve instead", self.version, error)
+                self._history.clear()
+                self._version, self.revision = self.description.version, new_revision(self.revision)
+                self.options = replace(self.options, revision=self.revision)
+
+    async def _running(self) -> WorkerLink:
+        """The worker, once it is up.
+
+        Raises:
+            EngineUnavailable: if there will be none.
+        """
+        while True:
+            await self._up.wait()
+            link = self._live_link()
+            if not link.ended.is_set():
+                return link
+            await asyncio.sleep(0)  # it died, and the watcher has not run yet
+
+    def _live_link(self) -> WorkerLink:
+        if self._is_stopped:
+            raise EngineUnavailable("the engine has stopped")
+        if self._failure is not None:
+            raise EngineFailed(f"the engine can answer no more: {self._failure}")
+        if self._link is None or not self._up.is_set():
+            raise EngineUnavailable("the worker process is starting; try again")
+        return self._link
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._history.forget(self._staged)
+            self._staged = None

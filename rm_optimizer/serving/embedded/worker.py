@@ -1,0 +1,246 @@
+"""The process that holds the model: it answers frames in the order in which they come, and swaps weights between them.
+
+One thread computes. New weights are read and checked by another beside it, so that scoring goes on meanwhile. The
+process ends when its pipe does: with the server, however that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.adapter_files import adapter_folder
+from rm_optimizer.core.storage.export_record import read_record
+from rm_optimizer.core.storage.loading import parse_dtype
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.records.locations import resolve_source
+from rm_optimizer.serving.embedded.budget import calibrated_budget
+from rm_optimizer.serving.embedded.frames import Frame, frame_sequences, rewards_frame
+from rm_optimizer.serving.embedded.passes import Passes, reuse_obstacle
+from rm_optimizer.serving.engine import EngineDescription, StagedWeights, WeightsRefused
+from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
+from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
+from rm_optimizer.serving.staged_json import description_to_json, staged_from_json
+from rm_optimizer.serving.weights.live_weights import (
+    Update,
+    checkpoint_version,
+    dtype_name,
+    read_update,
+    swap,
+    tensor_specs,
+)
+from rm_optimizer.serving.weights.packed_linear import LEAST_GAIN, install_packed_linears
+
+ALIVE_SECONDS = 1.0
+"""Time between two signs of life."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker loads and computes; JSON values.
+
+    Args:
+        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
+        dtype: type of the backbone's weights.
+        token_budget: tokens of one pass; None measures.
+        threads: CPU threads; None leaves PyTorch's own number.
+        device: `auto`, `cpu` or `cuda`.
+        packed_linears: times that oneDNN's layout must be faster to be used; None never uses it.
+        revision: serial number of the checkpoint's own weights.
+        tokenizer_folder: where to write the model's tokenizer for the server; empty writes none.
+    """
+
+    checkpoint: str
+    dtype: str = "float32"
+    token_budget: int | None = None
+    threads: int | None = None
+    device: str = "auto"
+    packed_linears: float | None = LEAST_GAIN
+    revision: int = 0
+    tokenizer_folder: str = ""
+
+
+class Worker:
+    """A loaded model, the name and number of its weights, and the weights that are staged beside it.
+
+    Args:
+        options: what to load and how.
+        committed: updates to put on top of the checkpoint, oldest first.
+
+    Raises:
+        RMOptimizerError: if the model or an update cannot be loaded.
+    """
+
+    def __init__(self, options: WorkerOptions, committed: list[StagedWeights]) -> None:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
+        self.model.requires_grad_(False).to(_device(options.device))
+        folder, record = _stored(options.checkpoint)
+        self.version = initial = checkpoint_version(self.model.model, folder, {} if folder is None else record)
+        self.revision = options.revision
+        packed = options.packed_linears is not None and install_packed_linears(
+            self.model.model, least_gain=options.packed_linears
+        )
+        budget = options.token_budget or calibrated_budget(self.model)
+        self.passes = Passes(self.model, budget, shares=reuse_obstacle(self.model) is None)
+        self.description = self._describe(initial, packed, options, record)
+        self.staged: tuple[StagedWeights, Update] | None = None
+        self.expected: int | None = None
+        for weights in committed:
+            self.expect(weights.revision)
+            self.stage(weights)
+            self.commit(weights.revision)
+
+    def _describe(
+        self, version: str, packed: bool, options: WorkerOptions, record: Mapping[str, Any]
+    ) -> EngineDescription:
+        if options.tokenizer_folder:
+            self.model.tokenizer.save_pretrained(options.tokenizer_folder)
+        return EngineDescription(
+            engine="transformers",
+            architecture=type(self.model.model).__name__,
+            dtype=dtype_name(self.model.model.dtype),
+            device=self.model.device.type,
+            version=version,
+            max_length=self.model.max_length,
+            vocab_size=self.model.model.get_input_embeddings().weight.shape[0],
+            token_budget=self.passes.token_budget,
+            shares_prompts=self.passes.shares,
+            packed_linears=packed,
+            pad_token_id=self.model.pad_choice.token_id,
+            tensors={mode: tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
+            tokenizer_folder=options.tokenizer_folder,
+            identity=self.model.renderer.identity(),
+            export=record,
+        )
+
+    def expect(self, revision: int | None) -> None:
+        """Drop what is staged, and let only this revision be staged from now on; None lets none."""
+        self.staged, self.expected = None, revision
+
+    def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights, and keep them if they are still expected when that is done.
+
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+        update = read_update(self.model.model, weights.file, weights.tensors, weights.mode)
+        if self.expected == weights.revision:
+            self.staged = (weights, update)
+
+    def commit(self, revision: int) -> None:
+        """Swap in what is staged, unless its probe fails.
+
+        Raises:
+            WeightsRefused: if nothing of this revision is staged, or the probe fails.
+        """
+        if self.staged is None or self.staged[0].revision != revision:
+            raise WeightsRefused("the new weights are not staged any more; begin the update again")
+        (weights, update), self.staged = self.staged, None
+        replaced = swap(self.model.model, update)
+        try:
+            self._check_rewards(weights.probe)
+        except WeightsRefused:
+            swap(self.model.model, replaced)
+            raise
+        self.version, self.revision = weights.version, revision
+
+    def _check_rewards(self, probe: WeightProbe | None) -> None:
+        """The probe's rewards; without a probe, that any reward comes out."""
+        ids = probe_sequences(probe, self.model.max_length)
+        rewards = self.passes.rewards([np.asarray(row, dtype=np.int32) for row in ids]).tolist()
+        check_rewards(rewards, probe, self.description.dtype)
+
+
+def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
+    """The folder with all of a checkpoint's weights, None where there is none, and its `export.json`."""
+    adapter = adapter_folder(checkpoint)
+    if adapter is not None:
+        return None, read_record(adapter)
+    folder = Path(resolve_source(checkpoint).location)
+    return (folder if folder.is_dir() else None), read_record(folder)
+
+
+def _device(name: str) -> str:
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_worker(connection: Connection, options_json: str, committed_json: str) -> None:
+    """The process: load, say so, and answer until the pipe ends."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the server decides when to stop; Ctrl-C reaches the whole group
+        signal.signal(stop, signal.SIG_IGN)
+    transformers_logging.disable_progress_bar()
+    send = _Sender(connection)
+    threading.Thread(target=_show_life, args=(send,), name="rm-worker-alive", daemon=True).start()
+    try:
+        committed = [staged_from_json(value) for value in json.loads(committed_json)]
+        worker = Worker(WorkerOptions(**json.loads(options_json)), committed)
+    except RMOptimizerError as error:
+        send(Frame({"op": "failed", "kind": type(error).__name__, "error": str(error)}))
+        return
+    send(Frame({"op": "up", "description": description_to_json(worker.description)}))
+    try:
+        while (frame := Frame.decode(connection.recv_bytes())).header["op"] != "stop":
+            _answer(worker, frame, send)
+    except (EOFError, OSError):
+        return
+
+
+def _show_life(send: Callable[[Frame], None]) -> None:
+    """Send a sign of life each second, whatever the other threads do, until the pipe ends."""
+    try:
+        while True:
+            send(Frame({"op": "alive"}))
+            time.sleep(ALIVE_SECONDS)
+    except OSError:
+        return
+
+
+class _Sender:
+    """Sends frames from more than one thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __call__(self, frame: Frame) -> None:
+        with self._lock:
+            self._connection.send_bytes(frame.encode())
+
+
+def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None:
+    operation, answer = frame.header["op"], {"id": frame.header["id"]}
+    if operation == "score":
+        rewards = worker.passes.rewards(frame_sequences(frame))
+        send(rewards_frame(answer | {"version": worker.version, "revision": worker.revision}, rewards))
+    elif operation == "stage":
+        weights = staged_from_json(frame.header["weights"])
+        worker.expect(weights.revision)
+        thread = threading.Thread(target=_refusable, args=(lambda: worker.stage(weights), answer, send), daemon=True)
+        thread.start()
+    elif operation == "commit":
+        _refusable(lambda: worker.commit(frame.header["revision"]), answer, send)
+    elif operation == "rollback":
+        worker.expect(None)
+        send(Frame(answer))
+
+
+def _refusable(act: Callable[[], Any], answer: dict[str, Any], send: Callable[[Frame], None]) -> None:
+    try:
+        act()
+    except WeightsRefused as error:
+        send(Frame(answer | {"refused": str(error)}))
+    else:
+        send(Frame(answer))

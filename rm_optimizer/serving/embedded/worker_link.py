@@ -1,0 +1,221 @@
+"""The server's end of a worker process: questions and their answers, and its death or standstill within seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+from rm_optimizer.errors import CheckpointError, RMOptimizerError
+from rm_optimizer.serving.embedded.frames import Frame
+from rm_optimizer.serving.embedded.worker import WorkerOptions, run_worker
+from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.staged_json import description_from_json, staged_to_json
+
+
+class WorkerDied(EngineUnavailable):
+    """The worker process ended before it answered."""
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Seconds after which a worker that shows no sign of life is killed.
+
+    Args:
+        start: until its first sign, while it imports its libraries.
+        loading: between two signs until its model is loaded.
+        silence: between two signs afterwards; it sends one each second, also while it computes.
+        stop: for what it computes when it is told to stop.
+        tick: between two looks.
+    """
+
+    start: float = 300.0
+    loading: float = 120.0
+    silence: float = 10.0
+    stop: float = 10.0
+    tick: float = 0.5
+
+
+DEFAULT_LIMITS = WorkerLimits()
+
+
+@dataclass(eq=False)
+class _Question:
+    """A frame that was sent, its answer, and the seconds that the worker may take once it has begun with it."""
+
+    answer: asyncio.Future[Frame]
+    seconds: float
+
+
+class WorkerLink:
+    """One worker process, from its start to its end; a restart makes another link.
+
+    Args:
+        options: how it loads and computes.
+        committed: updates on top of the checkpoint, oldest first.
+        limits: after which it is given up.
+    """
+
+    def __init__(
+        self, options: WorkerOptions, committed: Sequence[StagedWeights], limits: WorkerLimits = DEFAULT_LIMITS
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limits = limits
+        self._ids = itertools.count()
+        self._waiting: dict[int, _Question] = {}
+        self._up: asyncio.Future[Frame] = self._loop.create_future()
+        self._num_frames = 0
+        self.is_hung = False
+        self._kill_reason: str | None = None
+        self.ended = asyncio.Event()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="rm-worker-send")  # a full pipe must not stop the loop
+        self._connection, process = _spawned(options, committed)
+        self.process = process
+        threading.Thread(target=self._read, name="rm-worker-read", daemon=True).start()
+        self._watcher = asyncio.create_task(self._watch(), name="rm-worker-watch")
+
+    @property
+    def end_reason(self) -> str:
+        """Reason why the process ended, in words."""
+        return self._kill_reason or f"exit code {self.process.exitcode}"
+
+    async def up(self) -> EngineDescription:
+        """Wait until the model is loaded.
+
+        Raises:
+            WorkerDied: if the process ends before.
+            WeightsRefused: if an update cannot be loaded.
+            RMOptimizerError: if the model cannot be loaded.
+        """
+        frame = await self._up
+        if frame.header["op"] == "failed":
+            kinds = {kind.__name__: kind for kind in (CheckpointError, WeightsRefused)}
+            raise kinds.get(frame.header["kind"], RMOptimizerError)(frame.header["error"])
+        return description_from_json(frame.header["description"])
+
+    async def ask(self, frame: Frame, seconds: float = math.inf) -> Frame:
+        """Send a question and wait for its answer; questions are answered in the order of their sending.
+
+        Args:
+            frame: the question.
+            seconds: the worker is killed if it takes longer, counted from its answer to the question before.
+
+        Raises:
+            WorkerDied: if the process ends before it answers.
+            WeightsRefused: if that is its answer.
+        """
+        if self.ended.is_set():
+            raise WorkerDied("the worker process has ended")
+        number = next(self._ids)
+        question = self._waiting[number] = _Question(self._loop.create_future(), seconds)
+        data = Frame(frame.header | {"id": number}, frame.payload).encode()
+        try:
+            await self._loop.run_in_executor(self._sender, self._send, data)
+            reply: Frame = await question.answer
+        finally:
+            self._waiting.pop(number, None)
+        if "refused" in reply.header:
+            raise WeightsRefused(reply.header["refused"])
+        return reply
+
+    async def close(self) -> None:
+        """End the process: it sees the end of its pipe, or is killed after some seconds."""
+        if self._up.done() and not self.ended.is_set():
+            self._sender.submit(self._send, Frame({"op": "stop", "id": -1}).encode())
+        else:
+            self.process.kill()
+        await self._wait_ended(self._limits.stop)
+        self.process.kill()
+        await self._wait_ended(self._limits.stop)
+        self._watcher.cancel()
+        await asyncio.to_thread(self.process.join, self._limits.stop)
+
+    async def _wait_ended(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self.ended.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _watch(self) -> None:
+        """Kill a worker that stands still. Looks are counted, not seconds, so that a pause of the server is none of it.
+
+        A stopped process sends nothing; one whose computation hangs still sends its signs of life.
+        """
+        seen, silent, oldest, busy = 0, 0.0, -1, 0.0
+        while not self.ended.is_set():
+            await asyncio.sleep(self._limits.tick)
+            silent = silent + self._limits.tick if self._num_frames == seen else 0.0
+            first = next((number for number, asked in self._waiting.items() if asked.seconds < math.inf), -1)
+            busy = busy + self._limits.tick if first == oldest >= 0 else 0.0
+            seen, oldest = self._num_frames, first
+            if silent > self._most_silence:
+                self._kill(f"it gave no sign of life for {silent:.0f} s")
+            elif oldest >= 0 and busy > self._waiting[oldest].seconds:
+                self.is_hung = True
+                self._kill(f"it computed one batch for {busy:.0f} s")
+
+    @property
+    def _most_silence(self) -> float:
+        if self._up.done():
+            return self._limits.silence
+        return self._limits.loading if self._num_frames else self._limits.start
+
+    def _kill(self, reason: str) -> None:
+        self._kill_reason = reason
+        self.process.kill()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._connection.send_bytes(data)
+        except OSError:  # the reader sees the end of the pipe too, and fails every question
+            return
+
+    def _read(self) -> None:
+        try:
+            while True:
+                frame = Frame.decode(self._connection.recv_bytes())
+                self._num_frames += 1
+                if frame.header.get("op") != "alive":
+                    self._call(self._received, frame)
+        except (EOFError, OSError):
+            self._call(self._died)
+
+    def _call(self, function: object, *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    def _received(self, frame: Frame) -> None:
+        if "op" in frame.header:
+            self._up.set_result(frame)
+        elif (asked := self._waiting.get(frame.header["id"])) is not None and not asked.answer.done():
+            asked.answer.set_result(frame)
+
+    def _died(self) -> None:
+        self.ended.set()
+        self._watcher.cancel()
+        self._sender.shutdown(wait=False)
+        for answer in (self._up, *(asked.answer for asked in self._waiting.values())):
+            if not answer.done():
+                answer.set_exception(WorkerDied("the worker process ended before it answered"))
+        if self._up.done() and not self._up.cancelled():
+            self._up.exception()  # seen, should nobody wait for it
+
+
+def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tuple[Connection, SpawnProcess]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    texts = (json.dumps(asdict(options)), json.dumps([staged_to_json(weights) for weights in committed]))
+    process = context.Process(target=run_worker, args=(theirs, *texts), name="rm-worker", daemon=True)
+    process.start()
+    theirs.close()  # so that our end sees the pipe close when the process ends
+    return ours, process

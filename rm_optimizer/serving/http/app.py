@@ -1,0 +1,134 @@
+"""The HTTP application around a `RewardService`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import rm_optimizer
+from rm_optimizer.serving.http.api_page import add_api_page
+from rm_optimizer.serving.http.auth import BearerAuth, LocalHost
+from rm_optimizer.serving.http.body_timeout import BODY_SECONDS, BodyTimeout
+from rm_optimizer.serving.http.door import Door, HeaderSize
+from rm_optimizer.serving.http.error_answers import install_error_answers
+from rm_optimizer.serving.http.routes import ClientLeft, router
+from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
+from rm_optimizer.serving.service.service import RewardService
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left; it goes nowhere but into the metrics."""
+
+
+def create_app(
+    service: RewardService,
+    *,
+    api_key: str | None = None,
+    update_key: str | None = None,
+    local_only: bool = False,
+    routers: Sequence[APIRouter] = (),
+    body_seconds: float = BODY_SECONDS,
+) -> FastAPI:
+    """The application; whoever runs it starts the service, and the application's shutdown stops it.
+
+    Args:
+        service: what is served, as `app.state.service`.
+        api_key: what requests must bring; None asks for nothing.
+        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
+        local_only: refuse requests that were sent to another name than this machine's.
+        routers: further routes, those of weight updates say.
+        body_seconds: most seconds without a byte of a body.
+    """
+    app = FastAPI(
+        title="RM-Optimizer reward server",
+        version=rm_optimizer.__version__,
+        lifespan=_lifespan(service),
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    add_api_page(app)
+    for routes in (router, *routers):
+        app.include_router(routes)
+    install_error_answers(app)
+    app.add_exception_handler(ClientLeft, _client_left)
+    app.add_middleware(Door)
+    app.add_middleware(BodyTimeout, seconds=body_seconds)
+    app.add_middleware(BearerAuth, api_key=api_key, update_key=update_key)
+    if local_only:
+        app.add_middleware(LocalHost)
+    app.add_middleware(HeaderSize)
+    app.add_middleware(Observed, metrics=service.metrics)  # added last, hence outermost
+    app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
+    return app
+
+
+def _lifespan(service: RewardService) -> Callable[[FastAPI], Any]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.stop()
+
+    return lifespan
+
+
+def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:
+    """The OpenAPI document without FastAPI's 422, as what is invalid gets 400 and our body; with the key's scheme."""
+    original = app.openapi
+
+    def document() -> dict[str, Any]:
+        described = original()
+        for path in described["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        if api_key is not None:
+            schemes = described.setdefault("components", {}).setdefault("securitySchemes", {})
+            schemes["key"] = {"type": "http", "scheme": "bearer"}
+            described["security"] = [{"key": []}]
+        return described
+
+    return document
+
+
+def _client_left(request: Request, error: Exception) -> Response:
+    service: RewardService = request.app.state.service
+    service.metrics.disconnected.inc()
+    return Response(status_code=CLIENT_CLOSED)
+
+
+class Observed:
+    """Counts requests by route and status, and how long they took.
+
+    Args:
+        app: what answers.
+        metrics: where to count.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and count its answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, started = 500, time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)

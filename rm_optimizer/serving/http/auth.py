@@ -1,0 +1,78 @@
+"""The keys and the host, asked for before a body is read: on every route, the documentation included."""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rm_optimizer.serving.http.error_answers import error_answer
+from rm_optimizer.serving.service.api_errors import InvalidRequest, Unauthorized
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""Answered without a key, as the probes of an orchestrator have none; they say only that the server lives."""
+UPDATE_PATHS = "/rm/weights"
+"""Beginning of the paths of weight updates, which may have a key of their own."""
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_PORT = re.compile(r":\d+\Z")
+
+
+class BearerAuth:
+    """Lets a request through if it brings `Authorization: Bearer KEY`; compared in constant time.
+
+    Args:
+        app: what is behind it.
+        api_key: key of all paths but `OPEN_PATHS`; None asks for nothing.
+        update_key: key of the paths of weight updates instead; None takes the `api_key` there too.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, update_key: str | None = None) -> None:
+        self.app = app
+        self._key = None if api_key is None else api_key.encode()
+        self._update_key = self._key if update_key is None else update_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 to whoever does not bring the key."""
+        if scope["type"] == "lifespan" or self._may_pass(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            which = "update" if _is_update(scope) and self._update_key != self._key else "API"
+            answer = error_answer(
+                Unauthorized(f"expected the header Authorization: Bearer KEY with the server's {which} key")
+            )
+            await answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _may_pass(self, scope: Scope) -> bool:
+        key = self._update_key if _is_update(scope) else self._key
+        if key is None or (scope["path"] in OPEN_PATHS and scope.get("method") in ("GET", "HEAD")):
+            return True
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        return hmac.compare_digest(given.strip().encode(), key) and scheme.lower() == "bearer"
+
+
+class LocalHost:
+    """Refuses requests whose `Host` is not this machine's, which a web page sends after it has rebound its name.
+
+    Args:
+        app: what is behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 400 to another host."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else "localhost"
+        if _PORT.sub("", host).lower() in LOCAL_HOSTS:
+            await self.app(scope, receive, send)
+            return
+        text = f"expected the header Host to name this machine, got {host!r}; serve with --api-key for other names"
+        await error_answer(InvalidRequest(text))(scope, receive, send)
+
+
+def _is_update(scope: Scope) -> bool:
+    return str(scope.get("path", "")).startswith(UPDATE_PATHS)

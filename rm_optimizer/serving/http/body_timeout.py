@@ -1,0 +1,89 @@
+"""How long a client may take to send its body: whoever stops or trickles is told 408, and its connection closed.
+
+The rule is Apache's (`mod_reqtimeout`, `RequestReadTimeout body=20,MinRate=…`): a body has some seconds, and more for
+every byte that came. Only waiting for the client counts, so that a server that is busy itself ends nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rm_optimizer.serving.http.error_answers import error_answer
+from rm_optimizer.serving.service.api_errors import ApiError
+
+BODY_SECONDS = 20.0
+"""Most seconds without a byte, and of a body beside those that its bytes earn."""
+LEAST_BYTES_PER_SECOND = 128 * 2**10
+"""A byte earns the reciprocal of this in seconds."""
+
+
+class SlowBody(ApiError):
+    """The client stopped in the middle of its body, or sends it too slowly."""
+
+    status, kind = 408, "SlowBody"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The rest of the body is not waited for."""
+        return {"Connection": "close"}
+
+
+class BodyTimeout:
+    """Ends requests whose bodies do not come.
+
+    Args:
+        app: what reads the bodies.
+        seconds: most seconds without a byte.
+        least_rate: bytes that earn one more second in all.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float = BODY_SECONDS, least_rate: float = LEAST_BYTES_PER_SECOND) -> None:
+        self.app = app
+        self.seconds = seconds
+        self.least_rate = least_rate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; 408 where nothing within has answered the `SlowBody` that its `receive` raised."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            await self.app(scope, _TimedReceive(receive, self.seconds, self.least_rate), send)
+        except SlowBody as error:  # nothing has been sent: an answer begins once the body is read
+            await error_answer(error)(scope, receive, send)
+
+
+class _TimedReceive:
+    """A `receive` that gives up on a slow body; what comes after the body, a disconnection, is waited for."""
+
+    def __init__(self, receive: Receive, seconds: float, least_rate: float) -> None:
+        self._receive = receive
+        self._seconds = seconds
+        self._least_rate = least_rate
+        self._waited = 0.0
+        self._size = 0
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        left = self._seconds + self._size / self._least_rate - self._waited
+        started = time.monotonic()
+        try:
+            message = await asyncio.wait_for(self._receive(), min(self._seconds, left))
+        except TimeoutError as error:
+            raise self._slow(time.monotonic() - started) from error
+        self._waited += time.monotonic() - started
+        self._size += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        return message
+
+    def _slow(self, last_wait: float) -> SlowBody:
+        return SlowBody(
+            f"{self._size} bytes of the body came in {self._waited + last_wait:.1f} s; expected the next within "
+            f"{self._seconds:g} s and {self._least_rate:g} bytes a second; send the body in one go"
+        )

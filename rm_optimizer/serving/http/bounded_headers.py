@@ -1,0 +1,150 @@
+"""How long a request's headers may take and how large they may be; uvicorn sets no time, and httptools no size.
+
+Whoever stops or trickles is told 408 and the connection closed, as by Apache's `RequestReadTimeout header=20`. What
+follows the headers is for the application; see `body_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from rm_optimizer.serving.http.connections import MAX_CONNECTIONS
+from rm_optimizer.serving.http.error_answers import error_answer
+from rm_optimizer.serving.service.api_errors import (
+    MAX_HEADER_BYTES,
+    ApiError,
+    HeadersTooLarge,
+    InvalidRequest,
+    Overloaded,
+)
+from rm_optimizer.serving.service.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
+else:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+
+HEADER_SECONDS = 20.0
+"""From the connection, or on one that has answered before from the next request's first byte, to the last header."""
+
+
+LEAST_IDLE_SECONDS = 1.0
+"""Time without a byte after which a connection that waits for a request gives way to a new one."""
+
+
+class SlowHeaders(ApiError):
+    """The client stopped in the middle of its headers, or sends them too slowly."""
+
+    status, kind = 408, "SlowHeaders"
+
+
+class BoundedHeaders(HttpProtocol):
+    """uvicorn's protocol, of whichever parser is installed, for `uvicorn.Config(http=…)`."""
+
+    seconds = HEADER_SECONDS
+    least_idle_seconds = LEAST_IDLE_SECONDS
+    max_connections = MAX_CONNECTIONS
+    metrics: ServerMetrics | None = None
+
+    @classmethod
+    def limited(cls, max_connections: int, metrics: ServerMetrics) -> type[BoundedHeaders]:
+        """The protocol of one server.
+
+        Args:
+            max_connections: most open connections.
+            metrics: where refusals are counted.
+        """
+        return type("LimitedHeaders", (cls,), {"max_connections": max_connections, "metrics": metrics})
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._last = self.cycle  # the request before the one whose headers are counted
+        self._num_bytes = 0
+        self._last_byte = self.loop.time()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request's headers, unless too many connections are open and none of them is idle."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections and not self._replace_idle():
+            self._refuse(Overloaded(f"{self.max_connections} connections are open, which is the most"))
+        else:
+            self._begin_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Let uvicorn parse the bytes; those that complete no request's headers are counted, and end some time."""
+        last, self._last_byte = self.cycle, self.loop.time()
+        if last is not self._last:
+            self._last, self._num_bytes = last, 0
+        if last is None or not last.more_body:  # the rest of a body that was answered early is none of this
+            self._num_bytes += len(data)
+        if last is None or last.response_complete:
+            self._begin_wait()
+        super().data_received(data)
+        if self.cycle is not last:
+            self._end_wait()
+        elif self._num_bytes > MAX_HEADER_BYTES and not self.flow.read_paused:  # paused: h11 has a next request waiting
+            self._refuse(HeadersTooLarge())
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or what h11 finds too long, in our form."""
+        self._refuse(HeadersTooLarge() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
+
+    def _replace_idle(self) -> bool:
+        """Close the connection that has waited longest for a request, as nginx does; False if none is idle."""
+        waiting = [other for other in self.connections if isinstance(other, BoundedHeaders) and other._is_waiting]
+        oldest = min(waiting, key=lambda other: other._last_byte, default=self)
+        if self.loop.time() - oldest._last_byte < self.least_idle_seconds:
+            return False
+        oldest.transport.close()
+        return True
+
+    @property
+    def _is_waiting(self) -> bool:
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+
+    def _begin_wait(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.seconds, self._expire)
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        """Close, with a word where a request had begun; a connection that became a websocket is no longer ours."""
+        if self not in self.connections:
+            return
+        if self._num_bytes:
+            self._refuse(
+                SlowHeaders(
+                    f"{self._num_bytes} bytes of the request line and its headers came within {self.seconds:g} s, and "
+                    "no end of them; send them in one go"
+                )
+            )
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        if self.transport.is_closing():
+            return
+        answer = error_answer(error)
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not is_answering:
+            lines = [
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(),
+                *(name + b": " + value for name, value in answer.raw_headers),
+                b"connection: close",
+            ]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
+            if self.metrics is not None:
+                self.metrics.count_refusal(error.status)
+        self.transport.close()

@@ -1,0 +1,132 @@
+"""How much may be open at once: bodies and requests are counted before they are read into anything."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rm_optimizer.serving.http.error_answers import error_answer
+from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES, ApiError, HeadersTooLarge, Overloaded, TooLarge
+
+MAX_OPEN_REQUESTS = 1024
+"""POST requests open at once; health and metrics are not counted."""
+MAX_OPEN_BYTES = 256 * 2**20
+"""Bytes of the bodies of all open requests."""
+MAX_BODY_BYTES = 8 * 2**20
+"""Bytes of one body."""
+MAX_CONTAINERS = 2**16
+"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?(?:"|\Z)', re.DOTALL)
+"""JSON string, or what stands in place of one at the end of a broken body, so that no byte is read twice."""
+
+
+class HeaderSize:
+    """Refuses headers that are too large; the protocol sees only those that come in several pieces.
+
+    Args:
+        app: what is behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer 431."""
+        if scope["type"] == "http" and _header_bytes(scope) > MAX_HEADER_BYTES:
+            await error_answer(HeadersTooLarge())(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def _header_bytes(scope: Scope) -> int:
+    target = scope.get("raw_path") or scope["path"].encode()
+    line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
+
+
+class Door:
+    """Refuses requests while too many are open, and bodies that are too large.
+
+    Args:
+        app: what is behind the door.
+        max_body_bytes: of one body.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.open_requests = 0
+        self.open_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer 413 or 503."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        chunks = list[bytes]()  # counted from the moment they come, also those of a body that never ends
+        try:
+            refusal = await self._refusal(scope, receive, chunks)
+            if refusal is not None:
+                await error_answer(refusal)(scope, receive, send)
+            else:
+                await self._let_in(scope, _replayed(chunks[0], receive), send)
+        finally:
+            self.open_bytes -= sum(map(len, chunks))
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.open_requests += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.open_requests -= 1
+
+    async def _refusal(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> ApiError | None:
+        """Read the body into one chunk, or say why it is not taken; a request that is being read is not yet open."""
+        if self.open_requests >= MAX_OPEN_REQUESTS:
+            return Overloaded(f"{self.open_requests} requests are open, which is the most")
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdigit() and int(announced) > self.max_body_bytes:
+            return self._too_large()
+        size = 0
+        while True:
+            message = await receive()
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            self.open_bytes += len(chunks[-1])
+            if size > self.max_body_bytes:
+                return self._too_large()
+            if self.open_bytes > MAX_OPEN_BYTES:
+                return Overloaded(f"the bodies of open requests hold {self.open_bytes} bytes")
+            if not message.get("more_body", False):
+                chunks[:] = [b"".join(chunks)]
+                return _too_many_containers(chunks[0])
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"expected a body of at most {self.max_body_bytes} bytes; split the request")
+
+
+def _too_many_containers(body: bytes) -> TooLarge | None:
+    """Refuse a body that would take long to parse; brackets inside of strings do not count."""
+    if _num_containers(body) <= MAX_CONTAINERS or _num_containers(_STRING.sub(b"", body)) <= MAX_CONTAINERS:
+        return None
+    return TooLarge(f"expected at most {MAX_CONTAINERS} lists and objects in a body; split the request")
+
+
+def _num_containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body that was read, and then what comes."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

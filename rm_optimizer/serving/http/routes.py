@@ -1,0 +1,202 @@
+"""What is answered where."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from rm_optimizer.serving.engine import ScoredBatch
+from rm_optimizer.serving.http.error_answers import error_responses
+from rm_optimizer.serving.protocol import (
+    REVISION_HEADER,
+    VERSION_HEADER,
+    ClassifyDatum,
+    ClassifyRequest,
+    ClassifyResponse,
+    InfoResponse,
+    ModelList,
+    OpenRLHFRequest,
+    OpenRLHFResponse,
+    ScoreRequest,
+    ScoreResponse,
+    Usage,
+    VersionResponse,
+    sigmoid,
+)
+from rm_optimizer.serving.service.api_errors import NotReady
+from rm_optimizer.serving.service.inputs import TokenSequence, num_characters, refuse_cuts
+from rm_optimizer.serving.service.service import RewardService
+
+router = APIRouter()
+_SCORING = error_responses(400, 401, 404, 408, 413, 500, 503)
+_READING = error_responses(401, 503)
+T = TypeVar("T")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before it was answered."""
+
+
+def _service(request: Request) -> RewardService:
+    service: RewardService = request.app.state.service
+    return service
+
+
+Service = Annotated[RewardService, Depends(_service)]
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled as soon as the client leaves.
+
+    Raises:
+        ClientLeft: if it does.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnection(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _numbers(rewards: Sequence[float], use_activation: bool | None) -> list[float]:
+    """What the client asked for: rewards, or one sigmoid of each."""
+    return [sigmoid(reward) for reward in rewards] if use_activation else list(rewards)
+
+
+def _usage(sequences: Sequence[TokenSequence]) -> Usage:
+    tokens = sum(map(len, sequences))
+    return Usage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+async def _scored(
+    service: RewardService, request: Request, sequences: list[TokenSequence], out: Response
+) -> ScoredBatch:
+    scored = await while_connected(request, service.score(sequences))
+    out.headers[VERSION_HEADER] = scored.version
+    out.headers[REVISION_HEADER] = str(scored.revision)
+    return scored
+
+
+async def _sequences(body: ClassifyRequest, service: RewardService) -> list[TokenSequence]:
+    """Token ids of what is to be classified; only text waits for a tokenizer."""
+    reader, value = service.reader, body.input
+    if (messages := body.messages) is not None:
+        return await service.read(num_characters(body), lambda: reader.conversation(messages))
+    if isinstance(value, str) or (value and isinstance(value[0], str)):
+        texts: Any = value
+        read = partial(reader.texts, texts, add_special_tokens=body.add_special_tokens)
+        return await service.read(num_characters(body), read)
+    ids: Any = value
+    return reader.token_ids(ids)
+
+
+@router.post("/classify", responses=_SCORING)
+async def classify(body: ClassifyRequest, request: Request, response: Response, service: Service) -> ClassifyResponse:
+    """Rewards of texts, token ids or one conversation, in vLLM's form."""
+    service.check_model(body.model)
+    sequences = await _sequences(body, service)
+    refuse_cuts(sequences, body.truncate_prompt_tokens)
+    scored = await _scored(service, request, sequences, response)
+    numbers = _numbers(scored.rewards, body.use_activation)
+    return ClassifyResponse(
+        id=f"classify-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=service.model_name,
+        data=[ClassifyDatum(index=index, probs=[number]) for index, number in enumerate(numbers)],
+        usage=_usage(sequences),
+        rm_version=scored.version,
+        rm_revision=scored.revision,
+    )
+
+
+@router.post("/rm/score", responses=_SCORING)
+async def score(body: ScoreRequest, request: Request, response: Response, service: Service) -> ScoreResponse:
+    """Rewards of responses to prompts, rendered as in training."""
+    service.check_model(body.model)
+    reader = service.reader
+    sequences = await service.read(num_characters(body), lambda: reader.items(body.items))
+    scored = await _scored(service, request, sequences, response)
+    numbers = iter(_numbers(scored.rewards, body.use_activation))
+    return ScoreResponse(
+        model=service.model_name,
+        rewards=[[next(numbers) for _ in item.responses] for item in body.items],
+        usage=_usage(sequences),
+        rm_version=scored.version,
+        rm_revision=scored.revision,
+    )
+
+
+@router.post("/get_reward", responses=_SCORING)
+async def get_reward(body: OpenRLHFRequest, request: Request, response: Response, service: Service) -> OpenRLHFResponse:
+    """Rewards in OpenRLHF's form (`--remote_rm_url http://host:port/get_reward`).
+
+    Texts that are too long lose tokens from their left, as in training; `extra_logs.truncated` says which (1.0).
+    """
+    reader = service.reader
+    if not body.query:
+        return OpenRLHFResponse(rewards=[], scores=[], extra_logs={"rm_reward": [], "truncated": []})
+    encodings = await service.read(num_characters(body), lambda: reader.rendered(body.query))
+    rewards = list((await _scored(service, request, [encoding.ids for encoding in encodings], response)).rewards)
+    truncated = [float(encoding.prompt_cut > 0) for encoding in encodings]
+    service.count_truncated(int(sum(truncated)))
+    return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards, "truncated": truncated})
+
+
+@router.get("/ping", responses=_READING)
+@router.get("/health", responses=_READING)
+async def health(service: Service) -> dict[str, str]:
+    """200 while the server lives, also while it loads; whether it may answer is `/ready`'s to say."""
+    engine = service.engine
+    return {"status": "alive", "version": engine.version, "revision": str(engine.revision)}
+
+
+@router.get("/ready", responses=_READING)
+async def ready(service: Service) -> dict[str, str]:
+    """200 once the weights are loaded and the parity probe has passed."""
+    if service.obstacle is not None:
+        raise NotReady(service.obstacle)
+    return {"status": "ready", "version": service.engine.version, "revision": str(service.engine.revision)}
+
+
+@router.get("/version", responses=_READING)
+@router.get("/rm/version", responses=_READING)
+async def version(response: Response, service: Service) -> VersionResponse:
+    """The weights that answer now."""
+    answer = service.version()
+    response.headers[VERSION_HEADER] = answer.version
+    response.headers[REVISION_HEADER] = str(answer.revision)
+    return answer
+
+
+@router.get("/v1/models", responses=_READING)
+async def models(service: Service) -> ModelList:
+    """The served model in OpenAI's form."""
+    return service.models()
+
+
+@router.get("/rm/info", responses=_READING)
+async def info(service: Service) -> InfoResponse:
+    """What a client checks before it trusts the numbers."""
+    return service.info()
+
+
+@router.get("/metrics", responses=_READING, response_class=PlainTextResponse)
+async def metrics(service: Service) -> Response:
+    """Counts for Prometheus."""
+    return Response(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")

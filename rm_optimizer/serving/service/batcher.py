@@ -1,0 +1,301 @@
+"""The queue between requests and the engine: bounded by tokens, fair between requests, grouped by common starts."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rm_optimizer.core.tokens.common_starts import LEAST_SHARED, common_starts
+from rm_optimizer.serving.engine import Engine, EngineUnavailable, ScoredBatch
+from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
+from rm_optimizer.serving.service.metrics import ServerMetrics
+
+LEAST_BATCH_TOKENS = 1024
+"""Tokens given to the engine at once, at least: it cuts them into passes itself."""
+IN_FLIGHT = 2
+"""Batches with the engine at a time, so that the next one waits in its pipe while it computes."""
+MOST_ROUNDS = 10
+"""Times that a request is scored because new weights came while it was being answered."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """Sequences of one request, their rewards so far, and the revision of the weights of each."""
+
+    sequences: Sequence[tuple[int, ...]]
+    answer: asyncio.Future[ScoredBatch]
+    rewards: list[float]
+    revisions: list[int | None]
+    open_units: int = 0
+    rounds: int = 0
+
+
+@dataclass(order=True)
+class _Unit:
+    """Sequences of one request that go to the engine together: a group with a common start, or a single one."""
+
+    place: float
+    number: int
+    request: _Request = field(compare=False)
+    indices: list[int] = field(compare=False)
+    tokens: int = field(compare=False)
+    start: tuple[int, ...] = field(compare=False)
+    is_taken: bool = field(compare=False, default=False)
+    is_computed: bool = field(compare=False, default=False)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is still to be computed for somebody."""
+        return not self.is_taken and not self.request.answer.done()
+
+
+class Batcher:
+    """Accepts requests until `max_queued_tokens` wait, and gives them to the engine in batches.
+
+    The order is start-time fair queuing (Goyal et al., 1996) over tokens: a unit's place is the place being served when
+    its request came, plus the request's tokens before it. So a small request does not wait for all of a large one.
+
+    Args:
+        engine: answers the batches.
+        max_queued_tokens: most tokens that wait or are being computed.
+        metrics: counts.
+    """
+
+    def __init__(self, engine: Engine, *, max_queued_tokens: int, metrics: ServerMetrics) -> None:
+        self.engine = engine
+        self.max_queued_tokens = max_queued_tokens
+        self.metrics = metrics
+        self.queued_tokens = 0
+        self._heap: list[_Unit] = []
+        self._starts: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
+        self._numbers = itertools.count()
+        self._place = 0.0
+        self._abandoned = 0
+        self._work = asyncio.Event()
+        self._tokens_per_second = 1000.0
+        self._runners: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to give batches to the engine."""
+        self._runners = [asyncio.create_task(self._run(), name=f"rm-batcher-{i}") for i in range(IN_FLIGHT)]
+
+    async def stop(self) -> None:
+        """Stop; whoever still waits is told so."""
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+        for unit in self._heap:
+            _fail(unit.request, EngineUnavailable("the server is stopping"))
+
+    async def score(self, sequences: Sequence[tuple[int, ...]]) -> ScoredBatch:
+        """Rewards of a request, all of one version of the weights. Cancelling it drops what was not yet computed.
+
+        Raises:
+            TooLarge: if the request alone exceeds the queue.
+            Overloaded: if the queue has no room for it now.
+            EngineUnavailable: if the engine fails.
+        """
+        tokens = sum(map(len, sequences))
+        self._admit(tokens)
+        count = len(sequences)
+        answer: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
+        request = _Request(sequences, answer, [math.nan] * count, [None] * count)
+        self.queued_tokens += tokens
+        self.metrics.queued_tokens.set(self.queued_tokens)
+        try:
+            self._enqueue(request, range(count))
+            return await answer
+        finally:
+            answer.cancel()  # of no effect once it is answered
+            self.queued_tokens -= tokens
+            self.metrics.queued_tokens.set(self.queued_tokens)
+            self._sweep(request)
+
+    def require_room(self) -> None:
+        """Refuse a request of unknown length before it is read.
+
+        Raises:
+            Overloaded: if the queue has no room for one token.
+        """
+        self._admit(1)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether batches are given to the engine."""
+        return bool(self._runners) and not any(runner.done() for runner in self._runners)
+
+    def _sweep(self, request: _Request) -> None:
+        """Take the units of clients that left out of the queue, once they are most of it."""
+        self._abandoned += request.open_units
+        if self._abandoned > len(self._heap) // 2:
+            for unit in self._heap:
+                if not unit.is_waiting:
+                    self._forget(unit)
+            self._heap = [unit for unit in self._heap if unit.is_waiting]
+            heapq.heapify(self._heap)
+            self._abandoned = 0
+
+    def _admit(self, tokens: int) -> None:
+        if tokens > self.max_queued_tokens:
+            raise TooLarge(
+                f"the request holds {tokens} tokens, more than the {self.max_queued_tokens} the server ever accepts at "
+                "once; split it"
+            )
+        if self.queued_tokens + tokens > self.max_queued_tokens:
+            wait = math.ceil(self.queued_tokens / self._tokens_per_second / 2)
+            raise Overloaded(
+                f"{self.queued_tokens} tokens wait, and {self.max_queued_tokens} are the most", min(60, max(1, wait))
+            )
+
+    @property
+    def _batch_tokens(self) -> int:
+        return max(LEAST_BATCH_TOKENS, self.engine.description.token_budget)
+
+    def _enqueue(self, request: _Request, indices: Sequence[int]) -> None:
+        rows = [np.array(request.sequences[index], dtype=np.int32) for index in indices]
+        groups = common_starts(rows) if self.engine.description.shares_prompts else [[i] for i in range(len(rows))]
+        place = self._place
+        for group in groups:
+            for part in _cut([indices[i] for i in group], request.sequences, 2 * self._batch_tokens):
+                unit = self._unit(request, part, place)
+                heapq.heappush(self._heap, unit)
+                if unit.start:
+                    self._starts[unit.start].append(unit)
+                place += unit.tokens
+                request.open_units += 1
+        request.rounds += 1
+        self._work.set()
+
+    def _unit(self, request: _Request, indices: list[int], place: float) -> _Unit:
+        first = request.sequences[indices[0]]
+        start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
+        return _Unit(place, next(self._numbers), request, indices, _unit_tokens(indices, request.sequences), start)
+
+    async def _run(self) -> None:
+        while True:
+            batch = self._next_batch()
+            if batch:
+                try:
+                    await self._compute(batch)
+                finally:
+                    _abandon(batch)
+            else:
+                self._work.clear()
+                await self._work.wait()
+
+    def _next_batch(self) -> list[_Unit]:
+        """The next units in order, and those that start as the first of them does, up to a batch's tokens."""
+        batch: list[_Unit] = []
+        room = self._batch_tokens
+        while self._heap and room > 0:
+            unit = heapq.heappop(self._heap)
+            if not unit.is_waiting:
+                self._forget(unit)
+                continue
+            self._place = unit.place
+            for taken in (unit, *self._companions(unit, room - unit.tokens)):
+                taken.is_taken = True
+                self._forget(taken)
+                batch.append(taken)
+                room -= taken.tokens
+        return batch
+
+    def _companions(self, unit: _Unit, room: int) -> list[_Unit]:
+        """Other requests' units with the same start, as many as there is room for."""
+        found: list[_Unit] = []
+        if unit.start and self.engine.description.shares_prompts:
+            for other in self._starts.get(unit.start, ()):
+                if other is not unit and other.is_waiting and other.tokens <= room:
+                    found.append(other)
+                    room -= other.tokens
+        return found
+
+    def _forget(self, unit: _Unit) -> None:
+        units = self._starts.get(unit.start)
+        if units is not None and unit in units:
+            units.remove(unit)
+            if not units:
+                del self._starts[unit.start]
+
+    async def _compute(self, batch: list[_Unit]) -> None:
+        sequences = [unit.request.sequences[index] for unit in batch for index in unit.indices]
+        started = time.perf_counter()
+        try:
+            scored = await self.engine.score(sequences)
+        except EngineUnavailable as error:
+            for unit in batch:
+                _fail(unit.request, error)
+            return
+        tokens = sum(unit.tokens for unit in batch)
+        self._tokens_per_second += 0.2 * (tokens / max(1e-6, time.perf_counter() - started) - self._tokens_per_second)
+        self.metrics.observe_batch(len(sequences), tokens, sum(map(len, sequences)))
+        self._deliver(batch, scored)
+
+    def _deliver(self, batch: list[_Unit], scored: ScoredBatch) -> None:
+        rewards = iter(scored.rewards)
+        for unit in batch:
+            for index in unit.indices:
+                unit.request.rewards[index] = next(rewards)
+                unit.request.revisions[index] = scored.revision
+            unit.is_computed = True
+            self._finish(unit.request, scored)
+
+    def _finish(self, request: _Request, last: ScoredBatch) -> None:
+        """Answer a request whose last unit is done; what older weights computed is computed again first."""
+        request.open_units -= 1
+        if request.open_units or request.answer.done():
+            return
+        stale = [index for index, own in enumerate(request.revisions) if own != last.revision]
+        if not stale:
+            request.answer.set_result(ScoredBatch(tuple(request.rewards), last.version, last.revision))
+        elif request.rounds >= MOST_ROUNDS:
+            _fail(request, EngineUnavailable("new weights came faster than the request could be answered; try again"))
+        else:
+            self._enqueue(request, stale)
+
+
+def _abandon(batch: list[_Unit]) -> None:
+    """Tell whoever waits for a batch that was given up half-way; of no effect on one that was computed."""
+    for unit in batch:
+        if not unit.is_computed:
+            _fail(unit.request, EngineUnavailable("the server is stopping"))
+
+
+def _fail(request: _Request, error: EngineUnavailable) -> None:
+    if not request.answer.done():
+        request.answer.set_exception(error)
+
+
+def _unit_tokens(indices: Sequence[int], sequences: Sequence[tuple[int, ...]]) -> int:
+    """Tokens of sequences that start alike, the common ones counted once."""
+    lengths = [len(sequences[index]) for index in indices]
+    depth = _common([sequences[index] for index in indices]) if len(indices) > 1 else 0
+    return sum(lengths) - depth * (len(indices) - 1)
+
+
+def _common(sequences: Sequence[tuple[int, ...]]) -> int:
+    first, last = min(sequences), max(sequences)  # of sorted sequences, these two differ first
+    shortest = min(map(len, sequences))
+    return next((place for place in range(shortest) if first[place] != last[place]), shortest)
+
+
+def _cut(group: list[int], sequences: Sequence[tuple[int, ...]], most_tokens: int) -> list[list[int]]:
+    """A group in parts of at most `most_tokens` tokens, so that no unit keeps the others waiting for long."""
+    depth = _common([sequences[index] for index in group]) if len(group) > 1 else 0
+    parts, room = list[list[int]](), 0
+    for index in group:
+        own = len(sequences[index]) - depth
+        if not parts or own > room:
+            parts.append([])
+            room = most_tokens - depth
+        parts[-1].append(index)
+        room -= own
+    return parts

@@ -1,0 +1,304 @@
+"""Requests to token ids, checked: what a model cannot read is refused by name, and nothing is cut without a word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rm_optimizer.core.rows.messages import Message, Prompt
+from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
+from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.serving.engine import EngineDescription
+from rm_optimizer.serving.protocol import (
+    MAX_ITEMS,
+    ClassifyRequest,
+    OpenRLHFRequest,
+    ScoreItem,
+    ScoreRequest,
+    WireMessage,
+)
+from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, TooLong
+from rm_optimizer.serving.service.rendered_texts import RenderedTexts
+
+MAX_CHARACTERS_A_TOKEN = 64
+"""A text longer than this many characters for each token the model reads is refused before it is tokenised."""
+SLICE_CHARACTERS = 2**18
+"""Characters that are tokenised at once, beside those of one text: what is too long is seen after each slice."""
+
+TokenSequence = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InputReader:
+    """Turns what requests hold into token ids, by the model's own tokenizer and rendering.
+
+    Args:
+        tokenizer: the model's.
+        renderer: its rendering of conversations, with room for one token more than the model reads, so that what is too
+            long is seen.
+        max_length: most tokens that the model reads.
+        vocab_size: ids are below it.
+        max_request_tokens: most tokens of all sequences of a request.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ConversationRenderer
+    max_length: int
+    vocab_size: int
+    max_request_tokens: int
+
+    @classmethod
+    def of(cls, description: EngineDescription, max_request_tokens: int) -> InputReader:
+        """The reader of an engine's model.
+
+        Args:
+            description: of the engine.
+            max_request_tokens: most tokens of all sequences of a request.
+
+        Raises:
+            CheckpointError: if conversations are not rendered as the engine's model renders them.
+        """
+        tokenizer = AutoTokenizer.from_pretrained(description.tokenizer_folder)
+        renderer = ConversationRenderer(tokenizer, description.max_length + 1)
+        if renderer.template_hash != description.identity["template_hash"]:
+            raise CheckpointError("the model's rendering of conversations does not survive saving its tokenizer")
+        return cls(tokenizer, renderer, description.max_length, description.vocab_size, max_request_tokens)
+
+    def token_ids(self, value: list[int] | list[list[int]]) -> list[TokenSequence]:
+        """Token ids of `/classify`'s `input`, checked.
+
+        Raises:
+            InvalidRequest: if something is empty, or an id is not in the vocabulary.
+            TooLong: if a sequence is too long.
+            TooLarge: if the request has too many tokens.
+        """
+        if not value:
+            raise InvalidRequest("input must not be empty", "input")
+        rows: list[list[int]] = value if isinstance(value[0], list) else [value]
+        names = [f"input[{index}]" for index in range(len(rows))] if rows is value else ["input"]
+        too_long = next((name for ids, name in zip(rows, names, strict=True) if len(ids) > self.max_length), None)
+        if too_long is not None:
+            raise self._too_long(too_long)
+        self._check_total(sum(map(len, rows)))
+        return [self._checked(ids, name) for ids, name in zip(rows, names, strict=True)]
+
+    def texts(self, value: str | list[str], *, add_special_tokens: bool) -> list[TokenSequence]:
+        """Token ids of `/classify`'s `input`, tokenised as it stands.
+
+        Raises:
+            InvalidRequest: if something is empty.
+            TooLong: if a sequence is too long.
+            TooLarge: if the request has too many tokens.
+        """
+        texts = [value] if isinstance(value, str) else value
+        names = ["input"] if isinstance(value, str) else [f"input[{index}]" for index in range(len(value))]
+        self._check_texts(texts, names)
+
+        def tokenize(part: slice) -> Sequence[Sequence[int]]:
+            rows: list[list[int]] = self.tokenizer(
+                texts[part], add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+            )["input_ids"]
+            return rows
+
+        return self._in_slices(list(map(len, texts)), tokenize, names)
+
+    def conversation(self, messages: Sequence[WireMessage]) -> list[TokenSequence]:
+        """Token ids of one conversation that ends with the response.
+
+        Raises:
+            InvalidRequest: if it does not end so, or the chat template refuses it.
+            TooLong: if it is too long.
+        """
+        turns = _messages(messages, "messages")
+        if len(turns) < 2 or turns[-1].role != "assistant":
+            raise InvalidRequest(
+                "messages must hold a prompt and end with the assistant's response, the text to score", "messages"
+            )
+        return self._conversations([turns[:-1]], [turns[-1].content], ["messages"])
+
+    def items(self, items: Sequence[ScoreItem]) -> list[TokenSequence]:
+        """Token ids of prompts and their responses, item after item.
+
+        Raises:
+            InvalidRequest: if something is empty, or the chat template refuses a conversation.
+            TooLong: if a conversation is too long.
+            TooLarge: if there are too many responses.
+        """
+        count = sum(len(item.responses) for item in items)
+        if count > MAX_ITEMS:
+            raise TooLarge(f"expected at most {MAX_ITEMS} sequences in a request, got {count}; split it", "items")
+        prompts: list[Prompt] = []
+        names: list[str] = []
+        for number, item in enumerate(items):
+            if not item.prompt or (isinstance(item.prompt, str) and not item.prompt.strip()):
+                raise InvalidRequest("prompt must not be empty", f"items[{number}].prompt")
+            prompt: Prompt = (
+                item.prompt if isinstance(item.prompt, str) else _messages(item.prompt, f"items[{number}].prompt")
+            )
+            prompts += [prompt] * len(item.responses)
+            names += [f"items[{number}].responses[{index}]" for index in range(len(item.responses))]
+        return self._conversations(prompts, [text for item in items for text in item.responses], names)
+
+    @cached_property
+    def _rendered(self) -> RenderedTexts:
+        return RenderedTexts(self.renderer)
+
+    def rendered(self, texts: Sequence[str]) -> list[Encoding]:
+        """Token ids of conversations that the client has rendered, as OpenRLHF sends them.
+
+        They are those of `items` for the same conversations, whatever padding and special tokens stand around the
+        texts. An over-long text loses tokens from its left, as an over-long prompt does in training.
+
+        Raises:
+            InvalidRequest: if a text is empty.
+            TooLong: if a text is far too long.
+            TooLarge: if the request has too many tokens.
+        """
+        names = [f"query[{index}]" for index in range(len(texts))]
+        self._check_texts(texts, names)
+        restored = list(map(self._rendered.restored, texts))
+        self._check_texts(restored, names)
+        encodings = list[Encoding]()
+
+        def tokenize(part: slice) -> Sequence[Sequence[int]]:
+            encodings.extend(self.renderer.encode_rendered(restored[part], self.max_length))
+            return [encoding.ids for encoding in encodings[part]]
+
+        self._in_slices(list(map(len, restored)), tokenize, names)
+        return encodings
+
+    def _conversations(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], names: Sequence[str]
+    ) -> list[TokenSequence]:
+        self._check_texts(responses, names)
+        sizes = [_num_characters(prompt) + len(text) for prompt, text in zip(prompts, responses, strict=True)]
+        for size, name in zip(sizes, names, strict=True):
+            self._check_size(size, name)
+
+        def tokenize(part: slice) -> Sequence[Sequence[int]]:
+            try:
+                encodings = self.renderer.encode_batch(prompts[part], responses[part])
+            except DataError as error:
+                raise InvalidRequest(str(error), names[0] if len(names) == 1 else None) from error
+            return [encoding.ids for encoding in encodings]
+
+        return self._in_slices(sizes, tokenize, names)
+
+    def _in_slices(
+        self, sizes: Sequence[int], tokenize: Callable[[slice], Sequence[Sequence[int]]], names: Sequence[str]
+    ) -> list[TokenSequence]:
+        """All rows, checked slice by slice, so that what is refused is not tokenised to its end."""
+        rows = list[TokenSequence]()
+        total = 0
+        for part in _slices(sizes):
+            checked = [self._checked(ids, name) for ids, name in zip(tokenize(part), names[part], strict=True)]
+            total += sum(map(len, checked))
+            self._check_total(total)
+            rows += checked
+        return rows
+
+    def _check_texts(self, texts: Sequence[str], names: Sequence[str]) -> None:
+        if not texts:
+            raise InvalidRequest("input must not be empty", "input")
+        for text, name in zip(texts, names, strict=True):
+            self._check_text(text, name)
+
+    def _check_text(self, text: str, name: str) -> None:
+        if not text:
+            raise InvalidRequest(f"{name} must not be empty", name)
+        self._check_size(len(text), name)
+        if not is_encodable(text):
+            raise InvalidRequest(f"{name} holds half of a UTF-16 surrogate pair, which is no character", name)
+
+    def _check_size(self, num_characters: int, name: str) -> None:
+        if num_characters > MAX_CHARACTERS_A_TOKEN * self.max_length:
+            raise TooLong(f"{name} has {num_characters} characters, more than {self.max_length} tokens can hold", name)
+
+    def _check_total(self, tokens: int) -> None:
+        if tokens > self.max_request_tokens:
+            raise TooLarge(
+                f"the request holds {tokens} tokens or more, more than the {self.max_request_tokens} the server ever "
+                "accepts at once; split it"
+            )
+
+    def _too_long(self, name: str) -> TooLong:
+        return TooLong(f"{name} is longer than the model's {self.max_length} tokens; shorten it", name)
+
+    def _checked(self, ids: Sequence[int], name: str) -> TokenSequence:
+        if not ids:
+            raise InvalidRequest(f"{name} must hold at least one token", name)
+        if len(ids) > self.max_length:
+            raise self._too_long(name)
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise InvalidRequest(f"{name} holds a token id outside [0, {self.vocab_size})", name)
+        return tuple(ids)
+
+
+def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:
+    """Refuse sequences that a client wants cut: servers differ in which end they cut, and in the reward that is left.
+
+    Args:
+        sequences: as they were read.
+        most: tokens that the client wants of each; None and -1 ask for no cut below the model's own limit.
+
+    Raises:
+        TooLong: naming the first longer one.
+    """
+    limit = math.inf if most is None or most == -1 else most
+    for index, ids in enumerate(sequences):
+        if len(ids) > limit:
+            raise TooLong(
+                f"sequence {index} has {len(ids)} tokens, more than the {most} of truncate_prompt_tokens; nothing is "
+                "truncated here, as a cut text has another reward: shorten it, or leave truncate_prompt_tokens out",
+                "truncate_prompt_tokens",
+            )
+
+
+def is_encodable(text: str) -> bool:
+    """Whether the text is made of characters; JSON can also spell halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def num_characters(body: ClassifyRequest | ScoreRequest | OpenRLHFRequest) -> int:
+    """Characters of a request that are to be tokenised."""
+    if isinstance(body, OpenRLHFRequest):
+        return sum(map(len, body.query))
+    if isinstance(body, ScoreRequest):
+        return sum(
+            _num_characters(item.prompt) * len(item.responses) + sum(map(len, item.responses)) for item in body.items
+        )
+    if body.messages is not None:
+        return _num_characters(body.messages)
+    return len(body.input) if isinstance(body.input, str) else sum(map(len, body.input or ()))  # type: ignore[arg-type]
+
+
+def _num_characters(prompt: str | Sequence[Message | WireMessage]) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message.content if isinstance(message, Message) else message.text) for message in prompt)
+
+
+def _slices(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbors, as many as have `SLICE_CHARACTERS` together."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > SLICE_CHARACTERS:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    yield slice(start, len(sizes))
+
+
+def _messages(messages: Sequence[WireMessage], name: str) -> tuple[Message, ...]:
+    try:
+        return tuple(Message(message.role, message.text) for message in messages)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}", name) from error

@@ -1,0 +1,86 @@
+"""Whether the served model scores as its certificate says: the question behind `/ready`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.serving.engine import Engine
+from rm_optimizer.serving.service.inputs import InputReader
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Served rewards against those that were certified at export.
+
+    Args:
+        max_difference: largest |served - certified|.
+        relative_difference: largest |served - certified| / max(1, |certified|).
+        tolerance: the most that `relative_difference` may be.
+        num_conversations: how many were compared.
+        same_tokens: whether the server renders the conversations to the certified token ids.
+        flipped_pairs: pairs of them, of `num_pairs`, that the served rewards put in another order.
+        num_pairs: pairs with different certified rewards.
+        version: of the weights that were compared.
+    """
+
+    max_difference: float
+    relative_difference: float
+    tolerance: float
+    num_conversations: int
+    same_tokens: bool
+    flipped_pairs: int
+    num_pairs: int
+    version: str
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the server may answer; a reward that is not finite fails."""
+        return self.same_tokens and self.relative_difference <= self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values; a difference that is not finite becomes None."""
+        values = {**asdict(self), "is_passed": self.is_passed}
+        return {key: None if value != value or value == float("inf") else value for key, value in values.items()}
+
+
+async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str, Any]) -> ParityReport | None:
+    """Score the certificate's conversations; None where the checkpoint has no certificate.
+
+    Args:
+        engine: with the checkpoint's own weights.
+        reader: renders the conversations.
+        export: the checkpoint's `export.json`.
+    """
+    if "certificate" not in export:
+        return None
+    certificate = ParityCertificate.from_json(export["certificate"])
+    scores = certificate.scores
+    encoded = reader.renderer.encode_batch([score.prompt for score in scores], [score.response for score in scores])
+    fitting = [score for score in scores if len(score.input_ids) <= reader.max_length]
+    served = await engine.score([score.input_ids for score in fitting])
+    certified = [score.reward for score in fitting]
+    differences = [abs(got - expected) for got, expected in zip(served.rewards, certified, strict=True)]
+    relative = [difference / max(1.0, abs(value)) for difference, value in zip(differences, certified, strict=True)]
+    pairs = [(i, j) for i in range(len(certified)) for j in range(i) if certified[i] != certified[j]]
+    same = all(
+        encoding.ids == score.input_ids or len(encoding.ids) > reader.max_length
+        for encoding, score in zip(encoded, scores, strict=True)
+    )
+    return ParityReport(
+        max_difference=_largest(differences),
+        relative_difference=_largest(relative),
+        tolerance=certificate.loaded_tolerance(engine.description.dtype),
+        num_conversations=len(fitting),
+        same_tokens=same,
+        flipped_pairs=sum((certified[i] > certified[j]) != (served.rewards[i] > served.rewards[j]) for i, j in pairs),
+        num_pairs=len(pairs),
+        version=served.version,
+    )
+
+
+def _largest(values: list[float]) -> float:
+    """The largest value; NaN counts as infinity."""
+    return max((float("inf") if value != value else value for value in values), default=0.0)

@@ -1,0 +1,244 @@
+"""A served model: engine, queue, rendering and parity, and whether the whole of it may answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import rm_optimizer
+from rm_optimizer.serving.engine import Engine, ScoredBatch
+from rm_optimizer.serving.protocol import (
+    MAX_ITEMS,
+    InfoResponse,
+    ModelCard,
+    ModelList,
+    RenderingInfo,
+    VersionResponse,
+)
+from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
+from rm_optimizer.serving.service.batcher import Batcher
+from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
+from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.parity import ParityReport, check_parity
+from rm_optimizer.serving.service.reward_probe import probe_sequences
+
+DEFAULT_QUEUED_TOKENS = 131_072
+"""Most tokens that wait: at 2,000 tokens a second, a minute's work."""
+MAX_WAITING_CHARACTERS = 16 * 2**20
+"""Characters of text that wait for a tokenizer: some seconds' work."""
+_log = logging.getLogger("rm_optimizer")
+T = TypeVar("T")
+
+
+class RewardService:
+    """What the routes talk to.
+
+    Args:
+        engine: not yet started.
+        model_name: what requests call the model.
+        max_queued_tokens: most tokens of unanswered requests, hence of one request.
+    """
+
+    def __init__(self, engine: Engine, *, model_name: str, max_queued_tokens: int = DEFAULT_QUEUED_TOKENS) -> None:
+        self.engine = engine
+        self.model_name = model_name
+        self.metrics = ServerMetrics()
+        self.batcher = Batcher(engine, max_queued_tokens=max_queued_tokens, metrics=self.metrics)
+        self.parity: ParityReport | None = None
+        self._reader: InputReader | None = None
+        self._broken_revision: int | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
+        self._waiting_characters = 0
+        self._created = int(time.time())
+        self._has_truncated = False
+        self._sound_revision: int | None = None
+        self._counted_restarts = 0
+
+    async def start(self) -> None:
+        """Load the model and compare it with its certificate.
+
+        Raises:
+            RMOptimizerError: if the model cannot be loaded, or renders conversations in another way.
+        """
+        await self.engine.start()
+        description = self.engine.description
+        reader = await asyncio.to_thread(InputReader.of, description, self.batcher.max_queued_tokens)
+        self.parity = await check_parity(self.engine, reader, description.export)
+        self.batcher.start()
+        self._reader = reader
+
+    async def stop(self) -> None:
+        """End the queue and the engine."""
+        await self.batcher.stop()
+        await self.engine.stop()
+        self._threads.shutdown(wait=False)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the server is not ready, in words; None where it is."""
+        if self._reader is None:
+            return "the model is loading"
+        if self.parity is not None and not self.parity.is_passed:
+            return (
+                f"the served rewards differ from the checkpoint's certificate by {self.parity.max_difference:.3g}, or "
+                "the conversations are rendered to other tokens; export the checkpoint again"
+            )
+        if self._broken_revision == self.engine.revision:
+            return f"weights {self.engine.version} give no finite reward; publish others"
+        if self.engine.failure is not None:
+            return f"the engine can answer no more: {self.engine.failure}"
+        return None if self.engine.is_up else "the worker process is restarting"
+
+    def require_updatable(self) -> None:
+        """Refuse an update before the served model was compared with its certificate, which is of its own weights.
+
+        Raises:
+            NotReady: if the model is loading, restarting, or was found to be another than the certificate's.
+        """
+        if self._reader is None or not self.engine.is_up or not (self.parity is None or self.parity.is_passed):
+            raise NotReady(f"no update is taken yet: {self.obstacle or 'the model is loading'}")
+
+    @property
+    def reader(self) -> InputReader:
+        """What reads requests.
+
+        Raises:
+            NotReady: if the model is loading, failed its parity probe, or gives rewards that are not finite.
+        """
+        obstacle = self.obstacle
+        if self._reader is None or (obstacle is not None and self.engine.is_up):
+            raise NotReady(obstacle or "the model is loading")
+        return self._reader
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            UnknownModel: if the name is not the served model's.
+        """
+        if name is not None and name != self.model_name:
+            raise UnknownModel(f"expected the model {self.model_name!r}, got {name!r}", "model")
+
+    async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
+        """Tokenise beside the event loop, two requests at a time.
+
+        Args:
+            num_characters: of the request.
+            tokenize: reads it.
+
+        Raises:
+            Overloaded: if the engine's queue is full, or too much text waits.
+        """
+        self.batcher.require_room()
+        if self._waiting_characters and self._waiting_characters + num_characters > MAX_WAITING_CHARACTERS:
+            raise Overloaded(f"{self._waiting_characters} characters wait to be tokenised, which is the most")
+        self._waiting_characters += num_characters
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
+        finally:
+            self._waiting_characters -= num_characters
+
+    def count_truncated(self, count: int) -> None:
+        """Count sequences that were cut, and warn of the first."""
+        if count and not self._has_truncated:
+            self._has_truncated = True
+            _log.warning(
+                "/get_reward was sent texts of more than the model's %d tokens; they are cut from the left as in "
+                "training, extra_logs.truncated says which, rm_truncated counts them",
+                self.engine.description.max_length,
+            )
+        self.metrics.truncated.inc(count)
+
+    async def score(self, sequences: list[TokenSequence]) -> ScoredBatch:
+        """Finite rewards of the sequences, all of one version.
+
+        Raises:
+            NonFiniteScore: if a reward is NaN or infinite. If those of a probe are too, the server is not ready until
+                other weights come.
+            TooLarge, Overloaded, EngineUnavailable: as `Batcher.score`.
+        """
+        scored = await self.batcher.score(sequences)
+        for index, reward in enumerate(scored.rewards):
+            if not math.isfinite(reward):
+                await self._probe(scored.revision)
+                raise NonFiniteScore(f"weights {scored.version} give the reward {reward} for sequence {index}")
+        return scored
+
+    async def _probe(self, revision: int | None) -> None:
+        """Find out, once for each revision, whether the weights or a sequence make a reward that is not finite."""
+        if revision in (self._broken_revision, self._sound_revision):
+            return
+        probe = await self.engine.score(probe_sequences(None, self.engine.description.max_length))
+        if all(map(math.isfinite, probe.rewards)):
+            self._sound_revision = probe.revision
+        else:
+            self._broken_revision = probe.revision
+
+    def version(self) -> VersionResponse:
+        """The weights that answer now.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        return VersionResponse(
+            version=self.engine.version,
+            revision=self.engine.revision,
+            engine=self.engine.description.engine,
+            package=rm_optimizer.__version__,
+        )
+
+    def models(self) -> ModelList:
+        """The served model in OpenAI's form.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        card = ModelCard(id=self.model_name, created=self._created, max_model_len=self._reader.max_length)
+        return ModelList(data=[card])
+
+    def info(self) -> InfoResponse:
+        """What a client checks before it trusts the numbers.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        description, identity = self.engine.description, self._reader.renderer.identity()
+        return InfoResponse(
+            engine=description.engine,
+            model=self.model_name,
+            version=self.engine.version,
+            revision=self.engine.revision,
+            architecture=description.architecture,
+            dtype=description.dtype,
+            rendering=RenderingInfo(**{key: identity[key] for key in RenderingInfo.model_fields}),
+            max_length=description.max_length,
+            vocab_size=description.vocab_size,
+            pad_token_id=description.pad_token_id,
+            eos_token_id=self._reader.tokenizer.eos_token_id,
+            token_budget=description.token_budget,
+            max_request_tokens=self.batcher.max_queued_tokens,
+            max_request_items=MAX_ITEMS,
+            shares_prompts=description.shares_prompts,
+            parity=None if self.parity is None else self.parity.to_json(),
+            reward_statistics=description.export.get("reward_statistics"),
+        )
+
+    def metrics_text(self) -> bytes:
+        """Prometheus' text form of the counts."""
+        self.metrics.ready.set(self.obstacle is None)
+        self.metrics.restarts.inc(self.engine.num_restarts - self._counted_restarts)
+        self._counted_restarts = self.engine.num_restarts
+        self.metrics.revision.set(self.engine.revision)
+        self.metrics.weights.info({"version": self.engine.version})
+        return self.metrics.text()

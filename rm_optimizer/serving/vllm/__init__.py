@@ -1,0 +1,1 @@
+"""The vLLM engine: plugin, launch, and weights of a running vLLM server."""

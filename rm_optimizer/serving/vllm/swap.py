@@ -1,0 +1,250 @@
+"""Two ways to new weights in a running vLLM: reload the model between two batches, or put another adapter beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rm_optimizer.core.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
+from rm_optimizer.serving.engine import StagedWeights, WeightsRefused, new_revision
+from rm_optimizer.serving.vllm.gate import Gate
+from rm_optimizer.serving.vllm.pooling import Pooling
+from rm_optimizer.serving.vllm.worker import latest_tensors
+from rm_optimizer.serving.weights.live_weights import checked_tensors
+from rm_optimizer.serving.weights.weight_history import WeightHistory
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+
+KEPT_ADAPTERS = 8
+"""Adapters kept on disk: vLLM reads one again where a batch needs it that others have pushed out."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What answers a batch.
+
+    Args:
+        version: name of its weights.
+        revision: their serial number.
+        adapter: vLLM's handle of them; None where they are the model's own.
+    """
+
+    version: str
+    revision: int
+    adapter: LoRARequest | None = None
+
+
+Check = Callable[[Serving], Awaitable[None]]
+"""Scores an update's probe with what would serve; raises `WeightsRefused`."""
+
+
+class Swap(Protocol):
+    """Holds what serves, and exchanges it."""
+
+    serving: Serving
+
+    async def start(self) -> None:
+        """Make what serves first available."""
+        ...
+
+    async def restore(self) -> None:
+        """Put the updates of the history on top of it."""
+        ...
+
+    async def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights beside the old ones."""
+        ...
+
+    async def commit(self, weights: StagedWeights, check: Check) -> None:
+        """Exchange, or leave all as it was and raise `WeightsRefused`."""
+        ...
+
+    async def drop(self) -> None:
+        """Forget what is staged."""
+        ...
+
+
+class ReloadSwap:
+    """Loads tensors into the model: drain, load, forget cached prefixes, admit.
+
+    Args:
+        pooling: the engine.
+        gate: what scoring passes through.
+        history: updates that serve.
+        checkpoint: the served folder.
+        version: of its weights.
+    """
+
+    def __init__(self, pooling: Pooling, gate: Gate, history: WeightHistory, *, checkpoint: Path, version: str) -> None:
+        self.serving = Serving(version, new_revision())
+        self._pooling, self._gate, self._history = pooling, gate, history
+        self._checkpoint = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
+
+    async def start(self) -> None:
+        """The server has loaded the checkpoint itself."""
+
+    async def restore(self) -> None:
+        """Load the checkpoint with the updates on top."""
+        await self._restore()
+        last = self._history.committed[-1]
+        self.serving = Serving(last.version, last.revision)
+
+    async def stage(self, weights: StagedWeights) -> None:
+        """Let every worker read and check the file.
+
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+        specs = [spec.model_dump() for spec in weights.tensors]
+        _require(await self._pooling.ask_workers("rm_stage", str(weights.file), specs))
+
+    async def commit(self, weights: StagedWeights, check: Check) -> None:
+        """Load between two batches; nothing is answered meanwhile.
+
+        An engine that neither took the new weights nor has its old ones again is ended: its supervisor starts another.
+
+        Raises:
+            WeightsRefused: if vLLM cannot load them or the check fails; the old ones serve then.
+        """
+        async with self._gate.writing():
+            is_sound = False
+            try:
+                await self._load(weights, check)
+                is_sound = True
+            except WeightsRefused:
+                is_sound = True
+                raise
+            finally:
+                if not is_sound:
+                    self._pooling.give_up()
+
+    async def _load(self, weights: StagedWeights, check: Check) -> None:
+        serving = Serving(weights.version, weights.revision)
+        try:
+            _require(await self._in_pause("rm_commit"))
+            await check(serving)
+        except WeightsRefused:
+            await self._restore()
+            raise
+        self._history.remember(weights)
+        self.serving = serving
+
+    async def _restore(self) -> None:
+        await self._in_pause("rm_restore", [*self._checkpoint, *self._history.files])
+
+    async def _in_pause(self, method: str, *arguments: list[str]) -> str | None:
+        await self._pooling.drained()
+        complaint = await self._pooling.ask_workers(method, *arguments)
+        await self._pooling.resumed()
+        return complaint
+
+    async def drop(self) -> None:
+        """Let every worker forget what it read."""
+        await self._pooling.ask_workers("rm_drop")
+
+
+class AdapterSwap:
+    """Loads a LoRA adapter for each version; batches under way end with the adapter they began with.
+
+    An adapter's name is its version and a number, as vLLM finds cached prefixes again by the name.
+
+    Args:
+        pooling: the engine.
+        adapter: folder of the first adapter, in peft's form.
+        folder: where those of updates are written; what an earlier process left there is removed.
+        history: updates that serve.
+        version: of the first.
+    """
+
+    def __init__(self, pooling: Pooling, history: WeightHistory, *, adapter: Path, folder: Path, version: str) -> None:
+        self._pooling, self._history, self._first, self._folder = pooling, history, adapter, folder
+        self._count = 0
+        self._staged: Mapping[str, Tensor] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+        self.serving = Serving(version, new_revision(), self._request(version, adapter))
+
+    async def start(self) -> None:
+        """Load the first adapter."""
+        assert self.serving.adapter is not None
+        await self._load(self.serving.adapter)
+
+    async def restore(self) -> None:
+        """Load the first adapter with the updates in it."""
+        last = self._history.committed[-1]
+        self.serving = await self._added(last, dict(latest_tensors(self._history.files)))
+
+    async def stage(self, weights: StagedWeights) -> None:
+        """Read and check the file.
+
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+        self._staged = await asyncio.to_thread(lambda: dict(checked_tensors(weights.file, weights.tensors)))
+
+    async def commit(self, weights: StagedWeights, check: Check) -> None:
+        """Load another adapter: the one that serves with the update's tensors in it.
+
+        Raises:
+            WeightsRefused: if vLLM cannot load it or the check fails.
+        """
+        tensors, self._staged = self._staged, {}
+        serving = await self._added(weights, tensors)
+        try:
+            await check(serving)
+        except WeightsRefused:
+            await self._pooling.client.remove_lora(self._count)
+            raise
+        self._history.remember(weights)
+        self.serving = serving
+        self._remove_old()
+
+    async def _added(self, weights: StagedWeights, tensors: Mapping[str, Tensor]) -> Serving:
+        """Another adapter beside those that are loaded: the one that serves with these tensors in it."""
+        request = self._request(weights.version, self._written(tensors))
+        await self._load(request)
+        return Serving(weights.version, weights.revision, request)
+
+    async def _load(self, request: LoRARequest) -> None:
+        arguments = (request.lora_name, request.lora_int_id, request.lora_path)
+        _require(await self._pooling.ask_workers("rm_add_adapter", *arguments))
+
+    def _written(self, tensors: Mapping[str, Tensor]) -> Path:
+        """The folder of an adapter: what serves, with these tensors in it."""
+        assert self.serving.adapter is not None
+        served = Path(self.serving.adapter.lora_path)
+        folder = self._folder / str(self._count + 1)
+        folder.mkdir(parents=True)
+        shutil.copyfile(self._first / CONFIG_FILE, folder / CONFIG_FILE)
+        renamed = {stored_name(name): tensor for name, tensor in tensors.items()}
+        save_file(load_file(served / WEIGHTS_FILE) | renamed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        return folder
+
+    def _remove_old(self) -> None:
+        """Remove adapters of which no batch can be under way any more."""
+        for folder in self._folder.iterdir():
+            if int(folder.name) <= self._count - KEPT_ADAPTERS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def drop(self) -> None:
+        """Forget what was read."""
+        self._staged = {}
+
+    def _request(self, version: str, folder: Path) -> LoRARequest:
+        from vllm.lora.request import LoRARequest
+
+        self._count += 1
+        return LoRARequest(f"{version}#{self._count}", self._count, str(folder))
+
+
+def _require(complaint: str | None) -> None:
+    if complaint is not None:
+        raise WeightsRefused(complaint)

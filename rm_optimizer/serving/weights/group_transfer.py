@@ -1,0 +1,214 @@
+"""Tensors from a trainer to a server over a process group of the two: gloo between CPUs, NCCL between GPUs.
+
+The group stands beside any group that the trainer has already, which it leaves alone. The sender opens a store and
+waits in it; the receiver connects to it before it answers that it is ready, so nobody sleeps and hopes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError, ProcessGroupGloo
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.protocol import TensorSpec, Transport
+from rm_optimizer.serving.weights.weight_file import WeightFileWriter, num_bytes
+
+SENDER, RECEIVER = 0, 1
+PIECE_BYTES = 64 * 2**20
+"""Bytes sent at once, and held at once by the receiver."""
+PIECE_SECONDS = 60.0
+"""Longest that one piece may take, as gloo's wait cannot be interrupted."""
+CONNECT_SECONDS = 10.0
+_POLL_SECONDS = 0.0005
+_KEY_SECONDS = 0.02
+_SENDER_KEY = "sender"
+
+
+class TransferFailed(RMOptimizerError):
+    """The group did not form or fell apart; nothing was changed."""
+
+
+class Group(Protocol):
+    """What both kinds of process group can do."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> object:
+        """Begin to send."""
+        ...
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> object:
+        """Begin to receive."""
+        ...
+
+    def abort(self) -> None:
+        """Give up what has begun."""
+        ...
+
+
+def open_store(host: str, timeout_seconds: float) -> TCPStore:
+    """The sender's store, listening at a free port of `host`.
+
+    Raises:
+        TransferFailed: if it cannot listen there.
+    """
+    try:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
+    except (DistError, OSError) as error:
+        raise TransferFailed(f"no store can listen on {host}: {error}") from error
+
+
+def connect_store(rendezvous: str, timeout_seconds: float) -> TCPStore:
+    """The receiver's connection to a sender's store at `host:port`.
+
+    Raises:
+        TransferFailed: if nobody listens there; in the same words whatever the reason, as a server connects for others.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdigit():
+        raise TransferFailed(f"rendezvous must be host:port, got {rendezvous!r}")
+    try:
+        seconds = min(CONNECT_SECONDS, timeout_seconds)
+        socket.create_connection((host, int(port)), timeout=seconds).close()  # TCPStore insists long
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except (DistError, OSError, OverflowError, ValueError):
+        raise TransferFailed(f"no sender can be reached at {rendezvous}") from None
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
+
+
+def wait_for_sender(store: TCPStore, timeout_seconds: float, is_given_up: Callable[[], bool]) -> None:
+    """Return once the sender has begun to form the group, which nothing could interrupt.
+
+    Args:
+        store: of `connect_store`.
+        timeout_seconds: longest wait.
+        is_given_up: asked all the time; the update was dropped.
+
+    Raises:
+        TransferFailed: if it does not come, or the update was given up.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while not store.check([_SENDER_KEY]):
+            if is_given_up() or time.monotonic() > deadline:
+                raise TransferFailed("the sender did not begin to send")
+            time.sleep(_KEY_SECONDS)
+    except DistError:
+        raise TransferFailed("the sender went away") from None
+
+
+class GroupLink:
+    """One end of a group of two.
+
+    Args:
+        store: of `open_store` or `connect_store`.
+        rank: `SENDER` or `RECEIVER`.
+        transport: `gloo` or `nccl`.
+        timeout_seconds: in which the whole transfer must end.
+
+    Raises:
+        TransferFailed: if the other end does not come.
+    """
+
+    def __init__(self, store: TCPStore, rank: int, transport: Transport, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.deadline = time.monotonic() + timeout_seconds
+        self.device = torch.device("cpu" if transport is Transport.gloo else "cuda")
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            if rank == SENDER:
+                store.set(_SENDER_KEY, "1")
+            self.group = _gloo(store, rank, timeout) if transport is Transport.gloo else _nccl(store, rank, timeout)
+        except (DistError, RuntimeError) as error:
+            raise TransferFailed(f"the {transport.value} group did not form: {_first_line(error)}") from error
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send tensors' bytes, in order.
+
+        Raises:
+            TransferFailed: if the receiver goes away or the time is up.
+        """
+        for name, tensor in tensors:
+            for piece in as_bytes(tensor).to(self.device).split(PIECE_BYTES):  # type: ignore[no-untyped-call]
+                self._finish(self.group.send([piece], RECEIVER, 0), name)
+
+    def receive(self, specs: Sequence[TensorSpec], writer: WeightFileWriter) -> None:
+        """Receive the tensors of a manifest, in its order, into a file.
+
+        Raises:
+            TransferFailed: if the sender goes away or the time is up.
+        """
+        for spec in specs:
+            whole = torch.empty(num_bytes(spec), dtype=torch.uint8)
+            for piece in whole.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
+                landing = piece if self.device.type == "cpu" else torch.empty_like(piece, device=self.device)
+                self._finish(self.group.recv([landing], SENDER, 0), spec.name)
+                if landing is not piece:
+                    piece.copy_(landing)
+            writer.write(spec.name, whole.numpy().data)
+
+    def _finish(self, work: object, name: str) -> None:
+        """Wait for one piece. NCCL's own timeout would end the process, so it is polled and given up by ourselves."""
+        try:
+            if self.device.type == "cpu":
+                left = min(PIECE_SECONDS, max(0.001, self.deadline - time.monotonic()))
+                work.wait(timedelta(seconds=left))  # type: ignore[attr-defined]
+                return
+            while not work.is_completed():  # type: ignore[attr-defined]
+                if time.monotonic() > self.deadline:
+                    self.group.abort()
+                    raise TransferFailed(f"{name} did not pass in time")
+                time.sleep(_POLL_SECONDS)
+        except (DistError, RuntimeError) as error:
+            raise TransferFailed(f"{name} did not pass: {_first_line(error)}") from error
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's contiguous bytes, flat."""
+    flat = tensor.detach().contiguous().flatten()
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def byte_pieces(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, memoryview]]:
+    """Names and bytes on the CPU, one tensor at a time."""
+    for name, tensor in tensors.items():
+        yield name, as_bytes(tensor).cpu().numpy().data
+
+
+def _gloo(store: TCPStore, rank: int, timeout: timedelta) -> Group:
+    gloo: Any = ProcessGroupGloo  # its options have no type stubs
+    options = gloo._Options()
+    options._timeout = timeout
+    is_here = _is_loopback(store.host)
+    options._devices = [gloo.create_device(hostname="127.0.0.1") if is_here else gloo.create_default_device()]
+    group: Group = gloo(store, rank, 2, options)
+    return group
+
+
+def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Group:
+    from torch.distributed import distributed_c10d
+
+    nccl: Any = distributed_c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout + timedelta(seconds=60)  # later than our own, after which the group is given up
+    group: Group = nccl(store, rank, 2, options)
+    return group
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,159 @@
+"""The weights of a served model: what an update must bring, reading and checking it, and the swap."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
+from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
+from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
+from rm_optimizer.serving.weights.packed_linear import PackedLinear, pack
+from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, opened
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors that score, by name, as they are held."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def names_of_mode(model: PreTrainedModel, mode: RewardModelTrainingMode) -> frozenset[str]:
+    """Names of the tensors that an update of this mode brings, all of them and no other.
+
+    Raises:
+        WeightsRefused: if the model has no adapter and the mode is `lora`.
+    """
+    if mode is RewardModelTrainingMode.full:
+        return frozenset(state_tensors(model))
+    if mode is RewardModelTrainingMode.head_only:
+        head = head_name(model)
+        return frozenset(f"{head}.{key}" for key in model.get_submodule(head).state_dict())
+    if not has_adapter(model):
+        raise WeightsRefused("mode lora needs a served model with a LoRA adapter; serve the adapter's folder")
+    return adapter_tensor_names(model)
+
+
+def tensor_specs(model: PreTrainedModel, mode: RewardModelTrainingMode) -> tuple[TensorSpec, ...]:
+    """What an update of this mode brings, by name; empty where the model has no such tensors."""
+    if mode is RewardModelTrainingMode.lora and not has_adapter(model):
+        return ()
+    state = state_tensors(model)
+    return tuple(
+        TensorSpec(name=name, shape=list(state[name].shape), dtype=dtype_name(state[name].dtype))
+        for name in sorted(names_of_mode(model, mode))
+    )
+
+
+def checkpoint_version(model: PreTrainedModel, folder: Path | None, record: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that tell checkpoints apart.
+
+    Args:
+        model: the loaded checkpoint, whose values are hashed where there are no files.
+        folder: holds all of its weights; None where they are not in one folder.
+        record: the folder's `export.json`, with the digests of the files in newer ones.
+    """
+    digests = record.get(DIGESTS) or (weight_digests(folder) if folder is not None else {})
+    if not digests:
+        digests = {name: tensor_sha256(tensor) for name, tensor in model.state_dict().items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """Hexadecimal SHA-256 of a tensor's contiguous bytes."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
+
+
+@dataclass(frozen=True)
+class Update:
+    """New tensors beside the old, ready to be swapped in.
+
+    Args:
+        tensors: by name, in the type and on the device of those they replace.
+        packed: oneDNN's copies of them, by the name of their layer.
+    """
+
+    tensors: Mapping[str, Tensor]
+    packed: Mapping[str, Tensor]
+
+
+def read_update(
+    model: PreTrainedModel, file: Path, specs: Sequence[TensorSpec], mode: RewardModelTrainingMode
+) -> Update:
+    """Read and check a safetensors file against its manifest and the model, which stays as it is.
+
+    Raises:
+        WeightsRefused: naming what is missing, extra, of another shape or type, altered or not finite.
+    """
+    state = state_tensors(model)
+    check_names(set(names_of_mode(model, mode)), {spec.name for spec in specs}, f"an update of mode {mode.value}")
+    tensors = {name: _fitting(name, tensor, state[name]) for name, tensor in checked_tensors(file, specs)}
+    return Update(tensors, _packed(model, tensors))
+
+
+def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file that is what its manifest says, all values finite, one at a time.
+
+    Raises:
+        WeightsRefused: naming what is missing, extra, of another shape or type, altered, cut off or not finite.
+    """
+    check_weight_file(file, specs)
+    with opened(file) as stored:
+        for spec in specs:
+            yield spec.name, _checked(stored.get_tensor(spec.name), spec)
+
+
+def _checked(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256:
+        raise WeightsRefused(f"{spec.name}: its SHA-256 is not the manifest's; it was altered or torn on the way")
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise WeightsRefused(f"{spec.name}: holds values that are not finite")
+    return tensor
+
+
+def _fitting(name: str, tensor: Tensor, target: Tensor) -> Tensor:
+    """A copy in the type and on the device of what it replaces."""
+    if tensor.shape != target.shape:
+        raise WeightsRefused(f"{name}: expected shape {list(target.shape)}, got {list(tensor.shape)}")
+    if tensor.is_floating_point() != target.is_floating_point():
+        raise WeightsRefused(f"{name}: expected {dtype_name(target.dtype)}, got {dtype_name(tensor.dtype)}")
+    own = tensor.to(device=target.device, dtype=target.dtype, copy=True)
+    if own.is_floating_point() and not bool(own.isfinite().all()):
+        raise WeightsRefused(f"{name}: holds values that are not finite in {dtype_name(target.dtype)}")
+    return own
+
+
+def _packed(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    return {name: pack(tensors[f"{name}.weight"]) for name in layers if f"{name}.weight" in tensors}
+
+
+@torch.no_grad()
+def swap(model: PreTrainedModel, update: Update) -> Update:
+    """Put an update in and return what it replaced; pointers move, no number is copied."""
+    state = state_tensors(model)
+    replaced = Update(
+        {name: state[name].data for name in update.tensors},
+        {name: model.get_submodule(name).packed for name in update.packed},
+    )
+    for name, tensor in update.tensors.items():
+        state[name].data = tensor
+    for name, packed in update.packed.items():
+        model.get_submodule(name).packed = packed
+    return replaced

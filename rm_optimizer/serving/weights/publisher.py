@@ -1,0 +1,371 @@
+"""The trainer's side of live weights: what was trained serves on the server, or the trainer is told why not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+from torch import Tensor
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from rm_optimizer.schema.checks import require_key
+from rm_optimizer.schema.publish import PublishConfig
+from rm_optimizer.serving.client.retries import (
+    RETRIED_STATUSES,
+    Deadline,
+    RewardServerRefused,
+    RewardServerUnavailable,
+    bearer,
+    is_loopback,
+)
+from rm_optimizer.serving.protocol import (
+    Abort,
+    Begin,
+    Outcome,
+    OutcomeStatus,
+    RewardModelTrainingMode,
+    Transport,
+    WeightProbe,
+)
+from rm_optimizer.serving.weights.group_transfer import TransferFailed
+from rm_optimizer.serving.weights.outgoing import Cargo, Outgoing, outgoing
+from rm_optimizer.serving.weights.receiver import WeightStatus
+from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
+from rm_optimizer.serving.weights.update_messages import CommitUnanswered, UpdateMessages
+
+ATTEMPTS = 3
+"""Times that a whole update is tried, where the server forgot it or the transfer broke."""
+FORGOTTEN = frozenset({"UnknownUpdate", "UpdateConflict"})
+"""Kinds of refusals after which the update may be begun again: the server forgot it, or other weights came before."""
+STARTING_SECONDS = 3.0
+"""Time that a server has to accept connections before a run begins without a step; it may be starting beside it."""
+GIVING_UP_SECONDS = 5.0
+"""Time that the server has to say how an update ended that failed here."""
+
+_log = logging.getLogger("rm_optimizer")
+
+
+class PublishFailed(RMOptimizerError):
+    """New weights do not serve, and those before do; or whether they do is unknown. The text says which, and why."""
+
+
+class RMPublisherAdapter:
+    """Sends a model's weights to a running reward server.
+
+    An update is announced with its manifest, transferred once the server is ready, checked and swapped in whole. Every
+    wait ends, every message may be repeated, and the server checks the new weights by rewards of this model before
+    they answer anybody.
+
+    Args:
+        url: of the server, `http://host:port`.
+        mode: what is sent.
+        transport: how: one HTTP body, a file below the server's weights root on one machine, gloo or NCCL between two.
+        api_key: sent as a bearer token.
+        timeout_seconds: of one update.
+        host: for gloo and NCCL, an address of this machine that the server reaches.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        mode: RewardModelTrainingMode = RewardModelTrainingMode.full,
+        transport: Transport = Transport.inline,
+        api_key: str | None = None,
+        timeout_seconds: float = 120.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.mode, self.transport, self.host = mode, transport, host
+        self.timeout_seconds = timeout_seconds
+        self._session_options: dict[str, Any] = {"headers": bearer(api_key), "trust_env": not is_loopback(self.url)}
+        self._arguments = (url, mode.value, transport.value, api_key, timeout_seconds, host)
+        self._opened: list[tuple[int, UpdateMessages]] = []
+        self._published: tuple[str, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments; the copy connects by itself."""
+        return _remade, self._arguments
+
+    @property
+    def _messages(self) -> UpdateMessages:
+        """The messages over this process's open connections; those of the process that forked it are left alone."""
+        if not self._opened or self._opened[-1][0] != os.getpid() or self._opened[-1][1].session.is_closed:
+            session = httpx.Client(**self._session_options)
+            self._opened.append((os.getpid(), UpdateMessages(self.url, session)))
+        return self._opened[-1][1]
+
+    def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
+        """Make the weights serve, and return how that went once they do.
+
+        Args:
+            weights: a model, or the tensors of the mode by name, which are then sent without a probe.
+            version: their name on the server.
+
+        Raises:
+            PublishFailed: if the server refuses them or does not take them in time, so that the old ones serve on; or
+                if it was lost while it swapped them in, which the text then says.
+            ConfigError: if the mode does not suit the model, or the version's name the protocol.
+        """
+        model = weights if isinstance(weights, BradleyTerryRM) else None
+        tensors = dict(weights) if isinstance(weights, Mapping) else sent_tensors(weights, self.mode)
+        cargo = Cargo(tensors, manifest(tensors))
+        probe = None if model is None else weight_probe(model)
+        batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._remembered(self._attempt(cargo, probe, version, batch_id, deadline))
+            except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
+                ended = self._given_up(batch_id, version, error)
+                if isinstance(ended, Outcome):
+                    return self._remembered(ended)
+                if attempt == ATTEMPTS or not _may_help_again(error):
+                    raise ended from error
+                time.sleep(_pause(deadline, ended))
+        raise AssertionError("the last attempt returns or raises")
+
+    def status(self) -> WeightStatus:
+        """What serves and what is under way.
+
+        Raises:
+            RMOptimizerError: if the server does not say.
+        """
+        return self._status(Deadline(self.url, self.timeout_seconds))
+
+    def wait_reachable(self, seconds: float) -> None:
+        """Return once something accepts connections at the url.
+
+        Args:
+            seconds: to wait for it, as it may be starting.
+
+        Raises:
+            RewardServerUnavailable: if nothing does.
+        """
+        deadline = Deadline(self.url, seconds)
+        while True:
+            try:
+                self._messages.session.get(f"{self.url}/health", timeout=deadline.timeout())
+                return
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                time.sleep(deadline.pause(str(error) or type(error).__name__))
+            except httpx.HTTPError:
+                return
+
+    def close(self) -> None:
+        """Close the session; a second call does nothing, and a later message opens another."""
+        for pid, messages in self._opened:
+            if pid == os.getpid():
+                messages.session.close()
+
+    def __enter__(self) -> RMPublisherAdapter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attempt(
+        self, cargo: Cargo, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
+    ) -> Outcome:
+        status = self._status(deadline)
+        self._notice_others(status, version)
+        with outgoing(self.transport, cargo, status, host=self.host, timeout_seconds=deadline.left) as way_out:
+            begin = self._announcement(cargo, probe, version, batch_id, status.revision, way_out, deadline)
+            self._messages.post("begin", begin, deadline)
+
+            def upload(body: Iterator[bytes], size: int) -> None:
+                headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+                self._messages.request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
+
+            way_out.send(cargo, upload)
+            outcome = self._messages.commit(batch_id, deadline)
+        if outcome.status is not OutcomeStatus.committed:
+            raise self._do_not_serve(version, _reason(outcome))
+        return outcome
+
+    def _status(self, deadline: Deadline) -> WeightStatus:
+        return WeightStatus.model_validate(self._messages.request("GET", "status", deadline).json())
+
+    def _remembered(self, outcome: Outcome) -> Outcome:
+        self._published = outcome.version, outcome.revision
+        return outcome
+
+    def _notice_others(self, status: WeightStatus, version: str) -> None:
+        """Warn where the server serves something else than this publisher left there."""
+        if self._published is not None and self._published != (status.version, status.revision):
+            _log.warning(
+                "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
+                "it; rewards were not those of this run meanwhile. %s are published now",
+                *(self.url, status.version, self._published[0], version),
+            )
+            self._published = None
+
+    def _announcement(
+        self,
+        cargo: Cargo,
+        probe: WeightProbe | None,
+        version: str,
+        batch_id: str,
+        base_revision: int,
+        way_out: Outgoing,
+        deadline: Deadline,
+    ) -> Begin:
+        try:
+            return Begin(
+                batch_id=batch_id,
+                mode=self.mode,
+                version=version,
+                base_revision=base_revision,
+                tensors=list(cargo.specs),
+                transport=self.transport,
+                path=way_out.path,
+                rendezvous=way_out.rendezvous,
+                timeout_seconds=deadline.left,
+                probe=probe,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
+
+    def _given_up(self, batch_id: str, version: str, error: RMOptimizerError) -> Outcome | PublishFailed:
+        """Tell the server that nothing more will come; how the update ended, by the best reason that anybody knows."""
+        abort = Abort(batch_id=batch_id, reason=str(error)[:500])
+        try:
+            answer = self._messages.post("abort", abort, Deadline(self.url, GIVING_UP_SECONDS))
+        except RMOptimizerError as silence:
+            is_told = isinstance(silence, RewardServerRefused) and silence.status < 500  # it has no such update
+            if isinstance(error, CommitUnanswered) and not is_told:
+                return PublishFailed(
+                    f"whether weights {version} serve at {self.url} is unknown: all of them were sent, and how their "
+                    f"swap ended was never answered; ask GET {self.url}/rm/weights/status, or publish again: {error}"
+                )
+            return self._do_not_serve(version, str(error))
+        outcome = Outcome.model_validate(answer.json())
+        if outcome.status is OutcomeStatus.committed:  # its answer was lost
+            return outcome
+        is_refused = outcome.status is OutcomeStatus.refused
+        return self._do_not_serve(version, _reason(outcome) if is_refused else str(error))
+
+    def _do_not_serve(self, version: str, reason: str) -> PublishFailed:
+        return PublishFailed(f"weights {version} do not serve at {self.url}: {reason}")
+
+
+def _pause(deadline: Deadline, failure: PublishFailed) -> float:
+    try:
+        return deadline.pause(str(failure))
+    except RewardServerUnavailable as error:
+        raise failure from error
+
+
+def _may_help_again(error: RMOptimizerError) -> bool:
+    """Whether the whole update may pass a second time: it broke off, was forgotten, or its worker died."""
+    died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
+    return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") in FORGOTTEN
+
+
+def _reason(outcome: Outcome) -> str:
+    return outcome.error.message if outcome.error is not None else f"the update was {outcome.status.value}"
+
+
+def create_rm_publisher(
+    url: str,
+    *,
+    mode: str = "full",
+    transport: str = "inline",
+    api_key: str | None = None,
+    timeout_seconds: float = 120.0,
+    host: str = "127.0.0.1",
+) -> RMPublisherAdapter:
+    """A publisher from plain words.
+
+    Args:
+        url: of the server, `http://host:port`.
+        mode: `full`, `head_only` or `lora`.
+        transport: `inline`, `path`, `gloo` or `nccl`.
+        api_key: sent as a bearer token.
+        timeout_seconds: of one update.
+        host: for gloo and NCCL, an address of this machine that the server reaches.
+
+    Raises:
+        ConfigError: if a word is unknown.
+    """
+    for name, word, words in (("mode", mode, RewardModelTrainingMode), ("transport", transport, Transport)):
+        if word not in list(words):
+            raise ConfigError(did_you_mean(name, word, list(words)))
+    return RMPublisherAdapter(
+        url,
+        mode=RewardModelTrainingMode(mode),
+        transport=Transport(transport),
+        api_key=api_key,
+        timeout_seconds=timeout_seconds,
+        host=host,
+    )
+
+
+def _remade(
+    url: str, mode: str, transport: str, api_key: str | None, timeout_seconds: float, host: str
+) -> RMPublisherAdapter:
+    """The publisher of these arguments, in the process that unpickles it."""
+    options: dict[str, Any] = {"api_key": api_key, "timeout_seconds": timeout_seconds, "host": host}
+    return create_rm_publisher(url, mode=mode, transport=transport, **options)
+
+
+def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
+    """The publisher that a run's options ask for, once the server has answered.
+
+    Args:
+        config: with a url.
+
+    Raises:
+        ConfigError: if the variable of the API key is not set.
+        PublishFailed: if the server does not answer, or does not take the transport.
+    """
+    api_key = None
+    if config.api_key_env is not None and not (api_key := os.environ.get(config.api_key_env)):
+        raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
+    if api_key is not None:
+        require_key(f"the key in {config.api_key_env} (publish.api_key_env)", api_key)
+    try:
+        publisher = create_rm_publisher(
+            str(config.url),
+            mode=config.mode.value,
+            transport=config.transport.value,
+            api_key=api_key,
+            timeout_seconds=config.timeout_seconds,
+            host=config.host,
+        )
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"publish.url must be a URL as http://127.0.0.1:8000, got {config.url!r}: {error}") from error
+    try:
+        taken = _first_status(publisher).transports
+    except RMOptimizerError:
+        publisher.close()
+        raise
+    if publisher.transport not in taken:
+        publisher.close()
+        raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server takes")
+    return publisher
+
+
+def _first_status(publisher: RMPublisherAdapter) -> WeightStatus:
+    """What the server serves, which is waited for only where there is a server."""
+    try:
+        publisher.wait_reachable(min(STARTING_SECONDS, publisher.timeout_seconds))
+    except RewardServerUnavailable as error:
+        raise PublishFailed(
+            f"publish.url: no server accepts connections at {publisher.url}; start one with rm-opt serve, or train "
+            f"with publish.url=null: {error}"
+        ) from error
+    try:
+        return publisher.status()
+    except RMOptimizerError as error:
+        raise PublishFailed(f"publish.url: {error}") from error

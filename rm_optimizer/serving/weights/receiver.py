@@ -1,0 +1,394 @@
+"""Weight updates as a server sees them: one at a time, checked before the model is touched, ended by a deadline.
+
+begin -> ready -> transfer -> commit. The manifest is compared with the served model before a byte moves, the file's
+header before it is read, the tensors' digests and values (by `Engine.stage`) before they replace any; whatever fails,
+the weights that served go on and the sender is told why. An update keeps the id that its sender gave it, so that every
+message may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused, new_revision
+from rm_optimizer.serving.protocol import (
+    Abort,
+    Begin,
+    Commit,
+    ErrorDetail,
+    Outcome,
+    OutcomeStatus,
+    Ready,
+    Transport,
+    WireModel,
+)
+from rm_optimizer.serving.service.api_errors import ApiError, NotReady
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.weights.incoming import FromBody, Incoming, incoming
+from rm_optimizer.serving.weights.served_names import ServedNames
+from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, num_bytes
+
+KEPT_OUTCOMES = 128
+"""Ended updates whose outcome is still known."""
+MAX_TIMEOUT_SECONDS = 3600.0
+MAX_RETRY_SECONDS = 5
+"""Longest that a sender is told to wait for another one's update, which may end before its time."""
+SWAP_GRACE_SECONDS = 15.0
+"""Time past an update's own that a commit waits for the swap to end."""
+ROLLBACK_SECONDS = 1.0
+"""Longest that an outcome waits for the worker to drop what is staged; the next update waits for it."""
+DEFAULT_TRANSPORTS = frozenset({Transport.inline, Transport.path})
+"""Those for which the server connects to nobody."""
+_log = logging.getLogger("rm_optimizer")
+
+
+class UpdateRefused(ApiError):
+    """An announced update does not fit the served model."""
+
+    kind = "WeightsRefused"
+
+
+class UpdateConflict(ApiError):
+    """Another update is under way, or other weights serve than the sender believes.
+
+    Args:
+        message: which.
+        param: the field at fault.
+        retry_after_seconds: when to try again; None where that would be of no use.
+    """
+
+    status, kind = 409, "UpdateConflict"
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after_seconds: int | None = None) -> None:
+        super().__init__(message, param)
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """When to try again."""
+        return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+
+
+class VersionTaken(ApiError):
+    """The name of the new weights has served others here."""
+
+    status, kind = 409, "VersionTaken"
+
+
+class UnknownUpdate(ApiError):
+    """No such update was begun here, or it is long over."""
+
+    status, kind = 404, "UnknownUpdate"
+
+
+class WeightStatus(WireModel):
+    """`GET /rm/weights/status`: what serves, what is under way, how an update ended."""
+
+    version: str = Field(description="Of the weights that serve now.")
+    revision: int = Field(description="Their serial number.")
+    active: str | None = Field(description="The update under way.")
+    outcome: Outcome | None = Field(description="Of the update asked for, else of the last one; null where unknown.")
+    root: str | None = Field(description="Folder for files of the transport `path`.")
+    transports: list[Transport]
+
+
+class Received(WireModel):
+    """Answer to an upload."""
+
+    batch_id: str
+    bytes: int
+
+
+@dataclass(eq=False)
+class _Update:
+    """An update under way."""
+
+    begin: Begin
+    incoming: Incoming
+    started: float
+    deadline: float
+    standing: asyncio.Task[None]
+    watchdog: asyncio.TimerHandle | None = None
+    committing: asyncio.Task[Outcome] | None = None
+
+
+class WeightReceiver:
+    """Takes updates into the engine of a service.
+
+    Args:
+        service: whose weights they replace.
+        root: existing folder below which files of the transport `path` must lie; None has no such transport.
+        transports: those that are taken.
+
+    Raises:
+        RMOptimizerError: if the root is no folder.
+    """
+
+    def __init__(
+        self, service: RewardService, *, root: Path | None = None, transports: frozenset[Transport] = DEFAULT_TRANSPORTS
+    ) -> None:
+        if root is not None and not root.is_dir():
+            raise RMOptimizerError(f"the weights root must be an existing folder, got {root}")
+        self.service, self.engine = service, service.engine
+        self.root = None if root is None else root.resolve()
+        self.transports = transports - ({Transport.path} if root is None else set())
+        self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-"))
+        self._active: _Update | None = None
+        self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
+        self._names = ServedNames(service.engine)
+
+    async def close(self) -> None:
+        """End what is under way and remove what came."""
+        if self._active is not None and self._active.committing is None:
+            await self._give_up(self._active, "the server is stopping")
+        shutil.rmtree(self._spool, ignore_errors=True)
+
+    async def begin(self, begin: Begin) -> Ready:
+        """Announce an update; answers once its receiving end stands.
+
+        Raises:
+            UpdateRefused: if it cannot fit the served model, or asks for what this server does not do.
+            UpdateConflict: if another one is under way, it is over, or `base_version` does not serve.
+        """
+        active = self._active
+        if active is None or active.begin != begin or active.committing is not None:
+            await self._make_room(begin)
+            try:
+                self._check(begin)
+                active = self._new(begin)
+            except WeightsRefused as error:
+                raise UpdateRefused(str(error)) from error
+        try:
+            async with asyncio.timeout_at(active.deadline):
+                await asyncio.shield(active.standing)
+        except (RMOptimizerError, TimeoutError) as error:
+            self._release(active)
+            raise UpdateRefused(str(error) or "its receiving end did not stand in time") from error
+        return Ready(batch_id=begin.batch_id, version=self.engine.version, revision=self.engine.revision)
+
+    async def upload(self, batch_id: str, chunks: AsyncIterator[bytes]) -> Received:
+        """Take the body of an `inline` update; a repeated one replaces the first.
+
+        Raises:
+            UnknownUpdate: if no such update is under way.
+            UpdateRefused: if it is no inline update, or the body has not the manifest's size.
+        """
+        update = self._under_way(batch_id)
+        if not isinstance(update.incoming, FromBody) or update.committing is not None:
+            raise UpdateRefused(f"update {batch_id} takes no body: it is {update.begin.transport.value}, or committed")
+        try:
+            size = await update.incoming.receive(chunks)
+        except (WeightsRefused, OSError) as error:
+            raise UpdateRefused(str(error)) from error
+        return Received(batch_id=batch_id, bytes=size)
+
+    async def commit(self, commit: Commit) -> Outcome:
+        """Check all, swap, and say how it ended; asked again, the same answer.
+
+        Raises:
+            UnknownUpdate: if no such update was begun here.
+            NotReady: if the swap takes longer than the update may; it goes on, and may be asked for again.
+        """
+        if (ended := self._outcomes.get(commit.batch_id)) is not None:
+            return ended
+        update = self._under_way(commit.batch_id)
+        if update.committing is None:
+            update.committing = asyncio.ensure_future(self._commit(update))
+        try:
+            async with asyncio.timeout_at(max(update.deadline, self._now()) + SWAP_GRACE_SECONDS):
+                return await asyncio.shield(update.committing)
+        except TimeoutError:
+            raise NotReady(f"update {commit.batch_id} is still being swapped in; ask again", 1) from None
+
+    async def abort(self, abort: Abort) -> Outcome:
+        """Give an update up; one that is being committed ends as it ends.
+
+        Raises:
+            UnknownUpdate: if no such update was begun here.
+        """
+        if (ended := self._outcomes.get(abort.batch_id)) is not None:
+            return ended
+        update = self._under_way(abort.batch_id)
+        if update.committing is not None:
+            return await asyncio.shield(update.committing)
+        return await self._give_up(update, abort.reason or "its sender gave it up")
+
+    def status(self, batch_id: str | None = None) -> WeightStatus:
+        """What serves and what is under way.
+
+        Args:
+            batch_id: the update whose outcome is asked for; None is the last one that ended.
+        """
+        last = next(reversed(self._outcomes.values()), None)
+        return WeightStatus(
+            version=self.engine.version,
+            revision=self.engine.revision,
+            active=None if self._active is None else self._active.begin.batch_id,
+            outcome=last if batch_id is None else self._outcomes.get(batch_id),
+            root=None if self.root is None else str(self.root),
+            transports=sorted(self.transports),
+        )
+
+    async def _make_room(self, begin: Begin) -> None:
+        """Refuse a second update; a sender that begins its own anew, after a lost connection say, replaces it."""
+        done, active = self._outcomes.get(begin.batch_id), self._active
+        if done is not None and done.status is OutcomeStatus.committed:
+            raise UpdateConflict(f"update {begin.batch_id} was committed already; choose another batch_id")
+        if active is not None and (active.begin.batch_id != begin.batch_id or active.committing is not None):
+            left = math.ceil(max(1.0, active.deadline - self._now()))
+            raise UpdateConflict(
+                f"update {active.begin.batch_id} is under way and ends within {left} s; try again then",
+                retry_after_seconds=min(left, MAX_RETRY_SECONDS),
+            )
+        if active is not None:
+            await self._give_up(active, "its sender began it anew")
+            await self._make_room(begin)  # another may have come meanwhile
+        self._outcomes.pop(begin.batch_id, None)
+
+    def _check(self, begin: Begin) -> None:
+        """Compare the announcement with the served model."""
+        if begin.transport not in self.transports:
+            known = ", ".join(sorted(self.transports))
+            raise WeightsRefused(f"transport {begin.transport.value} is not taken here; use one of {known}")
+        self.service.require_updatable()
+        self._check_base(begin)
+        served = {spec.name: spec for spec in self.engine.description.tensors.get(begin.mode, ())}
+        if not served:
+            raise WeightsRefused(f"mode {begin.mode.value} has no tensors in the served model; serve one that has")
+        check_names(set(served), {spec.name for spec in begin.tensors}, f"an update of mode {begin.mode.value}")
+        self._check_probe(begin)
+        for spec in begin.tensors:
+            num_bytes(spec)
+            expected = served[spec.name]
+            if spec.shape != expected.shape or _is_floating(spec.dtype) != _is_floating(expected.dtype):
+                raise WeightsRefused(
+                    f"{spec.name}: expected {expected.dtype}{expected.shape}, got {spec.dtype}{spec.shape}"
+                )
+
+    def _check_base(self, begin: Begin) -> None:
+        """Refuse an update of other weights than those that serve, and a name that stood for others."""
+        serving, revision = self.engine.version, self.engine.revision
+        if begin.base_version not in (None, serving) or begin.base_revision not in (None, revision):
+            followed = " ".join(str(base) for base in (begin.base_version, begin.base_revision) if base is not None)
+            raise UpdateConflict(f"the update follows {followed}, but {serving} {revision} serves")
+        if not self._names.may_be(begin):
+            raise VersionTaken(
+                f"version {begin.version} has served other weights here; publish these under another name", "version"
+            )
+
+    def _check_probe(self, begin: Begin) -> None:
+        """Refuse what the model cannot compute, and waits without an end."""
+        if begin.timeout_seconds > MAX_TIMEOUT_SECONDS:
+            raise WeightsRefused(f"timeout_seconds must be at most {MAX_TIMEOUT_SECONDS:.0f}")
+        longest, size = self.engine.description.max_length, self.engine.description.vocab_size
+        for number, row in enumerate(begin.probe.input_ids if begin.probe else ()):
+            if not 1 <= len(row) <= longest or min(row) < 0 or max(row) >= size:
+                raise WeightsRefused(f"probe[{number}] must hold 1 to {longest} token ids, each in [0, {size})")
+
+    def _new(self, begin: Begin) -> _Update:
+        loop = asyncio.get_running_loop()
+        way_in = incoming(begin, root=self.root, spool=self._spool)
+        standing = asyncio.ensure_future(way_in.stand())
+        update = self._active = _Update(begin, way_in, time.monotonic(), loop.time() + begin.timeout_seconds, standing)
+        update.watchdog = loop.call_later(begin.timeout_seconds, self._expire, update)
+        return update
+
+    def _expire(self, update: _Update) -> None:
+        """What the watchdog does: nobody waits for a sender that died."""
+        if self._active is update and update.committing is None:
+            reason = f"it was not committed within {update.begin.timeout_seconds:.0f} s"
+            update.committing = asyncio.ensure_future(self._give_up(update, reason))
+
+    def _under_way(self, batch_id: str) -> _Update:
+        if self._active is None or self._active.begin.batch_id != batch_id:
+            raise UnknownUpdate(f"no update {batch_id} is under way; begin it again", "batch_id")
+        return self._active
+
+    async def _commit(self, update: _Update) -> Outcome:
+        begin, revision = update.begin, new_revision(self.engine.revision)
+        try:
+            async with asyncio.timeout_at(update.deadline):
+                file = await update.incoming.file()
+                await asyncio.to_thread(check_weight_file, file, begin.tensors)
+                await self.engine.stage(
+                    StagedWeights(begin.version, revision, begin.mode, file, tuple(begin.tensors), begin.probe)
+                )
+            await self.engine.commit(revision)
+        except (RMOptimizerError, TimeoutError) as error:
+            await self._roll_back()
+            seconds = f"{begin.timeout_seconds:.3g} s"
+            reason = (
+                str(error) or f"it was not received and checked within {seconds}; give it more time, or look at /ready"
+            )
+            return self._ended(update, OutcomeStatus.refused, _detail(error, reason))
+        finally:
+            self._release(update)
+        self._names.note()
+        _log.info("weights %s serve now (%s, %s)", begin.version, begin.mode.value, begin.transport.value)
+        return self._ended(update, OutcomeStatus.committed, None)
+
+    async def _give_up(self, update: _Update, reason: str) -> Outcome:
+        self._release(update)
+        await self._roll_back()
+        return self._ended(update, OutcomeStatus.aborted, _detail(None, f"given up: {reason}"))
+
+    async def _roll_back(self) -> None:
+        rolling = asyncio.ensure_future(self.engine.rollback())
+        rolling.add_done_callback(_seen)
+        await asyncio.wait({rolling}, timeout=ROLLBACK_SECONDS)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _release(self, update: _Update) -> None:
+        update.incoming.drop()
+        if update.watchdog is not None:
+            update.watchdog.cancel()
+        if self._active is update:
+            self._active = None
+
+    def _ended(self, update: _Update, status: OutcomeStatus, error: ErrorDetail | None) -> Outcome:
+        outcome = Outcome(
+            batch_id=update.begin.batch_id,
+            status=status,
+            version=self.engine.version,
+            revision=self.engine.revision,
+            error=error,
+            seconds=time.monotonic() - update.started,
+        )
+        self.service.metrics.updates.labels(status.value).inc()
+        self.service.metrics.update_seconds.observe(outcome.seconds)
+        if error is not None:
+            _log.warning("weights %s do not serve: %s", update.begin.version, error.message)
+        self._outcomes[outcome.batch_id] = outcome
+        while len(self._outcomes) > KEPT_OUTCOMES:
+            self._outcomes.popitem(last=False)
+        return outcome
+
+
+def _seen(rolling: asyncio.Future[None]) -> None:
+    """Raise what a rollback failed with, but for a dead worker: a restart loses what was staged anyway."""
+    if not rolling.cancelled() and not isinstance(rolling.exception(), EngineUnavailable):
+        rolling.result()
+
+
+def _is_floating(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _detail(error: BaseException | None, message: str) -> ErrorDetail:
+    kind = "UpdateAborted" if error is None else type(error).__name__
+    code = 503 if isinstance(error, EngineUnavailable) else 400
+    return ErrorDetail(message=message, type=kind, code=code)

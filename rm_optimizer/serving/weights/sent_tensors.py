@@ -1,0 +1,67 @@
+"""Which tensors of a trainer's model an update brings, and the rewards by which the server knows them again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, merged_state
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
+from rm_optimizer.serving.weights.group_transfer import as_bytes
+
+PROBE_TOLERANCE = {"cpu": 1e-4}
+OTHER_TOLERANCE = 1e-3
+"""Where the sender computes on another kind of device than the server may."""
+
+
+def sent_tensors(model: BradleyTerryRM, mode: RewardModelTrainingMode) -> dict[str, Tensor]:
+    """The tensors of a mode, by their names in the `transformers` classifier.
+
+    `full` is the plain classifier, an adapter merged into it; `head_only` the final layer; `lora` the adapter with the
+    head-side modules that train beside it.
+
+    Raises:
+        ConfigError: if the mode is `lora` and the model has no adapter, or `head_only` and it has.
+    """
+    inner = model.model
+    if mode is RewardModelTrainingMode.full:
+        return merged_state(inner) if has_adapter(inner) else dict(inner.state_dict())
+    if mode is RewardModelTrainingMode.lora:
+        if not has_adapter(inner):
+            raise ConfigError("mode lora sends an adapter, and the model has none; use full or head_only")
+        state = inner.state_dict()
+        return {name: state[name] for name in sorted(adapter_tensor_names(inner))}
+    if has_adapter(inner):
+        raise ConfigError("mode head_only leaves out the adapter that the model has; use lora or full")
+    head = head_name(inner)
+    return {f"{head}.{key}": value for key, value in model.reward_head.state_dict().items()}
+
+
+def manifest(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """Names, shapes, types and digests, in the order of the names."""
+    return [
+        TensorSpec(
+            name=name,
+            shape=list(tensors[name].shape),
+            dtype=str(tensors[name].dtype).removeprefix("torch."),
+            sha256=hashlib.sha256(as_bytes(tensors[name]).cpu().numpy().data).hexdigest(),
+        )
+        for name in sorted(tensors)
+    ]
+
+
+def weight_probe(model: BradleyTerryRM) -> WeightProbe:
+    """Rewards of short conversations, as the model in memory gives them."""
+    prompts, responses = (list(column) for column in zip(*DEFAULT_PROBE[:4], strict=True))
+    return WeightProbe(
+        input_ids=[list(encoding.ids) for encoding in model.renderer.encode_batch(prompts, responses)],
+        rewards=model.score(prompts, responses).tolist(),
+        tolerance=PROBE_TOLERANCE.get(model.device.type, OTHER_TOLERANCE),
+    )

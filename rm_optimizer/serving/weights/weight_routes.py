@@ -1,0 +1,73 @@
+"""Routes of weight updates."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+
+from rm_optimizer.serving.http.error_answers import error_responses
+from rm_optimizer.serving.protocol import (
+    REVISION_HEADER,
+    VERSION_HEADER,
+    Abort,
+    Begin,
+    Commit,
+    Outcome,
+    OutcomeStatus,
+    Ready,
+)
+from rm_optimizer.serving.weights.receiver import Received, WeightReceiver, WeightStatus
+
+_FAILURES = error_responses(400, 401, 404, 408, 409, 503)
+_BINARY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+def weight_router(receiver: WeightReceiver) -> APIRouter:
+    """The routes under `/rm/weights`; authentication is the application's.
+
+    Args:
+        receiver: takes the updates; close it when the application ends.
+    """
+    router = APIRouter(prefix="/rm/weights", tags=["weights"])
+
+    @router.post("/begin", responses=_FAILURES)
+    async def begin(body: Begin) -> Ready:
+        """Announce an update. The answer says that its receiving end stands."""
+        return await receiver.begin(body)
+
+    @router.put("/upload/{batch_id}", responses=_FAILURES, openapi_extra=_BINARY)
+    async def upload(batch_id: Annotated[str, Path(max_length=128)], request: Request) -> Received:
+        """The safetensors body of an inline update."""
+        return await receiver.upload(batch_id, request.stream())
+
+    @router.post("/commit", responses={**_FAILURES, 400: {"model": Outcome}})
+    async def commit(body: Commit, response: Response) -> Outcome:
+        """Check everything that was sent, then swap; 400 with the reason where the old weights serve on."""
+        return _answered(await receiver.commit(body), response)
+
+    @router.post("/abort", responses=_FAILURES)
+    async def abort(body: Abort) -> Outcome:
+        """Give an update up."""
+        return await receiver.abort(body)
+
+    @router.get("/status", responses=error_responses(401, 503))
+    async def status(batch_id: str | None = None) -> WeightStatus:
+        """What serves, what is under way, and how an update ended."""
+        return receiver.status(batch_id)
+
+    return router
+
+
+def _answered(outcome: Outcome, response: Response) -> Outcome:
+    """The outcome with the status that belongs to it."""
+    response.headers[VERSION_HEADER] = outcome.version
+    response.headers[REVISION_HEADER] = str(outcome.revision)
+    if outcome.status is not OutcomeStatus.committed:
+        response.status_code = 409 if outcome.error is None else outcome.error.code
+    return outcome

@@ -1,0 +1,1 @@
+"""Work between optimizer steps: evaluation, checkpoints, measurements and progress."""

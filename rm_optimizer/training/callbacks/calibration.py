@@ -1,0 +1,88 @@
+"""Calibration while training: error, temperature and a reliability picture of evaluations, for every logger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.records.disk import writing
+from rm_optimizer.schema.config import CalibrationConfig
+from rm_optimizer.training.callbacks.log_media import log_figure
+from rm_optimizer.training.callbacks.loop import Evaluation
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+DrawReliability = Callable[[PairwiseMetrics, Path], Path]
+"""Draws frequency against confidence of one evaluation into a PNG file and returns its path."""
+
+CALIBRATION_COLUMNS = {
+    "calibration/ece": "calibration_ece",
+    "calibration/ece_mass": "calibration_ece_mass",
+    "calibration/ece_noise_floor": "calibration_ece_noise_floor",
+    "calibration/temperature": "calibration_temperature",
+    "calibration/nll_at_temperature": "calibration_nll_at_temperature",
+}
+"""Metric name to column of `metrics.csv`, where calibration is watched."""
+
+FIGURES = "figures"
+"""Folder of the pictures in the run folder."""
+
+
+class CalibrationCallback(pl.Callback):
+    """Logs how far preference probabilities are from frequencies, from the evaluations the run makes anyway.
+
+    Stands behind `Evaluation` among the callbacks and takes its last result, so no pair is scored again.
+
+    Args:
+        evaluation: the run's evaluations.
+        run_dir: the run folder; pictures go to its `figures/`.
+        config: which evaluations are taken.
+        draw: draws the reliability picture.
+    """
+
+    def __init__(self, evaluation: Evaluation, run_dir: Path, config: CalibrationConfig, draw: DrawReliability) -> None:
+        self.evaluation = evaluation
+        self.run_dir = run_dir
+        self.config = config
+        self.draw = draw
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the untrained model's calibration, where it was evaluated."""
+        self._log_if_due(trainer, is_last=False)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the calibration of the evaluation that this step brought, if it is one to take."""
+        assert isinstance(pl_module, RewardModelLightning)
+        self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
+
+    def _log_if_due(self, trainer: pl.Trainer, *, is_last: bool) -> None:
+        latest, step = self.evaluation.latest, trainer.global_step
+        if latest is None or latest.step != step or not trainer.is_global_zero:
+            return
+        if is_last or (step // self.evaluation.every) % self.config.every == 0:
+            self._log(trainer, latest.metrics, step)
+
+    def _log(self, trainer: pl.Trainer, metrics: PairwiseMetrics, step: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(calibration_values(metrics), step=step)
+        path = self.run_dir / FIGURES / f"reliability-step-{step:08d}.png"
+        with writing(path):
+            log_figure(trainer.loggers, "calibration/reliability", self.draw(metrics, path), step)
+
+
+def calibration_values(metrics: PairwiseMetrics) -> dict[str, float]:
+    """Calibration numbers of an evaluation, as logged; temperature and its NLL only where a finite one is best."""
+    values = {
+        "calibration/ece": metrics.ece.value,
+        "calibration/ece_mass": metrics.ece_mass,
+        "calibration/ece_noise_floor": metrics.ece_noise_floor,
+    }
+    fit = metrics.temperature
+    if fit.temperature is not None and fit.nll is not None:
+        values |= {"calibration/temperature": fit.temperature, "calibration/nll_at_temperature": fit.nll}
+    return values

@@ -1,0 +1,165 @@
+"""Curvature while training: the loss's top eigenvalue and trace on fixed pairs, without a trace in the run itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature
+from rm_optimizer.optim import set_train_mode
+from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.config import HessianConfig
+from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.folder.resume import random_state, set_random_state
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+log = logging.getLogger("rm_optimizer")
+
+CURVATURE_COLUMNS = {
+    "curvature/top_eigenvalue": "curvature_top_eigenvalue",
+    "curvature/top_eigenvalue_residual": "curvature_top_eigenvalue_residual",
+    "curvature/trace": "curvature_trace",
+    "curvature/trace_standard_error": "curvature_trace_standard_error",
+    "curvature/num_products": "curvature_num_products",
+}
+"""Metric name to column of `metrics.csv`, where curvature is watched; its seconds go to the other loggers only."""
+
+
+class HessianCallback(pl.Callback):
+    """Measures the Hessian of the training loss on the same pairs at the start and every so many steps.
+
+    The loss is the run's own, in evaluation mode (no dropout), at the weights that evaluation sees: for an optimizer
+    that trains at other weights than it evaluates (schedule-free), its averages. Generators, gradients and training
+    modes are put back to the bit, so a run with it takes the same steps as one without. Every rank measures the same
+    pairs, so that none waits for another in a reduction.
+
+    Args:
+        datamodule: the run's pairs.
+        config: how often, and on how many pairs.
+        loss: the loss.
+        measure: makes the measurement.
+    """
+
+    def __init__(
+        self, datamodule: PreferenceDataModule, config: HessianConfig, loss: LossConfig, measure: MeasureCurvature
+    ) -> None:
+        self.datamodule = datamodule
+        self.config = config
+        self.loss = loss
+        self.measure = measure
+        self.seconds = 0.0
+        self.num_measured = 0
+        self._started = 0.0
+        self._take: Callable[[], CurvatureReading] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Measure the untrained model."""
+        self._started = time.perf_counter()
+        if trainer.global_step == 0:
+            self._measure(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure when it is due."""
+        assert self.config.every is not None, "the callback stands only in runs that measure"
+        if trainer.global_step % self.config.every == 0:
+            self._measure(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what measuring cost."""
+        log.info(
+            "curvature: %d measurements on %d pairs took %.1f s, %.1f %% of the training time",
+            self.num_measured,
+            min(self.config.num_pairs, len(self.datamodule.train_tokens)),
+            self.seconds,
+            100 * self._share(),
+        )
+
+    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RewardModelLightning)
+        started = time.perf_counter()
+        with undisturbed(pl_module.model), torch.enable_grad():
+            set_train_mode(trainer.optimizers[0], False)
+            try:
+                pl_module.model.eval()
+                self._take = self._take or self.measure(pl_module.model, self._probe(pl_module), self.loss)
+                reading = self._take()
+            finally:
+                set_train_mode(trainer.optimizers[0], True)
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self.num_measured += 1
+        values = curvature_values(reading) | {
+            "curvature/seconds": seconds,
+            "curvature/share_of_training_time": self._share(),
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+    def _probe(self, module: RewardModelLightning) -> list[AnyPairBatch]:
+        data = self.datamodule
+        return probe_batches(data, self.config.num_pairs, module.model.renderer.pad_token_id, module.model.device)
+
+    def _share(self) -> float:
+        return self.seconds / max(time.perf_counter() - self._started, 1e-9)
+
+
+def curvature_values(reading: CurvatureReading) -> dict[str, float]:
+    """The numbers of a measurement, as logged; an unknown standard error is NaN."""
+    error = reading.trace.standard_error
+    return {
+        "curvature/top_eigenvalue": reading.top_eigenvalue,
+        "curvature/top_eigenvalue_residual": reading.residual,
+        "curvature/trace": reading.trace.value,
+        "curvature/trace_standard_error": math.nan if error is None else error,
+        "curvature/num_products": reading.num_products,
+    }
+
+
+def probe_batches(
+    data: PreferenceDataModule, num_pairs: int, pad_token_id: int, device: torch.device
+) -> list[AnyPairBatch]:
+    """Fixed training pairs, drawn by the run's seed and no global generator, in padded micro-batches.
+
+    Args:
+        data: the run's pairs.
+        num_pairs: how many to draw; all of them where there are fewer.
+        pad_token_id: what fills the rows.
+        device: where to put them.
+    """
+    collator = PairCollator(data.train_tokens, data.data.train, pad_token_id)
+    positions = random_positions(len(data.train_tokens), num_pairs, data.seed)
+    return [collator(batch).to(device) for batch in collator.micro_batches(positions, data.batching.micro_token_budget)]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put random generators, gradients and training modes back to the bit, whatever happens inside.
+
+    Args:
+        model: whose gradients, empty inside, and modes are kept.
+    """
+    state = random_state()
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        set_random_state(state)

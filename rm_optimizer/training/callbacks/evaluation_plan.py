@@ -1,0 +1,150 @@
+"""Number and size of a run's evaluations, from counted work, so that the same command plans the same."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rm_optimizer.core.pairs.orders import epoch_order
+from rm_optimizer.optim import optimizer_info
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.adapters import AdapterKind
+from rm_optimizer.training.datamodule import PreferenceDataModule
+
+log = logging.getLogger("rm_optimizer")
+
+LARGEST_SHARE = 0.2
+"""Of the work of all steps, what evaluations take where the user sets no number."""
+PER_EPOCH = 10
+"""Evaluations an epoch where they cost little."""
+FEWEST = 5
+"""Below so many, evaluations during training take a sample of the pairs."""
+FEWEST_PAIRS = 256
+"""Of such a sample."""
+FORWARD_AND_BACKWARD, BACKWARD_OF_ADAPTER = 3.0, 2.0
+"""Work of a training pass in forward passes; frozen weights need no gradient of their own."""
+FLOAT32_ON_CPU, FLOAT32_ON_GPU = 2.0, 8.0
+"""Work of a float32 pass in passes under bf16 autocast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Work of a run, in forward passes over a token under the training's precision.
+
+    Args:
+        steps: of all optimizer steps.
+        evaluation: of one evaluation of every validation pair.
+        final: of the last evaluation, in float32.
+    """
+
+    steps: float
+    evaluation: float
+    final: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """The evaluations of a run; stored in `run.json`.
+
+    Args:
+        every: optimizer steps between evaluations; one more follows the last step.
+        count: evaluations during training, that before the first step included.
+        pairs: validation pairs that each of them scores.
+        all_pairs: validation pairs that the last one, of the best weights, scores.
+        share: work of all evaluations over the work of all steps.
+    """
+
+    every: int
+    count: int
+    pairs: int
+    all_pairs: int
+    share: float
+
+    def positions(self, seed: int) -> NDArray[np.int64] | None:
+        """Tokenised validation pairs to score during training, the same each time; None is all of them."""
+        if self.pairs == self.all_pairs:
+            return None
+        return np.sort(epoch_order(self.all_pairs, seed, 0)[: self.pairs])
+
+
+def plan_of(config: TrainConfig, datamodule: PreferenceDataModule) -> EvaluationPlan:
+    """The evaluations of a run, logged; they depend on its pairs and on no option that a resumed run may change."""
+    training, mixed = config.training, config.hardware.precision != "32-true"
+    on_gpu = torch.cuda.is_available() and config.hardware.accelerator != "cpu"
+    passes = BACKWARD_OF_ADAPTER if config.adapter.kind != AdapterKind.none else FORWARD_AND_BACKWARD
+    passes *= optimizer_info(config.optimizer.name).passes_per_step
+    evaluation = float(datamodule.val_tokens.lengths.sum())
+    plan = plan_evaluations(
+        Work(
+            steps=passes * datamodule.train_tokens_of_run(),
+            evaluation=evaluation,
+            final=evaluation * ((FLOAT32_ON_GPU if on_gpu else FLOAT32_ON_CPU) if mixed else 1.0),
+        ),
+        num_steps=datamodule.num_steps,
+        steps_per_epoch=datamodule.steps_per_epoch,
+        num_pairs=len(datamodule.val_tokens),
+        per_epoch=training.evals_per_epoch,
+        at_start=training.eval_at_start,
+    )
+    report(plan, training.evals_per_epoch, mixed=mixed)
+    return plan
+
+
+def plan_evaluations(
+    work: Work, *, num_steps: int, steps_per_epoch: int, num_pairs: int, per_epoch: int | None, at_start: bool
+) -> EvaluationPlan:
+    """The user's number of evaluations, or as many as take a fifth of the work of training.
+
+    Where fewer than `FEWEST` would, they score a sample instead, of `FEWEST_PAIRS` or more. The evaluation after the
+    last step, that of the best weights and, with `at_start`, that of the untrained ones are always made.
+
+    Args:
+        work: of steps and evaluations.
+        num_steps: optimizer steps of the run.
+        steps_per_epoch: optimizer steps of an epoch.
+        num_pairs: validation pairs.
+        per_epoch: the user's number; None lets the work decide.
+        at_start: evaluate before the first step.
+    """
+
+    def planned(every: int, pairs: int) -> EvaluationPlan:
+        count = -(-num_steps // every) + at_start
+        spent = count * work.evaluation * pairs / num_pairs + work.final
+        return EvaluationPlan(every=every, count=count, pairs=pairs, all_pairs=num_pairs, share=spent / work.steps)
+
+    wanted = planned(max(1, steps_per_epoch // (per_epoch or PER_EPOCH)), num_pairs)
+    if per_epoch is not None or wanted.share <= LARGEST_SHARE:
+        return wanted
+    left = max(0.0, LARGEST_SHARE * work.steps - work.final) / work.evaluation
+    pairs = num_pairs
+    if left < min(FEWEST, wanted.count):
+        pairs = min(num_pairs, max(FEWEST_PAIRS, int(num_pairs * left / min(FEWEST, wanted.count))))
+    count = max(math.floor(left * num_pairs / pairs), 1 + at_start)
+    return planned(max(wanted.every, -(-num_steps // (count - at_start))), pairs)
+
+
+def report(plan: EvaluationPlan, per_epoch: int | None, *, mixed: bool) -> None:
+    """Log what was planned, as a warning where it is more than a fifth of the work.
+
+    Args:
+        plan: the run's evaluations.
+        per_epoch: the user's number, if any.
+        mixed: evaluations during training run under bf16 autocast, as its passes do.
+    """
+    pairs = "all" if plan.pairs == plan.all_pairs else f"a fixed sample of {plan.pairs} of"
+    said = (
+        f"{plan.count} evaluations of {pairs} {plan.all_pairs} validation pairs{' in bf16' if mixed else ''}, every "
+        f"{plan.every} steps, and a last one of all{' in float32' if mixed else ''}: about {plan.share:.0%} of the "
+        "work of training"
+    )
+    if plan.share <= LARGEST_SHARE:
+        log.info("%s", said)
+    elif per_epoch is not None:
+        log.warning("%s; leave out training.evals_per_epoch for at most a fifth", said)
+    else:
+        log.warning("%s, since validation is large beside training; take fewer pairs to validate on", said)

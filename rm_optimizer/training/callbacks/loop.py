@@ -1,0 +1,299 @@
+"""What happens between optimizer steps: logging, evaluation, checkpoints, early and requested stops."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+from numpy.typing import NDArray
+from pytorch_lightning.callbacks import RichProgressBar
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
+from rm_optimizer.optim import evaluation_weights
+from rm_optimizer.records.disk import writing
+from rm_optimizer.schema import TrainingConfig
+from rm_optimizer.schema.monitors import better_mode, monitored_group
+from rm_optimizer.training.callbacks.best import BestSoFar
+from rm_optimizer.training.callbacks.evaluation_plan import EvaluationPlan
+from rm_optimizer.training.callbacks.interrupt import StopSignal
+from rm_optimizer.training.callbacks.log_media import log_histogram
+from rm_optimizer.training.callbacks.progress import ProgressLines
+from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.divergence import require_finite
+from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
+from rm_optimizer.training.folder.resume import random_states, set_random_states
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+log = logging.getLogger("rm_optimizer")
+
+MOST_GROUPS = 50
+"""Sources, or subsets, that an evaluation reports apart."""
+
+TEMPORARY = Path(tempfile.gettempdir())
+"""Where Lightning writes a checkpoint before it moves it to the run folder."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The last evaluation of the whole validation set.
+
+    Args:
+        step: optimizer steps done.
+        metrics: of the validation pairs, without intervals.
+    """
+
+    step: int
+    metrics: PairwiseMetrics
+
+
+class Evaluation(pl.Callback):
+    """Evaluates every `plan.every` steps and after the last, under the training's precision; keeps the best weights.
+
+    Args:
+        datamodule: the run's pairs.
+        run_dir: the run folder.
+        config: the loop's options.
+        plan: how often, and of how many pairs.
+        beta: inverse temperature of the preference probability.
+    """
+
+    def __init__(
+        self,
+        datamodule: PreferenceDataModule,
+        run_dir: Path,
+        config: TrainingConfig,
+        *,
+        plan: EvaluationPlan,
+        beta: float,
+    ) -> None:
+        self.datamodule = datamodule
+        self.run_dir = run_dir
+        self.config = config
+        self.plan = plan
+        self.every = plan.every
+        self.beta = beta
+        self._sample = plan.positions(datamodule.seed)
+        self.best = BestSoFar(better_mode(config.monitor, config.mode), config.early_stopping.min_delta)
+        self.latest: Evaluated | None = None
+        self.stopped_early = False
+        self.seconds = 0.0
+        self._cut: set[str] = set()
+        self.missed = False
+        self.stop = StopSignal()
+        self.lines: ProgressLines | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Evaluate the untrained model, once, or make up for the evaluation in which the run was stopped.
+
+        A resumed run that had stopped early already, or taken its last step, ends.
+        """
+        assert isinstance(pl_module, RewardModelLightning)
+        self.stop.arm()  # Lightning has put in handlers of its own, which end a run on SIGTERM without a word
+        if not (path := self.run_dir / FOLDER / BEST).is_file() and self.best.forget():
+            log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
+        if self.missed or (trainer.global_step == 0 and self.config.eval_at_start):
+            self._evaluate(trainer, pl_module)
+        if trainer.global_step >= pl_module.num_steps:
+            trainer.should_stop = True
+        self._stop_if_stale(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the step; evaluate when it is due."""
+        assert isinstance(pl_module, RewardModelLightning)
+        step = trainer.global_step
+        epoch = {"epoch": step / self.datamodule.steps_per_epoch}
+        for logger in trainer.loggers:
+            logger.log_metrics({**epoch, **pl_module.step_metrics}, step=step)
+        if step % self.every == 0 or step == pl_module.num_steps:
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RewardModelLightning)
+        started = time.perf_counter()
+        with evaluation_weights(trainer.optimizers[0]):
+            try:
+                self._evaluate_weights(trainer, pl_module)
+                self.missed = False
+            except ScoringStopped:
+                self.missed = True
+        self.seconds += time.perf_counter() - started
+
+    def metrics(self, rewards: PairRewards, *, num_bootstrap: int, seed: int) -> PairwiseMetrics:
+        """Metrics of validation rewards, a nearly unique source or subset column cut to its largest groups."""
+        monitored = monitored_group(self.config.monitor)
+        metrics = metrics_of(
+            rewards,
+            self.datamodule.data.val,
+            beta=self.beta,
+            num_bootstrap=num_bootstrap,
+            seed=seed,
+            most_groups=MOST_GROUPS,
+            kept_group=None if monitored is None else monitored[1],
+        )
+        for column, members in metrics.groups.items():
+            if OTHER in members and column not in self._cut:
+                self._cut.add(column)
+                text = "validation has more than %d values of '%s'; the largest are reported, the others as %s"
+                log.warning(text, MOST_GROUPS, column, OTHER)
+        return metrics
+
+    def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
+        """Rewards of the validation pairs, or a sample of them, with lines of progress where the run has them.
+
+        Raises:
+            ScoringStopped: if the run is asked to stop.
+        """
+        total = len(self.datamodule.val_tokens if sample is None else sample)
+        return self.datamodule.score_validation(
+            model,
+            after_batch=None if self.lines is None else partial(self.lines.evaluated, total),
+            should_stop=lambda: self.stop.requested,
+            positions=sample,
+        )
+
+    def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RewardModelLightning) -> None:
+        step = trainer.global_step
+        with trainer.precision_plugin.forward_context():
+            rewards = self.rewards(pl_module.model, sample=self._sample)
+        require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
+        metrics = self.metrics(rewards, num_bootstrap=0, seed=0)
+        values = {f"val/{name}": value for name, value in metrics.flat().items()}
+        values["val/loss"] = values["val/nll"]
+        for logger in trainer.loggers:
+            logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
+        pl_module.validation_metrics = values
+        self.latest = Evaluated(step, metrics)
+        if trainer.is_global_zero:
+            self._write(trainer, rewards, self.latest)
+        self._judge(trainer, values)
+
+    def _write(self, trainer: pl.Trainer, rewards: PairRewards, evaluated: Evaluated) -> None:
+        folder = self.run_dir / "evaluations" / f"step-{evaluated.step:08d}"
+        with writing(folder):
+            write_evaluation(folder, rewards, evaluated.metrics, self.datamodule.val_tokens.report, evaluated.step)
+        shown = {"chosen_reward": rewards.chosen, "rejected_reward": rewards.rejected, "margin": rewards.margin}
+        for name, values in shown.items():
+            log_histogram(trainer.loggers, f"val/{name}", values, evaluated.step)
+
+    def _judge(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
+        if self.best.update(values.get(self.config.monitor, float("nan")), trainer.global_step):
+            path = self.run_dir / FOLDER / BEST
+            with writing(path, first_in=TEMPORARY):
+                save_checkpoint(trainer, path, weights_only=True)
+        self._stop_if_stale(trainer)
+
+    def _stop_if_stale(self, trainer: pl.Trainer) -> None:
+        stopping = self.config.early_stopping
+        if stopping.enabled and self.best.stale >= stopping.patience:
+            self.stopped_early = True
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far, for a resumed run, and whether the evaluation of this step is still to be made."""
+        best = {name: getattr(self.best, name) for name in ("value", "step", "reference", "stale")}
+        return best | {"missed": self.missed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best value so far."""
+        self.missed = state_dict.get("missed", False)
+        for name in state_dict.keys() - {"missed"}:
+            setattr(self.best, name, state_dict[name])
+
+
+class StepProgress(RichProgressBar):
+    """Lightning's bar over the optimizer steps of the whole run, with the step's metrics and the last validation's."""
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Training loss and accuracy of the step, and the last validation accuracy."""
+        assert isinstance(pl_module, RewardModelLightning)
+        shown = {"loss": "train/loss", "acc": "train/accuracy"}
+        metrics: dict[str, int | str | float | dict[str, float]]
+        metrics = {name: f"{pl_module.step_metrics.get(key, float('nan')):.3f}" for name, key in shown.items()}
+        return metrics | {"val": f"{pl_module.validation_metrics.get('val/accuracy', float('nan')):.3f}"}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "training"
+
+
+class Checkpoints(pl.Callback):
+    """Saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
+
+    Args:
+        run_dir: the run folder.
+        every: optimizer steps between checkpoints.
+        keep: newest checkpoints kept.
+        stop: whether the user asked to stop.
+        before_saving: called by the first process before each checkpoint, to write what must not be older than it.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        every: int,
+        keep: int,
+        stop: StopSignal,
+        before_saving: Callable[[], None] | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self.every = every
+        self.keep = keep
+        self.stop = stop
+        self.before_saving = before_saving
+        self._random_states: list[dict[str, Any]] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore generators; end a run that was asked to stop in the evaluation before its first step."""
+        if self._random_states is not None:
+            set_random_states(self._random_states)
+        if self._stops(trainer):
+            self._save(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random generators' states on every rank."""
+        return {"random": random_states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the generators' states until training starts."""
+        self._random_states = state_dict["random"]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save when due; end the run when asked to."""
+        assert isinstance(pl_module, RewardModelLightning)
+        step = trainer.global_step
+        if self._stops(trainer) or step % self.every == 0 or step == pl_module.num_steps:
+            self._save(trainer, pl_module)
+
+    def _stops(self, trainer: pl.Trainer) -> bool:
+        """Whether any process was asked to stop; a signal may reach one alone, or reach them at different steps."""
+        stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
+        # A signal that comes while the processes agree is theirs to see the next time; it is never taken back here.
+        self.stop.requested = self.stop.requested or stops
+        trainer.should_stop = trainer.should_stop or stops
+        return stops
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RewardModelLightning)
+        path = checkpoint_path(self.run_dir, trainer.global_step)
+        with writing(path, first_in=TEMPORARY):
+            if trainer.is_global_zero and self.before_saving is not None:
+                self.before_saving()
+            pl_module.last_checkpoint = save_checkpoint(trainer, path)
+        if trainer.is_global_zero:
+            prune(self.run_dir, self.keep)

@@ -1,0 +1,146 @@
+"""Weights to a reward server while training: what was evaluated at a step is what the server answers with then."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import pytorch_lightning as pl
+from torch import Tensor
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.sharding import is_sharded, whole
+from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.optim import set_train_mode
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.adapters import AdapterKind
+from rm_optimizer.schema.publish import OnFailure, PublishConfig, RewardModelTrainingMode
+from rm_optimizer.training.folder.record import RunRecord
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+RUN_DIGITS = 8
+"""Digits of a run's id that the names of its weights begin with."""
+log = logging.getLogger("rm_optimizer")
+
+
+class Publisher(Protocol):
+    """What takes new weights to a server."""
+
+    def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> object:
+        """Return once the weights serve under that name.
+
+        Raises:
+            RMOptimizerError: if they do not.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+OpenPublisher: TypeAlias = Callable[[PublishConfig], Publisher]
+"""Connects to the server that the options name; raises if it does not answer."""
+
+
+def require_publishable(config: TrainConfig) -> None:
+    """Refuse a mode that does not send what the run trains.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if config.publish.url is None:
+        return
+    mode, adapter = config.publish.mode, config.adapter.kind
+    if mode is RewardModelTrainingMode.lora and adapter is AdapterKind.none:
+        raise ConfigError("publish.mode=lora sends an adapter, but adapter=none; use publish.mode=full or adapter=lora")
+    if mode is RewardModelTrainingMode.head_only and adapter is not AdapterKind.none:
+        raise ConfigError(f"publish.mode=head_only leaves adapter={adapter.value} out; use publish.mode=lora or full")
+    if config.hardware.strategy == "fsdp2" and (
+        mode is not RewardModelTrainingMode.full or adapter is not AdapterKind.none
+    ):
+        raise ConfigError("hardware.strategy=fsdp2 publishes with publish.mode=full and adapter=none alone")
+
+
+class PublishWeights(pl.Callback):
+    """Publishes the weights every `every_n_steps` optimizer steps and after the last, as version `RUN-step-N`.
+
+    `RUN` begins with the run's id, so that two runs never publish under one name; what a run publishes after it was
+    resumed has names of its own, as its numbers need not be those of the first time. Only the first rank speaks to the
+    server. Optimizers that train and evaluate at different points publish the one they evaluate at. Nothing in the run
+    changes, whether the server takes the weights or not.
+
+    Args:
+        config: when, and what a failure does.
+        open_publisher: connects to the server; called once, before the first step.
+    """
+
+    def __init__(self, config: PublishConfig, open_publisher: OpenPublisher) -> None:
+        self.config = config
+        self._run = ""
+        self.open_publisher = open_publisher
+        self._publisher: Publisher | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Connect, so that a wrong address is known before an hour of training."""
+        if trainer.is_global_zero:
+            record = pl_module.record
+            assert isinstance(record, RunRecord), "a run has a record before its first step"
+            self._run = run_name(record.run_id, trainer.global_step)
+            self._publisher = self.open_publisher(self.config)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Publish when it is due."""
+        assert isinstance(pl_module, RewardModelLightning)
+        step = trainer.global_step
+        if step % self.config.every_n_steps and step != pl_module.num_steps:
+            return
+        set_train_mode(trainer.optimizers[0], False)
+        try:
+            weights = _weights(pl_module.model)
+            if self._publisher is not None:
+                self._publish(self._publisher, weights, f"{self._run}-step-{step}")
+        finally:
+            set_train_mode(trainer.optimizers[0], True)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Close the connection of a run that fails, which Lightning does not tear down."""
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Close the connection."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _publish(self, publisher: Publisher, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> None:
+        try:
+            publisher.publish(weights, version)
+        except RMOptimizerError as error:
+            if self.config.on_failure is OnFailure.error:
+                raise
+            log.warning("%s; training goes on (publish.on_failure=warn)", error)
+
+
+def run_name(run_id: str, first_step: int) -> str:
+    """Beginning of the names of a run's versions; each time that the run is resumed, another one.
+
+    Args:
+        run_id: of the run.
+        first_step: steps done before; 0 where the run was not resumed.
+    """
+    return run_id[:RUN_DIGITS] + (f"-{secrets.token_hex(2)}" if first_step else "")
+
+
+def _weights(model: BradleyTerryRM) -> BradleyTerryRM | Mapping[str, Tensor]:
+    """The model, or its tensors gathered from the ranks, every one of which takes part."""
+    if not is_sharded(model):
+        return model
+    return {name: whole(value).cpu() for name, value in model.model.state_dict().items()}

@@ -1,0 +1,1 @@
+"""The run folder: start, lock, record, checkpoints, recorded steps, resumption and result."""

@@ -1,0 +1,118 @@
+"""One process at a time works in a run folder: a lock of the operating system, which ends with the process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.disk import writing
+
+LOCK_FILE = ".lock"
+"""In the run folder; it stays there, and only a living process holds it."""
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems without locks answer."""
+_RESERVED: set[Path] = set()
+log = logging.getLogger("rm_optimizer")
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder for this process; the first of a distributed run holds it for all.
+
+    Where the file system has no locks, it warns and goes on without.
+
+    Args:
+        run_dir: the run folder, which exists.
+
+    Raises:
+        ConfigError: if another process holds it; the text names that process.
+        DiskError: if the folder cannot be written.
+    """
+    if run_dir.resolve() in _RESERVED:
+        _RESERVED.remove(run_dir.resolve())
+        yield
+        return
+    path = run_dir / LOCK_FILE
+    with writing(path):
+        file = path.open("a+", encoding="utf-8")
+    with file:
+        if _taken(file, run_dir):
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+        try:
+            yield
+        finally:
+            _release(file)
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder, made where it is missing, for the `run_lock` that follows in this process and takes it over.
+
+    Args:
+        run_dir: the run folder.
+
+    Raises:
+        ConfigError: if another process holds it; the text names that process.
+        DiskError: if the folder cannot be written.
+    """
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    with run_lock(run_dir):
+        _RESERVED.add(run_dir.resolve())
+        try:
+            yield
+        finally:
+            _RESERVED.discard(run_dir.resolve())
+
+
+def require_free(run_dir: Path) -> None:
+    """Refuse a run folder that another process works in, without writing anything.
+
+    Raises:
+        ConfigError: naming that process.
+    """
+    path = run_dir / LOCK_FILE
+    try:
+        file = path.open("r+", encoding="utf-8")
+    except OSError:
+        return
+    with file:
+        _taken(file, run_dir)
+        _release(file)
+
+
+def _taken(file: TextIO, run_dir: Path) -> bool:
+    """Take the lock; False where the file system has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise ConfigError(
+            f"{run_dir} is in use: {holder} trains in it; wait for it, stop it, or choose another hydra.run.dir"
+        ) from error
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        log.warning(
+            "the file system of %s has no locks (%s); start no second run in this folder", run_dir, error.strerror
+        )
+        return False
+    return True
+
+
+def _release(file: TextIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise

@@ -1,0 +1,123 @@
+"""The record of a run: its identity and its plan, in its folder and in each of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.core.rows.readers import is_hub_name
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.run_folder import IDENTITY_FILE, OPTIONS_FILE, RunIdentity
+from rm_optimizer.records.run_options import options_of
+from rm_optimizer.schema import DataConfig, TrainConfig
+from rm_optimizer.training.folder.checkpoints import checkpoint_step
+
+RUN_KEY = "run"
+"""Entry of a checkpoint's payload that says which run it belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The run that a checkpoint belongs to, and how it was planned.
+
+    Args:
+        run_id: the run's id.
+        train_fingerprint: digest of the training pairs.
+        val_fingerprint: digest of the validation pairs.
+        num_steps: optimizer steps planned when the checkpoint was saved.
+        options: the options of the run.
+        extensions: changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
+    """
+
+    run_id: str
+    train_fingerprint: str
+    val_fingerprint: str
+    num_steps: int
+    options: dict[str, Any]
+    extensions: tuple[dict[str, int], ...] = ()
+
+    def payload(self, step: int) -> dict[str, Any]:
+        """The record as values that load without code, with the steps done."""
+        return {**vars(self), "extensions": list(self.extensions), "step": step}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    Args:
+        checkpoint: the checkpoint it goes on from; None starts anew.
+        before: the record of that checkpoint.
+    """
+
+    checkpoint: Path | None = None
+    before: RunRecord | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done already."""
+        return checkpoint_step(self.checkpoint) if self.checkpoint else 0
+
+
+def recorded(config: TrainConfig, start: Start, *, train: str, val: str, num_steps: int) -> RunRecord:
+    """The record of the run that starts now, which its checkpoints carry.
+
+    Raises:
+        ConfigError: if a resumed run would be shorter than planned.
+    """
+    before, options = start.before, options_of(config)
+    if before is None:
+        run_id = secrets.token_hex(8)
+        return RunRecord(
+            run_id=run_id, train_fingerprint=train, val_fingerprint=val, num_steps=num_steps, options=options
+        )
+    if num_steps < before.num_steps:
+        raise ConfigError(
+            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
+            f"{before.num_steps} steps, give {num_steps}; set them back, or choose another hydra.run.dir"
+        )
+    extensions = before.extensions
+    if num_steps > before.num_steps:
+        change = {"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps}
+        extensions = (*extensions, change)
+    return RunRecord(
+        run_id=before.run_id,
+        train_fingerprint=train,
+        val_fingerprint=val,
+        num_steps=num_steps,
+        options=options,
+        extensions=extensions,
+    )
+
+
+def write_record(record: RunRecord, data: DataConfig, run_dir: Path) -> None:
+    """Write `identity.json` and `options.json` into the run folder."""
+    identity = RunIdentity(
+        run_id=record.run_id,
+        directory=os.getcwd(),
+        sources={"train": absolute_source(data.train), "val": absolute_source(data.val)},
+        train_fingerprint=record.train_fingerprint,
+        val_fingerprint=record.val_fingerprint,
+    )
+    write_text(run_dir / IDENTITY_FILE, identity.to_json())
+    write_text(run_dir / OPTIONS_FILE, json.dumps(record.options, indent=2) + "\n")
+
+
+def absolute_source(source: Any) -> Any:
+    """What `data.train` or `data.val` names, with absolute paths; hub names stay.
+
+    Example:
+        >>> absolute_source([{"path": "/data/a.jsonl", "weight": 2.0}, "org/name"])
+        [{'path': '/data/a.jsonl', 'weight': 2.0}, 'org/name']
+    """
+    if isinstance(source, str):
+        return source if is_hub_name(source) else os.path.abspath(os.path.expanduser(source))
+    if isinstance(source, Mapping):
+        return {name: absolute_source(value) if name == "path" else value for name, value in source.items()}
+    return [absolute_source(item) for item in source] if isinstance(source, list | tuple) else source

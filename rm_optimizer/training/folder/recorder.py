@@ -1,0 +1,155 @@
+"""`metrics.csv`: one row an optimizer step, the same file for the same run."""
+
+from __future__ import annotations
+
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TextIO
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.loggers import Logger
+
+from rm_optimizer.records.disk import writing
+from rm_optimizer.records.files import replacing
+
+COLUMNS = {
+    "train/loss": "train_loss",
+    "train/accuracy": "train_acc",
+    "train/mean_margin": "train_margin",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "train/num_pairs": "train_pairs",
+    "val/loss": "eval_loss",
+    "val/accuracy": "eval_acc",
+    "val/mean_margin": "eval_margin",
+    "val/num_pairs": "eval_pairs",
+    "val/nll": "eval_nll",
+    "val/brier": "eval_brier",
+    "val/ece": "eval_ece",
+    "val/tie_rate": "eval_tie_rate",
+}
+"""Metric name to column; what is not here goes to the other loggers only."""
+
+HEADER = ("step", "epoch", *COLUMNS.values())
+"""Columns of `metrics.csv` where nothing more is watched."""
+
+COUNTS = ("_pairs", "_products", "_bytes")
+"""Ends of the columns that hold whole numbers."""
+
+
+class MetricsCSV(Logger):
+    """Writes `metrics.csv`: columns `HEADER`, one row a step, empty cells where a step was not evaluated.
+
+    No clock enters it, so equal runs write equal bytes; measurements of time go to a file of their own.
+
+    Args:
+        folder: the run folder.
+        resume_step: rows after this step are dropped from an earlier file; None starts a new file.
+        columns: metric name to column; a step that logs none of them has no row.
+        file_name: name of the file in the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int | None = None,
+        columns: Mapping[str, str] = MappingProxyType(COLUMNS),
+        file_name: str = "metrics.csv",
+    ) -> None:
+        super().__init__()
+        self.path = folder / file_name
+        self._columns = columns
+        self._header = ["step", "epoch", *columns.values()]
+        self._resume_step = resume_step
+        self._file: TextIO | None = None
+        self._row: dict[str, str] = {}
+        self._row_start: int | None = None
+        self._is_written = True
+
+    @property
+    def name(self) -> str:
+        """Lightning's name of the logger."""
+        return self.path.name.replace(".", "_")
+
+    @property
+    def version(self) -> str:
+        """Lightning asks for a version; there is one file a run."""
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the composed configuration stands beside the file."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add metrics to the row of `step`, also where it was saved already; a new step completes the row before."""
+        if self._row and self._row["step"] != str(step):
+            self._write_row()
+            self._row, self._row_start = {}, None
+        if not self._row and self._columns.keys().isdisjoint(metrics):
+            return
+        self._row["step"], self._is_written = str(step), False
+        if "epoch" in metrics:
+            self._row["epoch"] = repr(float(metrics["epoch"]))
+        for name, column in self._columns.items():
+            if name in metrics:
+                is_count = column.endswith(COUNTS)
+                self._row[column] = str(int(metrics[name])) if is_count else repr(float(metrics[name]))
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Bring every row up to the present step to disk."""
+        with writing(self.path):
+            self._write_row()
+            if self._file is not None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what is left and close the file."""
+        self.save()
+        if self._file is not None:
+            with writing(self.path):
+                self._file.close()
+            self._file = None
+            self._row, self._row_start = {}, None
+
+    def _write_row(self) -> None:
+        """Write the row at the end of the file, in place of what was saved of it before."""
+        if self._is_written:
+            return
+        with writing(self.path):
+            if self._file is None:
+                self._file = self._open()
+            if self._row_start is None:
+                self._row_start = self._file.tell()
+            self._file.truncate(self._row_start)
+            csv.DictWriter(self._file, self._header, lineterminator="\n").writerow(self._row)
+        self._is_written = True
+
+    def _open(self) -> TextIO:
+        kept = [] if self._resume_step is None else read_rows(self.path, self._resume_step)
+        if kept and kept[-1]["step"] == self._row.get("step"):  # a resumed run makes up for this step's evaluation
+            self._row = {name: cell for name, cell in kept.pop().items() if cell} | self._row
+        self._header = list(dict.fromkeys([*(kept[0] if kept else ()), *self._header]))
+        with replacing(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._header, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+        self._resume_step = None
+        return self.path.open("a", newline="", encoding="utf-8")
+
+
+def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
+    """Rows of a `metrics.csv`, as text, up to `last_step`; an unfinished last line is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows = list(csv.DictReader(lines))
+    return rows if last_step is None else [row for row in rows if int(row["step"]) <= last_step]

@@ -1,0 +1,144 @@
+"""What a training run ends with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.run_folder import RESULT_FILE
+
+
+class RunStatus(StrEnum):
+    """How a run ended."""
+
+    finished = "finished"
+    early_stopped = "early_stopped"
+
+
+TOY_WARNING = (
+    "model=%s starts from random weights and reads nothing but these pairs, so it is a toy; for rewards that judge "
+    "language, take a pretrained model (model=qwen, model.path=MODEL)"
+)
+"""Sentence about a model from scratch on a user's own pairs, with a place for the preset's name."""
+
+
+def is_toy(model_path: str | None, train: Any) -> bool:
+    """Whether a run builds its model from scratch for pairs other than the embedded world's.
+
+    Args:
+        model_path: `model.path`.
+        train: `data.train`.
+    """
+    return model_path is None and train is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """The pairs a run used.
+
+    Args:
+        train_pairs: training pairs after dropping bad rows and pairs identical after truncation.
+        val_pairs: validation pairs after dropping bad rows; those identical after truncation count as ties.
+        val_origin: where validation came from, in words.
+        train_fingerprint: digest of the training pairs.
+        val_fingerprint: digest of the validation pairs.
+        skipped_rows: rows dropped as bad, over both splits.
+        truncation: token and truncation counts of each split.
+        length_baseline: accuracy on validation of calling the longer response better.
+        ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
+        notes: sentences on labels, unused margins and conversations that stand in both splits.
+    """
+
+    train_pairs: int
+    val_pairs: int
+    val_origin: str
+    train_fingerprint: str
+    val_fingerprint: str
+    skipped_rows: int
+    truncation: dict[str, Any]
+    length_baseline: float
+    ceiling: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The result of a run, saved as `run.json` in its folder.
+
+    Args:
+        status: how the run ended.
+        run_dir: the run folder.
+        model: the model preset's name.
+        optimizer: the optimizer's name.
+        seed: the run's seed.
+        steps: optimizer steps done.
+        best_step: step of the exported weights.
+        monitor: metric that selected them.
+        export: folder that `transformers` loads.
+        metrics: validation metrics of the exported weights, with intervals.
+        data: the pairs used.
+        parameters: trainable parameters.
+        wall_seconds: duration of fitting and evaluation.
+        pairs_per_second: training pairs a second since the last resume, evaluation left out; None without a step.
+        versions: packages that decide the numbers.
+        machine: processor, cores, system.
+        commit: the checkout's commit.
+        config: the composed configuration.
+        run_id: the run's id, which its checkpoints carry; None in results of earlier versions.
+        extensions: later changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
+        evaluations: their plan (`EvaluationPlan`) and the seconds that those during training took.
+    """
+
+    status: RunStatus
+    run_dir: str
+    model: str
+    optimizer: str
+    seed: int
+    steps: int
+    best_step: int
+    monitor: str
+    export: str
+    metrics: PairwiseMetrics
+    data: DataSummary
+    parameters: int
+    wall_seconds: float
+    pairs_per_second: float | None
+    versions: dict[str, str]
+    machine: dict[str, str]
+    commit: str | None
+    config: dict[str, Any]
+    run_id: str | None = None
+    extensions: tuple[dict[str, int], ...] = ()
+    evaluations: dict[str, float] | None = None
+
+    @property
+    def objective(self) -> float:
+        """Negative log-likelihood on validation, what a sweep minimises."""
+        return self.metrics.nll.value
+
+    def to_json(self) -> str:
+        """The result as JSON text."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["metrics"] = json.loads(self.metrics.to_json())
+        fields["data"] = dataclasses.asdict(self.data)
+        return json.dumps(fields, indent=2, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunResult:
+        """The result that `to_json` wrote."""
+        fields = json.loads(text)
+        fields["status"] = RunStatus(fields["status"])
+        fields["metrics"] = PairwiseMetrics.from_json(json.dumps(fields["metrics"]))
+        fields["data"] = DataSummary(**fields["data"])
+        fields["extensions"] = tuple(fields.get("extensions", ()))
+        return cls(**fields)
+
+    def save(self) -> Path:
+        """Write `run.json` into the run folder, atomically."""
+        return write_text(Path(self.run_dir) / RESULT_FILE, self.to_json() + "\n")

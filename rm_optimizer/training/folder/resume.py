@@ -1,0 +1,77 @@
+"""Continue a run where its newest whole checkpoint left it, to the same bytes as if it had never stopped."""
+
+from __future__ import annotations
+
+import logging
+import random
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from rm_optimizer.training.folder.checkpoints import checkpoint_step, periodic_checkpoints
+
+log = logging.getLogger("rm_optimizer")
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest periodic checkpoint that is whole; a torn one is skipped with a warning for the one before."""
+    for path in reversed(periodic_checkpoints(run_dir)):
+        if damage := _damage(path):
+            log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
+            continue
+        log.info("resuming after step %d from %s", checkpoint_step(path), path)
+        return path
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint file, whose zip archive stores a checksum of every part; None if nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        return str(error)
+    return f"checksum of {broken} does not match" if broken else None
+
+
+def random_states() -> list[dict[str, Any]]:
+    """What `random_state` gives on each rank, in their order; every rank must take part."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [random_state()]
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, random_state())
+    return states
+
+
+def set_random_states(states: Sequence[Mapping[str, Any]]) -> None:
+    """Put this rank's generators back to the state that `random_states` gave for it."""
+    is_alone = not (distributed.is_available() and distributed.is_initialized())
+    set_random_state(states[0 if is_alone else distributed.get_rank()])
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator a step may draw from, as values that `torch.load(weights_only=True)` reads."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (that libraries use)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put every generator back to a state that `random_state` gave."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

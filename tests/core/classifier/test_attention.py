@@ -1,0 +1,318 @@
+"""The switch gives each pass the kernel it needs, and whichever it takes, the rewards are the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2Config, LlamaConfig, PreTrainedModel
+from transformers.integrations import flex_attention as flex_integration
+
+from rm_optimizer.core.classifier import attention, attention_switch, tree_attention
+from rm_optimizer.core.classifier.attention import choose_attention
+from rm_optimizer.core.classifier.attention_switch import SWITCHES, AttentionSwitch
+from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logits
+from rm_optimizer.core.classifier.tree_attention import tree_block_mask, tree_mask
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree
+from tests.core.tiny_models import decoder_tokenizer, tiny_model, tiny_tokenizer
+
+PAD = 2
+WINDOWS = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+DECODERS = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": ("qwen2", WINDOWS),
+    "mistral with a window": ("mistral", {"sliding_window": 5}),
+}
+
+
+def trees(seed: int = 0, prompts: int = 5, most: int = 40) -> PackedTrees:
+    rng = np.random.default_rng(seed)
+
+    def tokens() -> NDArray[np.int32]:
+        return rng.integers(3, 250, rng.integers(1, most)).astype(np.int32)
+
+    shared = [tokens() for _ in range(prompts)]
+    return pack_trees(
+        [prefix_tree([np.concatenate([p, tokens()]) for _ in range(1 + k)]) for k, p in enumerate(shared)],
+        pad_token_id=PAD,
+    )
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run FlexAttention's own definition rather than the kernel that inductor would make of it."""
+    monkeypatch.setattr(flex_integration, "compile_friendly_flex_attention", eagerly)
+    with torch.no_grad():
+        yield
+
+
+def eagerly(*tensors: Tensor, training: bool, **options: Any) -> Tensor:
+    out: Tensor = flex_attention(*tensors, **options)
+    return out
+
+
+@pytest.fixture
+def masks_seen(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Kinds of masks that FlexAttention is given."""
+    seen: list[type] = []
+    flex = attention_switch.flex_attention_forward
+
+    def watched(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        seen.append(type(mask))
+        return flex(module, query, key, value, mask, **options)
+
+    monkeypatch.setattr(attention_switch, "flex_attention_forward", watched)
+    return seen
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), prompts=st.integers(1, 6), window=st.sampled_from([None, 1, 3, 50]))
+def test_the_rule_of_block_masks_is_the_dense_mask(seed: int, prompts: int, window: int | None) -> None:
+    packed = trees(seed, prompts)
+    rows, width = packed.input_ids.shape
+    blocks = tree_block_mask(packed, window)
+    assert torch.equal(create_mask(blocks.mask_mod, rows, None, width, width, "cpu"), tree_mask(packed, window))
+
+
+def test_a_block_mask_skips_the_blocks_where_two_trees_do_not_meet() -> None:
+    """Three trees of 256 tokens in a row of six blocks: each needs 3 of its 4, so 9 of 36 are computed."""
+    long = [prefix_tree([np.arange(3, 259, dtype=np.int32) + k]) for k in range(3)]
+    widest = prefix_tree([np.arange(3, 771, dtype=np.int32)])
+    packed = pack_trees([widest, *long], pad_token_id=PAD)
+    blocks = tree_block_mask(packed)
+    counts = blocks.kv_num_blocks.sum(dim=-1).flatten() + blocks.full_kv_num_blocks.sum(dim=-1).flatten()
+    assert counts.tolist() == [21, 9]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", DECODERS)
+def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
+    case: str, eager_flex: None, masks_seen: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 throughout: a sum of 40 products rounds to about 40 x 2^-24, rewards being of order one."""
+    family, fields = DECODERS[case]
+    model = tiny_model(family, tiny_tokenizer(family), **fields)
+    packed = trees()
+    expected = packed_logits(model, packed)
+    assert expected.std() > 1e-2
+    model.set_attn_implementation("sdpa_or_flex")
+    torch.testing.assert_close(packed_logits(model, packed), expected)
+    assert not masks_seen  # on a CPU the switch is SDPA
+    monkeypatch.setattr(tree_attention, "takes_blocks", lambda kernel, device: True)
+    torch.testing.assert_close(packed_logits(model, packed), expected, rtol=2e-5, atol=2e-5)
+    assert masks_seen == [BlockMask, BlockMask]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gets_one_type_where_norms_leave_autocasts(eager_flex: None) -> None:
+    query, key, value = torch.randn(3, 1, 2, 8, 16)
+    packed = trees(prompts=1, most=5)
+    width = packed.input_ids.shape[1]
+    query, key, value = (tensor[:, :, :1].expand(-1, -1, width, -1) for tensor in (query, key, value.bfloat16()))
+    switch, layer = SWITCHES["sdpa_or_flex"], torch.nn.Identity()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = switch(layer, query, key, value, tree_block_mask(packed))
+    assert out.dtype == torch.bfloat16
+
+
+def padded(model: PreTrainedModel) -> Tensor:
+    rows = [np.arange(3, 3 + length, dtype=np.int32) for length in (9, 4, 12)]
+    return last_token_logits(model, *pad_sequences(rows, PAD))
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("case", DECODERS)
+def test_on_a_cpu_every_switch_is_sdpa_bit_for_bit(case: str, name: str) -> None:
+    family, fields = DECODERS[case]
+    model = tiny_model(family, tiny_tokenizer(family), **fields)
+    expected = padded(model)
+    model.set_attn_implementation(name)
+    assert torch.equal(padded(model), expected)
+
+
+class FakeFlash:
+    """What FlashAttention 2 would be asked, answered by SDPA with the padding mask it would unpad by."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, torch.dtype]] = []
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        self.calls.append((module.config._attn_implementation, query.dtype))
+        assert mask is None or mask.ndim == 2
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        tokens = query.shape[2]
+        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() if module.is_causal else torch.ones(1, 1).bool()
+        allowed = allowed if mask is None else allowed & mask[:, None, None].bool()
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=options["scaling"])
+        return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = FakeFlash()
+    monkeypatch.setattr(attention_switch, "flash_attention_forward", flash)
+    monkeypatch.setattr(
+        AttentionSwitch, "unpads", lambda self, device, dtype: self.has_varlen and dtype in attention_switch.HALF
+    )
+    model = tiny_model(case, tiny_tokenizer(case))
+    expected = padded(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected_half = padded(model)
+    model.set_attn_implementation("sdpa_or_flex_or_fa2")
+    assert torch.equal(padded(model), expected)
+    assert not flash.calls
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(padded(model), expected_half, rtol=2e-2, atol=2e-2)
+    assert flash.calls == 2 * [("flash_attention_2", torch.bfloat16)]
+    shared = packed_logits(model, trees())
+    assert len(flash.calls) == 2
+    assert torch.isfinite(shared).all()
+
+
+@pytest.fixture
+def cuda_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """A machine that says it has CUDA, without FlashAttention."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attention._say_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="rm_optimizer")
+    return caplog
+
+
+def llama(**fields: Any) -> LlamaConfig:
+    return LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, **fields)
+
+
+def test_auto_switches_on_a_cuda_machine(cuda_machine: pytest.LogCaptureFixture) -> None:
+    assert choose_attention(llama(), "auto", torch.float32) == "sdpa_or_flex"
+    assert cuda_machine.messages == [
+        "padded sequences use sdpa: flash_attention_2: the flash-attn package is not installed"
+    ]
+
+
+@pytest.mark.parametrize("word", ["sdpa", "eager"])
+def test_a_kernel_asked_for_by_name_is_the_kernel(word: str, cuda_machine: pytest.LogCaptureFixture) -> None:
+    assert choose_attention(llama(), word, torch.float32) == word
+    assert not cuda_machine.messages
+
+
+def test_flash_attention_is_part_of_the_switch_where_it_is_installed(
+    cuda_machine: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`transformers` checks the package itself, which this machine lacks: what it would let pass is set here."""
+    obstacle = attention._obstacle
+    monkeypatch.setattr(
+        attention,
+        "_obstacle",
+        lambda config, kernel, *rest: None if kernel.startswith("flash") else obstacle(config, kernel, *rest),
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_attention(llama(), "auto", dtype) == "sdpa_or_flex_or_fa2"
+    assert choose_attention(llama(), "flash_attention_2", torch.bfloat16) == "flash_attention_2"
+    assert choose_attention(llama(), "flash_attention_2", torch.float32) == "sdpa_or_flex_or_fa2"
+    assert not cuda_machine.messages
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (llama(head_dim=8), "needs heads of at least 16 channels, these have 8"),
+        (llama(attention_dropout=0.1), "has no dropout, set model.dropout to false"),
+    ],
+)
+def test_a_model_that_flex_attention_cannot_serve_keeps_the_dense_mask_and_it_is_said(
+    config: LlamaConfig, words: str, cuda_machine: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert choose_attention(config, "auto", torch.float32) == "sdpa"
+    assert cuda_machine.messages[0] == f"shared prompts use sdpa with a dense mask: flex_attention: {words}"
+    assert len(cuda_machine.messages) == 2
+
+
+def test_a_soft_cap_that_sdpa_would_leave_out_forbids_the_switch(cuda_machine: pytest.LogCaptureFixture) -> None:
+    config = Gemma2Config(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, head_dim=16)
+    assert choose_attention(config, "auto", torch.float32) not in SWITCHES
+
+
+def test_encoders_switch_too(cuda_machine: pytest.LogCaptureFixture) -> None:
+    config = BertConfig(num_hidden_layers=1)
+    config.attention_probs_dropout_prob = 0.0
+    assert choose_attention(config, "auto", torch.float32) in SWITCHES
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("case", DECODERS)
+def test_on_a_gpu_the_switch_gives_the_rewards_and_gradients_of_sdpa(case: str, autocast: bool) -> None:
+    """Float32 to its rounding; bfloat16 has 8 bits, so two kernels agree to a few times 2^-8."""
+    family, fields = DECODERS[case]
+    wide = fields | {"hidden_size": 64, "head_dim": 16}
+    model = tiny_model(family, tiny_tokenizer(family), **wide).cuda().train()
+    packed = trees(prompts=30).to("cuda")
+    results = []
+    for kernel in ("sdpa", choose_attention(model.config, "auto", torch.float32)):
+        model.set_attn_implementation(kernel)
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            rewards = packed_logits(model, packed)
+        rewards.float().tanh().sum().backward()
+        results.append((rewards.float(), model.base_model.layers[0].self_attn.q_proj.weight.grad.clone()))
+    tolerance = 5e-2 if autocast else 1e-4
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+def soft_capped(tokenizer: Any, cap: float | None = 5.0) -> BradleyTerryRM:
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    architecture = {"model_type": "gemma2", "num_hidden_layers": 2, "attn_logit_softcapping": cap, **fields}
+    large = {"initializer_range": 0.5, "query_pre_attn_scalar": 1}
+    return BradleyTerryRM.from_config(architecture | large, tokenizer, max_length=64, seed=0)
+
+
+def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers(tmp_path: Path) -> None:
+    model = soft_capped(decoder_tokenizer())
+    assert model.model.config._attn_implementation == "eager"
+    prompts, responses = ["How do I boil an egg?"] * 2, ["In boiling water for seven minutes.", "No."]
+    rewards = model.score(prompts, responses)
+    uncapped = soft_capped(decoder_tokenizer(), cap=None)
+    assert uncapped.model.config._attn_implementation == "sdpa"
+    assert (uncapped.score(prompts, responses) - rewards).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert plain.config._attn_implementation == "eager"
+    with torch.no_grad():
+        theirs = plain(**model.tokenize(prompts, responses)).logits[:, 0]
+    torch.testing.assert_close(theirs, rewards)
+    torch.testing.assert_close(BradleyTerryRM.from_pretrained(tmp_path).score(prompts, responses), rewards)
+
+
+def test_sdpa_by_name_is_not_given_to_a_model_with_a_soft_cap(caplog: pytest.LogCaptureFixture) -> None:
+    attention._say_once.cache_clear()
+    config = Gemma2Config(attn_logit_softcapping=50.0, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING, logger="rm_optimizer"):
+        assert choose_attention(config, "sdpa", torch.float32) == "eager"
+    assert "sdpa: leaves out the model's soft cap (attn_logit_softcapping=50)" in caplog.text

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import datetime as dt
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.sources import DataSource, SourcePairs, load_source, mixed, parse_sources
+from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.schema.data import KwiseRule, OnBadRow
+
+ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(path: str, on_bad_row: OnBadRow = OnBadRow.error, **options: Any) -> SourcePairs:
+    return load_source(DataSource(path, **options), kwise_rule=KwiseRule.all, on_bad_row=on_bad_row)
+
+
+def test_optional_columns_become_fields_and_the_rest_metadata(tmp_path: Path) -> None:
+    extra = {"margin": 0.5, "label": 0.75, "weight": 2, "subset": "s", "tags": ["a", {"b": None}], "none": None}
+    (pair,) = load(write(tmp_path / "a.jsonl", ROW | extra)).pairs
+    assert (pair.margin, pair.label, pair.weight) == (0.5, 0.75, 2.0)
+    assert pair.metadata == {"subset": "s", "tags": ["a", {"b": None}], "source": "a"}
+
+
+def test_empty_cells_are_missing_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected,margin,label,source\nHi,a,b,,,\nHi,a,b,1.5,0.5,mine\n")
+    first, second = load(str(tmp_path / "a.csv")).pairs
+    assert (first.margin, first.label, first.weight, first.metadata["source"]) == (None, 1.0, 1.0, "a")
+    assert (second.margin, second.label, second.weight, second.metadata["source"]) == (1.5, 0.5, 1.0, "mine")
+
+
+def test_what_json_cannot_say_stays_out_of_the_metadata(tmp_path: Path) -> None:
+    row = ROW | {"day": dt.date(2024, 7, 26), "raw": b"x", "nan": float("nan"), "margin": None, "ok": 1}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (pair,) = load(str(tmp_path / "a.parquet")).pairs
+    assert pair.margin is None
+    assert pair.metadata == {"ok": 1, "source": "a"}
+
+
+def test_pairs_written_as_dicts_are_read_back_equal(tmp_path: Path) -> None:
+    pairs = (
+        PreferencePair("Hi", "a", "b", margin=1.0, metadata={"source": "s"}, label=0.5, weight=3.0),
+        PreferencePair("Hi", "a", "c", metadata={"source": "t", "votes": [1, 2]}),
+    )
+    assert load(write(tmp_path / "a.jsonl", *(pair.to_dict() for pair in pairs))).pairs == pairs
+
+
+def test_columns_are_mapped_even_when_names_swap(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"question": "Hi", "chosen": "No.", "rejected": "Hello!", "label": "kind"})
+    columns = {"prompt": "question", "chosen": "rejected", "rejected": "chosen", "topic": "label"}
+    (pair,) = load(path, columns=columns).pairs
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("Hi", "Hello!", "No.")
+    assert pair.metadata == {"topic": "kind", "source": "a"}
+
+
+def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"question": "Hi", "chosen": "a", "rejected": "b"})
+    with pytest.raises(
+        DataError, match=r"data\.columns={prompt: qestion}: unknown column 'qestion'; did you mean 'question'\?"
+    ):
+        load(path, columns={"prompt": "qestion"})
+    with pytest.raises(ConfigError, match=r"unknown column of ours 'promt'; did you mean 'prompt'\?"):
+        load(path, columns={"promt": "question"})
+
+
+@pytest.mark.parametrize("form", ["auto", "explicit"])
+def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"Question": "Hi", "better": "a", "Rejected": "b"})
+    with pytest.raises(DataError) as caught:
+        load(path, format=form)
+    message = str(caught.value)
+    assert "prompt, chosen and rejected texts (explicit)" in message
+    assert "got columns Question, better, Rejected" in message
+    assert message.endswith("did you mean data.columns={prompt: Question, chosen: better, rejected: Rejected}?")
+
+
+def test_a_format_asked_for_wants_its_columns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected prompt, responses and scores lists, .*; got columns prompt"):
+        load(write(tmp_path / "a.jsonl", ROW), format="kwise")
+
+
+BAD_ROWS = [
+    ({"chosen": ""}, "chosen must not be empty"),
+    ({"chosen": "No."}, "chosen and rejected must differ"),
+    ({"chosen": None}, "chosen must be text, got nothing"),
+    ({"prompt": " "}, "prompt must not be empty"),
+    ({"margin": "wide"}, "margin must be a number, got 'wide'"),
+    ({"margin": "inf"}, "margin must be finite, got inf"),
+    ({"label": 1.5}, r"label must lie in \[0, 1\], got 1.5"),
+    ({"weight": 0}, "weight must be positive and finite, got 0.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_ROWS)
+def test_a_bad_row_names_file_line_and_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROW, ROW | change)
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {reason}; correct it, or set data\.on_bad_row=drop"):
+        load(path)
+
+
+def test_dropped_rows_are_listed_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROW, *(ROW | change for change, _ in BAD_ROWS), ROW)
+    loaded = load(path, OnBadRow.drop)
+    assert len(loaded.pairs) == 2
+    assert [row.row for row in loaded.skipped] == list(range(2, 2 + len(BAD_ROWS)))
+    assert loaded.skipped[0] == SkippedRow(path, 2, "chosen must not be empty")
+    assert str(loaded.skipped[0]) == f"{path}, line 2: chosen must not be empty"
+
+
+def test_a_broken_csv_line_stops_or_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,chosen,rejected\nHi,a,b\nHi,a\nHi,b,c\n")
+    with pytest.raises(DataError, match=r"a\.csv, line 3: has 2 fields where the header has 3"):
+        load(str(path))
+    loaded = load(str(path), OnBadRow.drop)
+    assert (len(loaded.pairs), [row.row for row in loaded.skipped]) == (2, [3])
+
+
+def test_a_file_without_a_pair_says_why(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n")
+    with pytest.raises(DataError, match=r"a\.csv: the file holds no rows"):
+        load(str(tmp_path / "a.csv"))
+    path = write(tmp_path / "a.jsonl", ROW | {"chosen": ""}, ROW | {"rejected": ""})
+    with pytest.raises(DataError, match=r"none of 2 rows gives a pair; the first: .*line 1: chosen must not be empty"):
+        load(path, OnBadRow.drop)
+
+
+def test_kwise_rows_without_a_preference_are_listed_but_are_no_error(tmp_path: Path) -> None:
+    tied = {"prompt": "Hi", "responses": ["a", "b"], "scores": [1, 1]}
+    loaded = load(write(tmp_path / "k.jsonl", tied, tied | {"scores": [0, 1]}))
+    assert [row.row for row in loaded.skipped] == [1]
+    (pair,) = loaded.pairs
+    assert (pair.chosen, pair.margin) == ("b", 1.0)
+    assert pair.metadata == {"source": "k", "group": "k:2"}
+
+
+def test_a_table_of_single_responses_is_kwise(tmp_path: Path) -> None:
+    rows = [
+        {"question": "Hi", "response": text, "score": score, "model": text.upper()}
+        for text, score in [("a", 0.0), ("b", 2.0), ("c", 1.0)]
+    ]
+    loaded = load(write(tmp_path / "k.jsonl", *rows), columns={"prompt": "question"})
+    assert {(pair.chosen, pair.rejected, pair.margin) for pair in loaded.pairs} == {
+        ("b", "c", 1.0),
+        ("b", "a", 2.0),
+        ("c", "a", 1.0),
+    }
+    assert loaded.pairs[0].metadata["chosen_model"] == loaded.pairs[0].chosen.upper()
+
+
+def test_a_source_of_ties_can_be_labelled_as_such(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROW, ROW | {"label": 0.9})
+    assert [pair.label for pair in load(path, label=0.5).pairs] == [0.5, 0.9]
+
+
+def test_an_option_names_one_source_or_many() -> None:
+    sources = parse_sources(
+        [
+            Path("a.csv"),
+            {"path": "b.csv", "weight": "0.5", "format": "hh"},
+            {"path": "c.csv", "columns": {"prompt": "q"}},
+        ],
+        format="explicit",
+        columns={"prompt": "p"},
+    )
+    assert sources == (
+        DataSource("a.csv", format="explicit", columns={"prompt": "p"}),
+        DataSource("b.csv", weight=0.5, format="hh", columns={"prompt": "p"}),
+        DataSource("c.csv", format="explicit", columns={"prompt": "q"}),
+    )
+    assert parse_sources("a.csv", format="auto", columns=None) == (DataSource("a.csv"),)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ([], "empty list"),
+        (3, "must be a path, a data-set name or {path: …}, got 3"),
+        ({"weight": 2}, "must be a path, a data-set name or {path: …}"),
+        ({"path": "a", "wieght": 2}, "did you mean 'weight'?"),
+        ({"path": "a", "weight": 0}, "weight of source a must be positive, got 0"),
+        ({"path": "a", "weight": "much"}, "data source a: weight must be a number, got 'much'"),
+        ({"path": "a", "label": 2}, "label of source a must lie in [0, 1], got 2"),
+        ({"path": "a", "format": "hhh"}, "did you mean 'hh'?"),
+    ],
+)
+def test_a_wrong_source_is_one_sentence(option: object, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_sources(option, format="auto", columns=None)
+    assert reason in str(caught.value)
+
+
+def source_of(name: str, num_pairs: int, weight: float) -> tuple[DataSource, SourcePairs]:
+    pairs = tuple(PreferencePair(f"{name}{i}", "a", "b", metadata={"source": name}) for i in range(num_pairs))
+    return DataSource(name, weight=weight), SourcePairs(pairs, ())
+
+
+@pytest.mark.parametrize("weight", [0.25, 0.5, 1.0, 1.5, 2.0, 3.75])
+def test_a_weight_is_the_mean_number_of_times_a_pair_counts(weight: float) -> None:
+    source, loaded = source_of("x", 40, weight)
+    mixture = mixed([(source, loaded)], seed=0)
+    counts = [sum(pair.prompt == original.prompt for pair in mixture) for original in loaded.pairs]
+    assert len(mixture) == 40 * weight
+    assert set(counts) <= {int(weight), int(weight) + 1}
+    assert len({(pair.prompt, pair.metadata.get("copy")) for pair in mixture}) == len(mixture)
+
+
+def test_a_mixture_depends_on_its_seed_alone() -> None:
+    sources = [source_of("x", 40, 0.5), source_of("y", 40, 0.5)]
+    assert mixed(sources, seed=1) == mixed(sources, seed=1)
+    assert mixed(sources, seed=1) != mixed(sources, seed=2)
+    assert mixed(sources, seed=1)[:20] == mixed(sources[:1], seed=1)

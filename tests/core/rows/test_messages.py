@@ -1,0 +1,117 @@
+"""One reader of prompts: whatever the entrance, a prompt becomes the same messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.pairs.pair import PreferencePair, prompt_id
+from rm_optimizer.core.rows.messages import Message, as_messages, read_messages, read_prompt
+from rm_optimizer.core.rows.response_files import read_responses
+from rm_optimizer.core.rows.row_context import in_context
+from rm_optimizer.errors import DataError
+
+TURNS = [("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye?")]
+EXPECTED = tuple(Message(role, text) for role, text in TURNS)
+FORMS: dict[str, Any] = {
+    "transcript": "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye?\n\nAssistant:",
+    "messages": [{"role": role, "content": text} for role, text in TURNS],
+    "sharegpt": [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in TURNS],
+    "json": json.dumps([{"role": role, "content": text} for role, text in TURNS]),
+    "json-sharegpt": json.dumps(
+        [{"from": {"user": "Human", "assistant": "GPT"}[role], "value": text} for role, text in TURNS]
+    ),
+    "parts": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TURNS],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_prompt_is_the_same_messages_through_every_entrance(form: str, tmp_path: Path) -> None:
+    value = FORMS[form]
+    pairs, responses = tmp_path / "pairs.jsonl", tmp_path / "responses.jsonl"
+    pairs.write_text(json.dumps({"prompt": value, "chosen": "a", "rejected": "b"}))
+    responses.write_text(json.dumps({"prompt": value, "response": "a"}))
+    (loaded,) = PreferenceDataset.load(pairs)
+    (scored,) = read_responses(responses)
+    assert as_messages(loaded.prompt) == as_messages(scored.prompt) == as_messages(value) == EXPECTED
+    assert loaded.prompt_id == prompt_id(scored.prompt) == PreferencePair(EXPECTED, "a", "b").prompt_id
+
+
+@pytest.mark.parametrize("role", ["human", "Human", "prompter", "USER"])
+def test_names_of_the_user_are_the_user(role: str) -> None:
+    assert Message(role, "Hi").role == "user"
+
+
+@pytest.mark.parametrize("role", ["gpt", "bot", "model", "Assistant", "ai"])
+def test_names_of_the_assistant_are_the_assistant(role: str) -> None:
+    assert Message(role, "Hi").role == "assistant"
+
+
+BLANK_TURNS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": " "}],
+    "sharegpt": [{"from": "system", "value": ""}, {"from": "human", "value": ""}],
+    "json": json.dumps([{"role": "user", "content": "\n"}]),
+    "transcript": "Human: Hi\n\nAssistant: Hello!\n\nHuman: \n\nAssistant:",
+}
+
+
+@pytest.mark.parametrize("form", BLANK_TURNS)
+def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "chosen": "a", "rejected": "b"}))
+    with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
+        PreferenceDataset.load(path)
+    path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "response": "a"}))
+    with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
+        list(read_responses(path))
+    with pytest.raises(ValueError, match="role user must not be empty"):
+        as_messages(BLANK_TURNS[form])
+
+
+@pytest.mark.parametrize(
+    "field", [{"tool_calls": [{"id": 1}]}, {"reasoning_content": "Hm."}, {"name": "Ann"}, {"notes": "a " * 20}]
+)
+def test_a_field_of_a_message_that_would_be_lost_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"message 1 has {next(iter(field))}, which is not read"):
+        read_messages("prompt", [{"role": "user", "content": "Hi"} | field])
+
+
+@pytest.mark.parametrize("field", [{"tool_calls": None}, {"name": ""}, {"weight": 1.0}, {"id": "a1"}, {"tools": []}])
+def test_empty_fields_and_numbers_of_a_message_are_passed_over(field: dict[str, Any]) -> None:
+    assert read_messages("prompt", [{"role": "user", "content": "Hi"} | field]) == (Message("user", "Hi"),)
+
+
+def test_text_that_merely_begins_like_json_stays_text() -> None:
+    for text in ('["role"', '[1, 2, "role"]', '[{"role": "user"}] Why?', "[{}]"):
+        assert read_prompt(text) == text
+
+
+def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt() -> None:
+    assert in_context({"system": "Be kind."}, "Hi", {}) == (Message("system", "Be kind."), Message("user", "Hi"))
+    own = (Message("system", "Be kind."), Message("user", "Hi"))
+    assert in_context({"system": " Be kind. "}, own, {}) == own
+    with pytest.raises(ValueError, match="says otherwise"):
+        in_context({"system": "Be rude."}, own, {})
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs", "context", "history", "input", "system_prompt"])
+def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi", "chosen": "a", "rejected": "b", name: "something"}))
+    with pytest.raises(DataError, match=f"{name} is not read"):
+        PreferenceDataset.load(path)
+    path.write_text(json.dumps({"prompt": "Hi", "response": "a", name: "something"}))
+    with pytest.raises(DataError, match=f"line 1: {name} is not read"):
+        list(read_responses(path))
+
+
+def test_alpacas_input_follows_the_instruction(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"instruction": "Add.", "input": "1, 2", "chosen": "a", "rejected": "b", "system": "S"}))
+    (pair,) = PreferenceDataset.load(path, columns={"prompt": "instruction"})
+    assert pair.prompt == (Message("system", "S"), Message("user", "Add.\n1, 2"))
+    assert "input" not in pair.metadata

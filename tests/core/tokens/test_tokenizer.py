@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
+from rm_optimizer.schema import TrainConfig, compose, config_root, typed
+from rm_optimizer.schema.data import SyntheticConfig
+
+PRESETS = ["tiny", "minilm", "deberta", "modernbert", "qwen", "llama"]
+
+
+def texts(seed=0):
+    world = synthetic_world(SyntheticConfig(num_train=200, num_val=2, seed=seed))
+    return [text for pair in world.train for text in (pair.prompt, pair.chosen, pair.rejected)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(texts(), 600)
+
+
+def preset(name: str) -> TrainConfig:
+    return typed(compose([f"model={name}", "output_dir=unused"]), TrainConfig)
+
+
+def test_the_same_texts_give_the_same_vocabulary_and_merges(tokenizer):
+    again = train_tokenizer(iter(texts()), 600)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_other_texts_give_another_vocabulary(tokenizer):
+    other = train_tokenizer(["a reward model is a judge, not a policy"] * 3, 600)
+    assert other.get_vocab() != tokenizer.get_vocab()
+
+
+def test_the_vocabulary_has_the_size_asked_for_when_the_texts_allow_it(tokenizer):
+    assert len(tokenizer) == 600
+    assert len(train_tokenizer(["aa"], 600)) == 3 + 256 + 1  # special tokens, bytes and the one merge there is
+
+
+def test_any_text_comes_back_between_one_bos_and_one_eos(tokenizer):
+    text = " Grüße, 世界!\n\n🙂 \x00 "
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] == tokenizer.eos_token_id
+    assert len({*ids} & {*tokenizer.all_special_ids}) == sum(i in tokenizer.all_special_ids for i in ids) == 2
+    assert tokenizer.decode(ids[1:-1], clean_up_tokenization_spaces=False) == text
+
+
+def test_bos_eos_and_pad_are_three_tokens_and_there_is_no_chat_template(tokenizer):
+    special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    assert special == ("<|bos|>", "<|eos|>", "<|pad|>")
+    assert tokenizer.convert_tokens_to_ids(list(special)) == [0, 1, 2]
+    assert tokenizer.chat_template is None
+
+
+def test_a_saved_tokenizer_reads_alike(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert [again(text)["input_ids"] for text in texts()[:20]] == [
+        tokenizer(text)["input_ids"] for text in texts()[:20]
+    ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_composes_under_its_own_name_and_sets_the_learning_rate(name):
+    config = preset(name)
+    assert config.model.name == name
+    assert config.optimizer.lr == config.model.adamw_lr
+    assert (config.model.path is None) == (name == "tiny")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_tuned_number_of_a_preset_states_its_source(name):
+    lines = (Path(config_root()) / "model" / f"{name}.yaml").read_text().splitlines()
+    tuned = [line for line in lines if re.match(r"(max_length|adamw_lr):", line)]
+    assert len(tuned) == 2
+    assert all("#" in line for line in tuned)
+
+
+def test_the_quickstart_trains_the_tiny_model_on_the_embedded_world():
+    config = typed(compose(["experiment=quickstart", "output_dir=unused"]), TrainConfig)
+    assert config.model.name == "tiny"
+    assert config.data.train is None
+
+
+def test_no_response_of_the_embedded_world_is_cut_by_the_tiny_model():
+    model = preset("tiny").model
+    tokenizer = train_tokenizer(texts(), model.vocab_size)
+    rewarder = BradleyTerryRM.from_config(model.architecture, tokenizer, max_length=model.max_length, seed=0)
+    world = synthetic_world(SyntheticConfig(num_train=400, num_val=2, seed=1))
+    encodings = [rewarder.renderer.encode(p.prompt, r) for p in world.train for r in (p.chosen, p.rejected)]
+    assert sum(encoding.prompt_cut + encoding.response_cut for encoding in encodings) == 0

@@ -1,0 +1,208 @@
+"""Plain `apply_chat_template` gives the tokens that a model is trained on, or that others trained theirs on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.tokens.chat import WRITTEN_MARK
+from rm_optimizer.doctor.diagnosis import Status
+from rm_optimizer.doctor.text import special_tokens
+from rm_optimizer.errors import ConfigError
+from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_architecture, tiny_model
+
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+OPEN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}\n"
+)
+CONVERSATIONS = (
+    (("user", "Hi"), ("assistant", "Hello.")),
+    (("user", "What is 2 + 2?"), ("assistant", "4"), ("user", "Sure?\n"), ("assistant", "Yes, {{ 'sure' }}.")),
+    (("system", "Be brief."), ("user", "Why?"), ("assistant", "Because.")),
+    (("tool", "ünd 日本"), ("assistant", "Two\nlines")),
+)
+
+
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    made = encoder_tokenizer() if kind == "encoder" else decoder_tokenizer()
+    if kind == "gemma":
+        made.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
+    made.chat_template = {"gemma": GEMMA, "open": OPEN}.get(kind)
+    return made
+
+
+def base(kind: str, folder: Path, *, has_head: bool = False) -> Path:
+    family = "bert" if kind == "encoder" else "llama"
+    made = tokenizer(kind)
+    model = tiny_model(family, made)
+    (model if has_head else model.base_model).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
+def plain_rewards(folder: Path) -> list[float]:
+    """As a model card has it: the folder's own template and model, in plain transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    reader = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for turns in CONVERSATIONS:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        batch = reader.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            found.append(model(input_ids=batch["input_ids"]).logits.item())
+    return found
+
+
+def scores(model: BradleyTerryRM) -> list[float]:
+    prompts = [tuple(Message(role, content) for role, content in turns[:-1]) for turns in CONVERSATIONS]
+    return model.score(prompts, [turns[-1][1] for turns in CONVERSATIONS]).tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "encoder", "gemma", "open"])
+def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_path: Path) -> None:
+    model = BradleyTerryRM.from_pretrained(base(kind, tmp_path / "base"), new_head=True, max_length=96)
+    with torch.no_grad():
+        model.reward_head.weight.mul_(30)
+    rewards = scores(model)
+    model.save_pretrained(tmp_path / "export")
+    assert plain_rewards(tmp_path / "export") == pytest.approx(rewards, abs=1e-5)
+    assert json.loads((tmp_path / "export" / "export.json").read_text())["plain_rendering"] is True
+    loaded = BradleyTerryRM.from_pretrained(tmp_path / "export")
+    assert scores(loaded) == pytest.approx(rewards, abs=1e-6)
+    assert loaded.identity() == model.identity()
+    last = model.tokenizer.decode(model.renderer.encode("Hi", "Hello.").ids)
+    assert last.endswith({"encoder": "[SEP]", "gemma": "<end_of_turn>\n"}.get(kind, "</s>"))
+
+
+def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Path) -> None:
+    model = BradleyTerryRM.from_config(tiny_architecture("llama"), decoder_tokenizer(), max_length=96, seed=0)
+    model.save_pretrained(tmp_path)
+    assert plain_rewards(tmp_path) == pytest.approx(scores(model), abs=1e-5)
+    text = model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}], tokenize=False
+    )
+    assert text == "Prompt: Hi\n\nResponse: Hello.</s>"
+    answer = pipeline("text-classification", model=str(tmp_path), device="cpu")(text, function_to_apply="none")
+    assert answer[0]["score"] == pytest.approx(model.score(["Hi"], ["Hello."]).item(), abs=1e-5)
+
+
+def test_an_eos_that_the_response_brings_is_not_doubled() -> None:
+    model = BradleyTerryRM.from_config(tiny_architecture("llama"), decoder_tokenizer(), max_length=96, seed=0)
+    assert model.renderer.encode("Hi", "there</s>") == model.renderer.encode("Hi", "there")
+
+
+@pytest.mark.parametrize("kind", ["gemma", "open"])
+def test_a_reward_model_of_others_is_read_where_its_own_template_ends(kind: str, tmp_path: Path) -> None:
+    folder = base(kind, tmp_path, has_head=True)
+    model = BradleyTerryRM.from_pretrained(folder, max_length=96)
+    assert scores(model) == pytest.approx(plain_rewards(folder), abs=1e-5)
+    assert model.renderer.encode("Hi", "Hello.").ids[-1] != model.tokenizer.eos_token_id
+
+
+def test_a_template_that_writes_everything_stays_as_it_is() -> None:
+    chat = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n{% endfor %}"
+    reader = decoder_tokenizer(chat_template=chat)
+    BradleyTerryRM.from_config(tiny_architecture("llama"), reader, max_length=96, seed=0)
+    assert reader.chat_template == chat
+
+
+def test_an_encoder_whose_template_writes_no_cls_is_framed_and_said_to_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base("encoder", tmp_path, has_head=True)
+    reader = encoder_tokenizer()
+    reader.chat_template = OPEN
+    reader.save_pretrained(tmp_path)
+    model = BradleyTerryRM.from_pretrained(tmp_path, max_length=96)
+    assert model.tokenizer.decode(model.renderer.encode("Hi", "Hello.").ids).startswith("[CLS]")
+    assert "the chat template writes no [CLS]" in caplog.text
+
+
+def test_the_doctor_finds_no_fault_in_a_template_that_closes_its_own_turn(tmp_path: Path) -> None:
+    model = BradleyTerryRM.from_pretrained(base("gemma", tmp_path), new_head=True, max_length=24)
+    check = special_tokens(model, [model.renderer.encode("Hi", "Hello.").ids])
+    assert check.status is Status.skipped
+    assert "ends with '<end_of_turn>\\n'" in check.explanation
+
+
+def test_a_cut_conversation_keeps_what_its_template_ends_with(tmp_path: Path) -> None:
+    model = BradleyTerryRM.from_pretrained(base("gemma", tmp_path), new_head=True, max_length=24)
+    assert WRITTEN_MARK in model.tokenizer.chat_template
+    for prompt, response in (("Hi", "b c d " * 40), ("b c d " * 40, "Hello.")):
+        encoding = model.renderer.encode(prompt, response)
+        assert len(encoding.ids) == 24
+        text = model.tokenizer.decode(encoding.ids)
+        assert text.startswith("<s>")
+        assert text.endswith("<end_of_turn>\n")
+
+
+def test_a_date_that_is_pinned_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = base("gemma", tmp_path, has_head=True)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }} " + template.read_text())
+    model = BradleyTerryRM.from_pretrained(folder, max_length=96)
+    assert model.renderer.pinned_date == "26 Jul 2024"
+    assert [text.split(" is ")[0] for text in caplog.messages] == ["the chat template inserts today's date; it"]
+
+
+def test_an_export_of_an_earlier_version_keeps_its_frame_and_its_rewards(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = tokenizer("gemma")  # to which earlier versions appended EOS, whatever the template wrote
+    model = BradleyTerryRM(tiny_model("llama", reader), reader, max_length=96)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "export.json").read_text())["plain_rendering"] is False
+    assert "apply_chat_template of the exported tokenizer gives other tokens" in caplog.text
+    loaded = BradleyTerryRM.from_pretrained(tmp_path)
+    assert loaded.renderer.encode("Hi", "Hello.").ids[-1] == reader.eos_token_id
+    assert scores(loaded) == pytest.approx(scores(model), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_reward_model_of_text_pairs_is_read_as_its_tokenizer_makes_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = encoder_tokenizer()
+    tiny_model("deberta-v2", reader, type_vocab_size=0).save_pretrained(tmp_path / "theirs")
+    reader.save_pretrained(tmp_path / "theirs")
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "theirs").eval()
+    prompts, responses = ["What is 2 + 2?", "Hi"], ["4, ünd 日本", "Hello.\nworld"]
+    with torch.no_grad():
+        cards = [
+            plain(**reader(*texts, return_tensors="pt")).logits.item() for texts in zip(prompts, responses, strict=True)
+        ]
+    model = BradleyTerryRM.from_pretrained(tmp_path / "theirs", input_form="pair", max_length=96)
+    assert model.score(prompts, responses).tolist() == pytest.approx(cards, abs=1e-5)
+    assert not caplog.text
+    model.save_pretrained(tmp_path / "ours")
+    again = BradleyTerryRM.from_pretrained(tmp_path / "ours")
+    assert again.score(prompts, responses).tolist() == pytest.approx(cards, abs=1e-5)
+    assert not caplog.text
+    guessed = BradleyTerryRM.from_pretrained(tmp_path / "theirs", max_length=96)
+    assert "the form of its input is unknown" in caplog.text
+    assert "input_form='pair'" in caplog.text
+    assert guessed.score(prompts, responses).tolist() != pytest.approx(cards, abs=1e-5)
+    with pytest.raises(ConfigError, match="did you mean 'pair'"):
+        BradleyTerryRM.from_pretrained(tmp_path / "theirs", input_form="pairs", max_length=96)
+    with pytest.raises(ConfigError, match=r"ours reads its input is known; leave the option out"):
+        BradleyTerryRM.from_pretrained(tmp_path / "ours", input_form="pair")
+
+
+def test_text_pairs_that_need_token_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="by token types"):
+        BradleyTerryRM.from_pretrained(base("encoder", tmp_path, has_head=True), input_form="pair")

@@ -1,0 +1,430 @@
+"""A healthy model passes every check; each way of breaking it makes the check for it fail, and no unrelated one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from rm_optimizer.core.classifier.head import RewardHead
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.model import reward_model as reward_model_module
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.padding import PadChoice, set_pad_token_id
+from rm_optimizer.doctor import head as doctor_head
+from rm_optimizer.doctor import model as doctor_model
+from rm_optimizer.doctor import rewards as doctor_rewards
+from rm_optimizer.doctor import text as doctor_text
+from rm_optimizer.doctor.diagnosis import Diagnosis, Status
+from rm_optimizer.doctor.doctor import _Examination, diagnose
+from rm_optimizer.doctor.probe_conversations import probe_ids
+from rm_optimizer.errors import DataError
+from rm_optimizer.interfaces.commands.doctor import diagnose_and_print
+from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.reporting.doctor_table import print_diagnosis
+from tests.core.tiny_models import FAMILIES, decoder_tokenizer, tiny_architecture, tiny_model, tiny_tokenizer
+
+GOOD = ("splendid", "correct", "helpful", "gracious")
+BAD = ("mistaken", "useless", "dreadful", "horrible")
+FILLER = ("the answer", "for now", "as asked", "in short", "to be sure", "once more", "step by step", "at last")
+DATED = (
+    "{{ 'Today is ' + strftime_now('%d %b %Y') + '. ' }}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + ' ' }}{% endfor %}"
+)
+
+
+def made_pairs(num_pairs: int, first: int = 0) -> PreferenceDataset:
+    """Pairs of distinct prompts whose better response says so with one of a few words; lengths say nothing."""
+    words = random.Random(first)
+    rows = []
+    for i in range(first, first + num_pairs):
+        start = " ".join(words.sample(FILLER, 3))
+        good, bad = f"{start} {i} {words.choice(GOOD)}", f"{start} {i} {words.choice(BAD)}"
+        rows.append(PreferencePair(f"Question number {i}: what is it?", good, bad))
+    return PreferenceDataset.from_pairs(rows)
+
+
+def swapped(pair: PreferencePair) -> PreferencePair:
+    return replace(pair, chosen=pair.rejected, rejected=pair.chosen)
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, PreferenceDataset]:
+    return {"train": made_pairs(60), "val": made_pairs(60, first=1000)}
+
+
+@pytest.fixture(scope="module")
+def trained(data: dict[str, PreferenceDataset]) -> BradleyTerryRM:
+    """A tiny decoder whose head is the least-squares fit to the training pairs."""
+    tokenizer = tiny_tokenizer("llama")
+    model = BradleyTerryRM(tiny_model("llama", tokenizer), tokenizer, max_length=256)
+    scored = doctor_rewards.score_sample(model, {"train": data["train"]}, max_pairs=60, token_budget=4096, seed=0)
+    X = scored.features[:, 0] - scored.features[:, 1]
+    weight = np.linalg.solve(X.T @ X + 0.1 * np.eye(X.shape[1]), X.sum(axis=0))
+    with torch.no_grad():
+        model.reward_head.weight.copy_(torch.from_numpy(weight)[None])
+    return model
+
+
+@pytest.fixture
+def model(trained: BradleyTerryRM) -> BradleyTerryRM:
+    return copy.deepcopy(trained)
+
+
+def failed(diagnosis: Diagnosis) -> set[str]:
+    return set(diagnosis.names(Status.fail))
+
+
+def warned(diagnosis: Diagnosis) -> set[str]:
+    return set(diagnosis.names(Status.warn))
+
+
+def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
+    before = copy.deepcopy(model.state_dict())
+    model.train()
+    torch.manual_seed(3)
+    random_state = torch.get_rng_state()
+    stages: list[tuple[int, int]] = []
+    diagnosis = diagnose(model, data, seed=0, on_stage=lambda _, done, total: stages.append((done, total)))
+    assert (diagnosis.verdict, diagnosis.exit_code) == (Status.ok, 0), failed(diagnosis) | warned(diagnosis)
+    assert diagnosis.names(Status.skipped) == ["template_date"]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.model.config._attn_implementation == "sdpa"
+    assert stages == [(i, len(stages)) for i in range(len(stages))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(family, data):
+    model = BradleyTerryRM.from_config(tiny_architecture(family), tiny_tokenizer(family), max_length=128, seed=0)
+    diagnosis = diagnose(model, data, seed=0, max_pairs=60)
+    assert not failed(diagnosis)
+    assert diagnosis.check("head_init").details["fresh"] == "True"
+    skipped = {"label_agreement", "beats_length", "reward_length"} | ({"prefix_sharing"} if family == "bert" else set())
+    assert set(diagnosis.names(Status.skipped)) == skipped
+
+
+def test_a_stored_model_is_fresh_until_its_head_moves(tmp_path):
+    model = BradleyTerryRM.from_config(tiny_architecture("llama"), tiny_tokenizer("llama"), max_length=128, seed=5)
+    model.save_pretrained(tmp_path / "model")
+    again = BradleyTerryRM.from_pretrained(tmp_path / "model")
+    assert doctor_head.is_head_fresh(again)
+    with torch.no_grad():
+        again.reward_head.weight[0, 0] += 1e-4
+    assert not doctor_head.is_head_fresh(again)
+
+
+def test_without_pairs_their_checks_are_skipped_with_the_reason(model):
+    diagnosis = diagnose(model, seed=0)
+    assert not failed(diagnosis) | warned(diagnosis)
+    assert "--data" in diagnosis.check("split_leakage").explanation
+
+
+def read_at_the_end(model, input_ids, attention_mask):
+    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return model.score(hidden[:, -1])
+
+
+def test_pooling_the_last_column_is_found(model, monkeypatch):
+    monkeypatch.setattr(reward_model_module, "last_token_logits", read_at_the_end)
+    assert failed(diagnose(model, seed=0)) == {"padding", "plain_forward", "prefix_sharing"}
+
+
+def test_rewards_that_depend_on_the_row_are_found(model, monkeypatch):
+    right = reward_model_module.last_token_logits
+
+    def by_row(*inputs):
+        logits = right(*inputs)
+        return logits + torch.arange(len(logits))[:, None]
+
+    monkeypatch.setattr(reward_model_module, "last_token_logits", by_row)
+    probe = probe_ids(model)
+    assert doctor_model.batch(model, probe).status is Status.fail
+    assert doctor_model.padding(model, probe).status is Status.fail
+
+
+def test_dropout_inside_attention_is_found():
+    tokenizer = decoder_tokenizer()
+    model = BradleyTerryRM(tiny_model("llama", tokenizer, attention_dropout=0.5), tokenizer, max_length=256)
+    assert failed(diagnose(model, seed=0)) == {"dropout"}
+
+
+def test_dropout_that_an_adapter_asks_for_warns(model):
+    model.model.score.lora_dropout = torch.nn.Dropout(0.1)
+    model.model.score.register_forward_pre_hook(lambda head, inputs: (head.lora_dropout(inputs[0]),))
+    assert doctor_model.dropout(model, probe_ids(model)).status is Status.warn
+
+
+def test_slower_attention_than_there_is_warns(model):
+    model.model.set_attn_implementation("eager")
+    diagnosis = diagnose(model, seed=0)
+    assert (failed(diagnosis), warned(diagnosis)) == (set(), {"attention_kernel"})
+    assert diagnosis.exit_code == 0
+
+
+def two_labels(model: BradleyTerryRM) -> None:
+    model.model.config.num_labels = 2
+
+
+def an_activation(model: BradleyTerryRM) -> None:
+    model.model.config.problem_type = "multi_label_classification"
+
+
+def an_activation_that_transformers_refuses(model: BradleyTerryRM) -> None:
+    model.model.config.problem_type = "single_label_classification"
+
+
+def a_pad_that_ends_sequences(model: BradleyTerryRM) -> None:
+    model.tokenizer.pad_token = model.tokenizer.eos_token
+    model.pad_choice = PadChoice("</s>", model.tokenizer.eos_token_id, "for a test")
+    set_pad_token_id(model.model, model.tokenizer.eos_token_id)
+
+
+def a_template_with_todays_date(model: BradleyTerryRM) -> None:
+    model.tokenizer.chat_template = DATED
+
+
+def a_frozen_head(model: BradleyTerryRM) -> None:
+    model.reward_head.requires_grad_(False)
+
+
+def a_head_of_zeros(model: BradleyTerryRM) -> None:
+    torch.nn.init.zeros_(model.reward_head.weight)
+
+
+def a_second_eos(model: BradleyTerryRM) -> None:
+    model.renderer.render_fn = lambda messages, response: f"{messages[-1].content} {response}</s></s>"
+
+
+BROKEN: dict[Callable[[BradleyTerryRM], None], set[str]] = {
+    two_labels: {"single_label"},
+    an_activation: {"raw_reward"},
+    an_activation_that_transformers_refuses: {"raw_reward", "save_reload"},
+    a_pad_that_ends_sequences: {"pad_token", "plain_forward", "save_reload"},
+    a_template_with_todays_date: {"template_date", "save_reload"},
+    a_frozen_head: {"head_trainable"},
+    a_head_of_zeros: {"head_init", "reward_spread"},
+    a_second_eos: {"special_tokens"},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_model_fails_the_checks_of_what_was_broken(broken, model):
+    broken(model)
+    diagnosis = diagnose(model, seed=0)
+    assert failed(diagnosis) == BROKEN[broken]
+    assert diagnosis.exit_code == 4
+
+
+def test_a_head_that_rounds_is_found(model, monkeypatch):
+    exact = RewardHead.forward
+    monkeypatch.setattr(RewardHead, "forward", lambda head, inputs: exact(head, inputs).bfloat16().float())
+    assert failed(diagnose(model, seed=0)) == {"head_dtype", "save_reload"}
+
+
+def test_rewards_that_are_not_finite_fail_and_the_verdict_is_still_json(model, data):
+    torch.nn.init.constant_(model.reward_head.weight, math.nan)
+    diagnosis = diagnose(model, data, seed=0, max_pairs=20)
+    assert {"head_init", "reward_spread", "padding"} <= failed(diagnosis)
+    assert "NaN" not in diagnosis.to_json()
+    assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
+
+
+def test_prompt_and_response_tokenised_apart_are_found(model):
+    def apart(prompt: str, response: str) -> tuple[int, ...]:
+        parts = (f"Prompt: {prompt}\n", "\nResponse: ", response)
+        return tuple(token for part in parts for token in model.tokenizer(part)["input_ids"])
+
+    assert doctor_text.rendered_together(model, probe_ids(model)).status is Status.ok
+    broken = [apart("Hi", "Hello.")] * len(probe_ids(model))
+    assert doctor_text.rendered_together(model, broken).status is Status.fail
+
+
+def test_cutting_the_response_is_found(model, monkeypatch):
+    assert doctor_text.truncation(model).status is Status.ok
+    cut = model.renderer._cut
+    monkeypatch.setattr(
+        model.renderer, "_cut", lambda ids, start: replace(cut(ids, start), ids=tuple(ids[: model.max_length]))
+    )
+    assert doctor_text.truncation(model).status is Status.fail
+
+
+def on_pairs(
+    model: BradleyTerryRM, data: dict[str, PreferenceDataset], **changed: Sequence[PreferencePair]
+) -> Diagnosis:
+    """What `diagnose` finds on pairs; the checks of the model alone are left out for speed."""
+    replaced = {name: PreferenceDataset.from_pairs(pairs) for name, pairs in changed.items()}
+    examined = _Examination(model, {**data, **replaced}, 0, 256, 4000, 8192)
+    checks = tuple(check for _, checks_of in examined.data_stages() for check in checks_of())
+    return Diagnosis("", 0, {}, {}, {}, 0.0, checks)
+
+
+def test_a_prompt_in_both_splits_fails(model, data):
+    leaked = [*data["val"].pairs, replace(data["train"][0], chosen="another good one", rejected="another bad one")]
+    diagnosis = on_pairs(model, data, val=leaked)
+    assert failed(diagnosis) == {"split_leakage"}
+    assert diagnosis.check("split_leakage").measured == 1
+
+
+def test_a_prompt_that_differs_in_case_and_spacing_alone_warns(model, data):
+    leaked = replace(data["val"][0], prompt=f"  {data['train'][0].prompt.upper()}")
+    diagnosis = on_pairs(model, data, val=[*data["val"].pairs, leaked])
+    assert (failed(diagnosis), warned(diagnosis)) == (set(), {"split_leakage"})
+
+
+def test_copies_and_contradictions_warn(model, data):
+    pairs = data["train"].pairs
+    assert warned(on_pairs(model, data, train=[*pairs, *pairs[:3]])) == {"repeated_pairs"}
+    diagnosis = on_pairs(model, data, train=[*pairs, *map(swapped, pairs[:3])])
+    assert warned(diagnosis) == {"contradictions"}
+    assert diagnosis.check("contradictions").measured == pytest.approx(3 / 63)
+
+
+def test_labels_that_decide_nothing_fail(model, data):
+    undecided = {name: [replace(pair, label=0.5) for pair in split] for name, split in data.items()}
+    assert failed(on_pairs(model, data, **undecided)) == {"labels"}
+
+
+def test_margins_against_the_labels_warn(model, data):
+    negative = [replace(pair, margin=-1.0) for pair in data["train"]]
+    positive = [replace(pair, margin=1.0) for pair in data["val"]]
+    diagnosis = on_pairs(model, data, train=negative, val=positive)
+    assert warned(diagnosis) == {"margins"}
+    assert diagnosis.check("margins").measured == len(negative)
+
+
+def test_labels_that_prefer_length_warn(model, data):
+    longer = [replace(pair, chosen=f"to be quite sure about it, {pair.chosen}") for pair in data["train"]]
+    diagnosis = on_pairs(model, data, train=longer)
+    assert "longer_wins" in warned(diagnosis)
+    assert diagnosis.check("longer_wins").measured == 1.0
+    assert not failed(diagnosis)
+
+
+def by_characters(pairs, sign, num_wrong):
+    """Scored pairs of a model that counts characters, whose labels length gets wrong so often."""
+    texts = [("a good deal longer", "short")[::sign] for _ in pairs]
+    made = [
+        PreferencePair(str(pair.prompt), *(texts[i][::-1] if i < num_wrong else texts[i]))
+        for i, pair in enumerate(pairs)
+    ]
+    rewards = np.array([[sign * len(pair.chosen), sign * len(pair.rejected)] for pair in made], dtype=np.float64)
+    return doctor_rewards.ScoredPairs(tuple(made), rewards, np.zeros((len(made), 2, 1)), {"train": len(made)})
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["longer", "shorter"])
+def test_a_model_that_counts_characters_does_not_beat_length(sign):
+    scored = by_characters(made_pairs(60), sign, num_wrong=15)
+    assert doctor_rewards.label_agreement(scored, 0).status is Status.ok
+    check = doctor_rewards.beats_length(scored, 0)
+    assert (check.status, check.measured) == (Status.warn, 0.0)
+    assert "no better than counting characters" in check.explanation
+    assert f"the {'longer' if sign > 0 else 'shorter'} response wins" in check.explanation
+
+
+def test_a_model_that_also_ranks_what_length_gets_wrong_beats_length(model):
+    scored = by_characters(made_pairs(60), 1, num_wrong=30)
+    better = replace(scored, rewards=np.array([[1.0, 0.0]] * 60))
+    check = doctor_rewards.beats_length(better, 0)
+    assert (check.status, check.measured) == (Status.ok, 0.5)
+
+
+def test_agreement_that_is_not_above_chance_says_what_could_have_been_found():
+    scored = by_characters(made_pairs(60), 1, num_wrong=30)
+    check = doctor_rewards.label_agreement(scored, 0)
+    assert check.status is Status.warn
+    assert "60 prompts find a difference of 0.18 in 4 of 5 cases" in check.explanation
+
+
+def test_pairs_equal_after_truncation_are_ties_of_the_agreement():
+    scored = by_characters(made_pairs(60), 1, num_wrong=0)
+    cut = tuple(made_pairs(20))
+    check = doctor_rewards.label_agreement(replace(scored, cut_pairs=cut), 0)
+    assert check.measured == pytest.approx((60 + 10) / 80)
+
+
+def test_what_is_ok_is_counted_and_shown_when_asked_for(model):
+    diagnosis = diagnose(model, seed=0)
+    target = io.StringIO()
+    print_diagnosis(diagnosis, Console(file=target, width=200))
+    num_ok = len(diagnosis.names(Status.ok))
+    assert f"{num_ok} checks ok (--all shows them)" in target.getvalue()
+    assert "save_reload" not in target.getvalue().partition("checks ok")[0]
+    print_diagnosis(diagnosis, Console(file=target, width=200), show_all=True)
+    assert all(name in target.getvalue() for name in diagnosis.names(Status.ok))
+
+
+def test_a_limit_that_cuts_the_difference_away_fails(model, data):
+    far = " ".join(["on and on"] * 200)
+    alike = [replace(pair, chosen=f"{far} yes", rejected=f"{far} not") for pair in data["train"]]
+    diagnosis = on_pairs(model, data, train=alike)
+    assert failed(diagnosis) == {"identical_pairs"}
+    assert warned(diagnosis) == {"truncation_rate", "response_truncation", "beats_length"}
+    assert diagnosis.check("response_truncation").details == {"train": 1.0, "val": 0.0}
+    with pytest.raises(DataError, match="no pair is left"):
+        on_pairs(model, {}, train=alike)
+
+
+def test_reversed_labels_fail(model, data):
+    reversed_ = {name: [swapped(pair) for pair in split] for name, split in data.items()}
+    assert failed(on_pairs(model, data, **reversed_)) == {"label_agreement"}
+
+
+def test_shuffled_labels_are_no_signal(model):
+    coin = random.Random(1)
+    diagnosis = on_pairs(model, {}, train=[pair if coin.random() < 0.5 else swapped(pair) for pair in made_pairs(256)])
+    assert failed(diagnosis) | warned(diagnosis) == {"label_signal", "label_agreement", "beats_length"}
+    assert diagnosis.check("label_signal").measured == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(256))
+
+
+def test_the_same_comparisons_under_many_prompts_fail_the_control(model, data):
+    few = data["train"].pairs[:4]
+    pairs = [replace(few[i % 4], prompt=f"{few[i % 4].prompt} ({i})") for i in range(60)]
+    assert failed(on_pairs(model, {}, train=pairs)) == {"label_shuffle"}
+
+
+def test_a_side_that_shows_without_its_text_is_found(model, data):
+    calls = iter(range(10_000_000))
+    model.renderer.render_fn = lambda messages, response: f"{next(calls)} {messages[-1].content} {response}"
+    diagnosis = diagnose(model, {"train": data["train"]}, seed=0)
+    assert {"prompt_only", "template_date"} <= failed(diagnosis)
+
+
+def test_the_verdict_is_the_same_for_the_same_seed_and_says_how_many_pairs_were_used(model):
+    data = {"train": made_pairs(150)}
+    first, second = (diagnose(model, data, seed=4, max_pairs=50, max_audited_pairs=100) for _ in range(2))
+    assert first.checks == second.checks
+    assert first.num_pairs == {"train": 150}
+    assert first.num_pairs_scored == {"train": 50}
+    assert 90 <= first.num_pairs_audited["train"] <= 110
+
+
+def test_the_command_prints_the_verdict_writes_it_and_returns_its_code(model, data, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "model")
+    for name, pairs in (("train", data["train"]), ("val", data["train"])):
+        rows = "".join(json.dumps(pair.to_dict()) + "\n" for pair in pairs)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    sources = [str(tmp_path / "train.jsonl"), str(tmp_path / "val.jsonl")]
+    reading = Reading(format="auto", columns=(), on_bad_row="error")
+    options = {"max_length": None, "max_pairs": 60, "token_budget": 4096, "seed": 0}
+    clean = diagnose_and_print(str(tmp_path / "model"), sources[:1], reading, json_file=None, **options)
+    assert clean == 0
+    json_file = tmp_path / "diagnosis.json"
+    assert diagnose_and_print(str(tmp_path / "model"), sources, reading, json_file=json_file, **options) == 4
+    written = json.loads(json_file.read_text())
+    assert (written["verdict"], written["exit_code"]) == ("fail", 4)
+    assert "split_leakage" in capsys.readouterr().out
+    diagnosis = Diagnosis.from_json(json_file.read_text())
+    assert failed(diagnosis) == {"split_leakage"}
+    assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis

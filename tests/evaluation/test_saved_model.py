@@ -1,0 +1,180 @@
+"""An evaluation drops no pair, scores no response twice, goes on after a kill and says what it must be read with."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs, pair_fingerprints
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
+from rm_optimizer.evaluation import distinct_responses as response_scoring
+from rm_optimizer.evaluation.pair_rewards import score_pairs
+from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
+from rm_optimizer.reporting.pictures import print_evaluation
+
+LONG = "the same long beginning " * 20
+SHORT = [PreferencePair(f"Say {i}", f"{i} it is", "no", metadata={"id": i, "topic": i % 2}) for i in range(6)]
+CUT = [PreferencePair(f"Say {i}", f"{LONG}good {i}", f"{LONG}bad {i}") for i in range(6, 10)]
+
+
+@pytest.fixture(scope="module")
+def model() -> BradleyTerryRM:
+    tiny = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    tokenizer = train_tokenizer((text for pair in SHORT for text in (str(pair.prompt), pair.chosen)), 300)
+    return BradleyTerryRM.from_config(tiny, tokenizer, max_length=64, seed=0)
+
+
+def evaluated(model: BradleyTerryRM, pairs: Sequence[PreferencePair], folder: Path, **options: Any) -> Evaluation:
+    settings: dict[str, Any] = {"token_budget": 4096, "num_bootstrap": 50, "seed": 0, "checkpoint": str(folder)}
+    return evaluate_model(model, PreferenceDataset.from_pairs(pairs), output_dir=folder, **settings | options)
+
+
+def printed(evaluation: Evaluation) -> str:
+    target = io.StringIO()
+    print_evaluation("title", evaluation, Console(file=target, width=300))
+    return target.getvalue()
+
+
+def test_pairs_equal_after_truncation_are_ties_and_are_said(model: BradleyTerryRM, tmp_path: Path) -> None:
+    result = evaluated(model, [*SHORT, *CUT], tmp_path)
+    assert (result.metrics.num_pairs, result.metrics.tie_rate) == (10, 0.4)
+    assert result.truncation.num_identical_dropped == result.truncation.num_response_cut == 4
+    assert "of 10 pairs lost prompt tokens, 4 response tokens" in printed(result)
+    assert "4 pairs have one sequence of tokens on both sides and count as ties" in printed(result)
+    uncut = replace(result.truncation, num_prompt_cut=0, num_response_cut=0)
+    assert "none, at 64 tokens" in printed(replace(result, truncation=uncut))
+    stored = json.loads((tmp_path / "metrics.json").read_text())
+    assert stored["truncation"]["num_identical_dropped"] == 4
+    assert PairwiseMetrics.from_json((tmp_path / "metrics.json").read_text()) == result.metrics
+
+
+def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_path: Path) -> None:
+    data = PreferenceDataset.from_pairs([CUT[0], *SHORT, CUT[1]])
+    tokens = tokenize_pairs(data.pairs, model.renderer, tmp_path)
+    rewards = score_pairs(model, tokens, data, token_budget=512, prefix_sharing=False)
+    assert rewards.pair_index.tolist() == list(range(8))
+    assert (rewards.margin == 0).tolist() == [True, *[False] * 6, True]
+    sample = score_pairs(
+        model, tokens, data, token_budget=512, prefix_sharing=False, positions=np.array([0, 2, 4], dtype=np.int64)
+    )
+    assert sample.pair_index.tolist() == [0, 1, 3, 5]
+    evaluation = evaluated(model, data.pairs, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "pair_rewards.jsonl").read_text().splitlines()]
+    assert [line["chosen"] for line in lines] == pytest.approx(rewards.chosen.tolist(), abs=1e-5)
+    assert evaluation.metrics.tie_rate == 0.25
+
+
+def test_each_response_of_a_list_is_scored_once(
+    model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"prompt": "Say it", "responses": [f"{i} it is" for i in range(8)], "scores": list(range(8))}
+    (tmp_path / "lists.jsonl").write_text(json.dumps(rows))
+    data = PreferenceDataset.load(str(tmp_path / "lists.jsonl"))
+    assert len(data) == 28
+    seen: list[int] = []
+    score = BradleyTerryRM.score_encoded
+    monkeypatch.setattr(
+        BradleyTerryRM, "score_encoded", lambda self, p, e, **k: (seen.append(len(e)), score(self, p, e, **k))[1]
+    )
+    result = evaluated(model, data.pairs, tmp_path)
+    assert seen == [8]
+    assert result.best_of_n is not None
+    assert result.best_of_n.num_lists == 1
+    assert "best of 8 (1 lists)" in printed(result)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_evaluation_goes_on_to_the_same_bytes(
+    model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_scoring, "CHUNK_RESPONSES", 4)
+
+    def kill(done: int, total: int) -> None:
+        if done == 8:
+            raise Killed
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    evaluated(model, SHORT, whole, checkpoint="org/name")
+    with pytest.raises(Killed):
+        evaluated(model, SHORT, resumed, checkpoint="org/name", on_progress=kill)
+    seen: list[int] = []
+    evaluated(model, SHORT, resumed, checkpoint="org/name", on_progress=lambda done, total: seen.append(done))
+    assert seen == [8, 12]
+    assert sorted(path.name for path in resumed.iterdir()) == sorted(path.name for path in whole.iterdir())
+    for path in whole.iterdir():
+        assert path.read_bytes() == (resumed / path.name).read_bytes(), path.name
+
+
+def test_other_weights_do_not_go_on_from_a_killed_evaluation(
+    model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_scoring, "CHUNK_RESPONSES", 4)
+
+    def kill(done: int, total: int) -> None:
+        if done == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        evaluated(model, SHORT, tmp_path, on_progress=kill)
+    with torch.no_grad():
+        model.reward_head.weight.mul_(2.0)
+    try:
+        seen: list[int] = []
+        evaluated(model, SHORT, tmp_path, on_progress=lambda done, total: seen.append(done))
+    finally:
+        with torch.no_grad():
+            model.reward_head.weight.div_(2.0)
+    assert seen[0] == 0
+
+
+def test_pairs_that_were_trained_on_are_said_loudly(model: BradleyTerryRM, tmp_path: Path) -> None:
+    assert "unknown" in printed(evaluated(model, SHORT, tmp_path))
+    TrainedPairs.of(pair_fingerprints(SHORT[:2])).write(tmp_path / TRAINED_PAIRS_FILE)
+    result = evaluated(model, SHORT, tmp_path)
+    assert "WARNING: 2 of 6 pairs were trained on, and 2 of 6 prompts (2 pairs)" in printed(result)
+    assert json.loads((tmp_path / "metrics.json").read_text())["trained_on"]["num_pairs"] == 2
+    assert "none of these pairs" in printed(evaluated(model, SHORT[2:], tmp_path))
+
+
+def test_a_length_that_nobody_chose_is_said(model: BradleyTerryRM, tmp_path: Path) -> None:
+    assert "--max-length" not in printed(evaluated(model, SHORT, tmp_path))
+    model.has_default_length = True
+    try:
+        text = printed(evaluated(model, SHORT, tmp_path))
+    finally:
+        model.has_default_length = False
+    assert "none, at 64 tokens (a default: the model records none; set --max-length)" in text
+
+
+def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: BradleyTerryRM, tmp_path: Path) -> None:
+    pairs = [
+        PreferencePair(str(pair.prompt), pair.chosen, pair.rejected, metadata={**pair.metadata, **groups})
+        for pair, groups in zip(
+            SHORT, [{"source": name, "subset": subset} for name in "ab" for subset in "xyy"], strict=True
+        )
+    ]
+    result = evaluated(model, pairs, tmp_path, by=["topic"])
+    assert set(result.metrics.groups) == {"source", "subset", "topic"}
+    assert set(result.metrics.groups["subset"]) == {"a / x", "a / y", "b / x", "b / y"}
+    assert set(result.metrics.groups["topic"]) == {"a / 0", "a / 1", "b / 0", "b / 1"}
+    row = json.loads((tmp_path / "pair_rewards.jsonl").read_text().splitlines()[1])
+    assert (row["id"], row["source"], row["subset"], row["topic"]) == (1, "a", "y", 1)
+    assert "mean over 2 sources" in printed(result)

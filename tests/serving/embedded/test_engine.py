@@ -1,0 +1,137 @@
+"""The engine with its real process: a start takes seconds, so one process serves a whole scenario."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.serving.embedded import worker_link
+from rm_optimizer.serving.embedded.engine import TransformersEngine
+from rm_optimizer.serving.embedded.worker import WorkerOptions
+from rm_optimizer.serving.embedded.worker_link import WorkerLimits
+from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.protocol import RewardModelTrainingMode
+from rm_optimizer.serving.weights.live_weights import tensor_specs
+from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.serving.engines import exported
+from tests.serving.server_processes import forked
+
+FULL = RewardModelTrainingMode.full
+SEQUENCES = [list(range(5, 60)), [7, 8, 9], [*range(5, 58), 9]]
+PARITY = 1e-4
+LIMITS = WorkerLimits(silence=4.0, stop=2.0, tick=0.2)
+
+
+def rewards_of(model):
+    ids = [torch.tensor([row]) for row in SEQUENCES]
+    return [model(row, torch.ones_like(row)).item() for row in ids]
+
+
+def close(rewards, expected):
+    return rewards == pytest.approx(expected, abs=PARITY)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_link, "get_context", forked)
+    first = rewards_of(exported("llama", tmp_path / "model"))
+    tokenizer = tiny_tokenizer("llama")
+    other = BradleyTerryRM(tiny_model("llama", tokenizer, seed=1), tokenizer, max_length=128)
+    second = rewards_of(other)
+    state = {name: tensor.contiguous() for name, tensor in other.model.state_dict().items()}
+    for name in ("good", "again"):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    save_file(state | {"score.weight": torch.full((1, 32), torch.nan)}, tmp_path / "nan.safetensors")
+
+    async def scenario():
+        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
+        await engine.start()
+        try:
+            started = await engine.score(SEQUENCES)
+            assert close(started.rewards, first)
+            assert started.version == engine.version == engine.description.version
+
+            await engine.stage(weights("v1", "good"))
+            assert (await engine.score(SEQUENCES)).version == started.version  # staged is not serving
+            await engine.commit(1)
+            with pytest.raises(WeightsRefused, match=r"score.weight: holds values that are not finite"):
+                await engine.stage(weights("v2", "nan"))
+            synced = await engine.score(SEQUENCES)
+            assert close(synced.rewards, second)
+            assert synced.version == "v1"
+
+            assert not (tmp_path / "good.safetensors").exists()  # it is the engine's now
+            waiting = [asyncio.create_task(engine.score(SEQUENCES)) for _ in range(4)]
+            await asyncio.sleep(0)
+            os.kill(engine.process_id, signal.SIGKILL)
+            noticed = time.perf_counter()
+            while engine.is_up:
+                await asyncio.sleep(0.001)
+            noticed = time.perf_counter() - noticed
+            answers = [*await asyncio.gather(*waiting), await engine.score(SEQUENCES)]
+            assert noticed < 2.0
+            assert all(close(answer.rewards, second) and answer.version == "v1" for answer in answers)
+            assert engine.num_restarts == 1
+            with pytest.raises(WeightsRefused, match="begin the update again"):
+                await engine.commit(3)
+
+            await engine.stage(weights("v4", "again"))
+            os.kill(engine.process_id, signal.SIGSTOP)
+            stopped = time.perf_counter()
+            scoring = asyncio.create_task(engine.score(SEQUENCES))
+            with pytest.raises(EngineUnavailable):
+                await engine.commit(4)
+            assert time.perf_counter() - stopped < 10
+            scored = await scoring
+            assert close(scored.rewards, second)
+            assert scored.weights == ("v1", 1)
+            assert engine.num_restarts == 2
+
+            [kept] = (engine._folder / "history").iterdir()
+            kept.write_bytes(b"torn")
+            os.kill(engine.process_id, signal.SIGKILL)
+            while engine.version == "v1":
+                await asyncio.sleep(0.01)
+            back = await engine.score(SEQUENCES)
+            assert close(back.rewards, first)
+            assert back.weights == (started.version, engine.revision)
+            assert engine.revision > started.revision
+            os.kill(engine.process_id, signal.SIGSTOP)
+            stopped = time.perf_counter()
+        finally:
+            await engine.stop()
+        assert time.perf_counter() - stopped < 10
+        with pytest.raises(EngineUnavailable, match="has stopped"):
+            await engine.score(SEQUENCES)
+        return engine
+
+    def weights(version, name):
+        return StagedWeights(
+            version, int(version[1:]), FULL, tmp_path / f"{name}.safetensors", tensor_specs(other.model, FULL)
+        )
+
+    engine = asyncio.run(scenario())
+    assert not engine._folder.exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_link, "get_context", forked)
+
+    async def scenario():
+        engine = TransformersEngine(WorkerOptions(str(tmp_path / "nothing")))
+        try:
+            await engine.start()
+        finally:
+            await engine.stop()
+
+    with pytest.raises(CheckpointError, match="no model at"):
+        asyncio.run(scenario())

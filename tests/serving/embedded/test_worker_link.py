@@ -1,0 +1,97 @@
+"""A worker that stands still is killed, whatever it stands still in, and whoever waits for it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from multiprocessing import get_context
+
+import pytest
+
+from rm_optimizer.serving.embedded import worker_link
+from rm_optimizer.serving.embedded.engine import BatchTime
+from rm_optimizer.serving.embedded.frames import Frame
+from rm_optimizer.serving.embedded.worker_link import WorkerDied, WorkerLimits, WorkerLink
+from tests.serving import still_worker
+
+LIMITS = WorkerLimits(start=2.0, loading=2.0, silence=0.6, stop=0.3, tick=0.05)
+
+
+def linked(monkeypatch, behavior: str, scene):
+    """What a scene makes of a link to a worker that behaves so."""
+
+    def spawned(*_):
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=still_worker.run, args=(theirs, behavior), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    async def run():
+        link = WorkerLink(None, [], LIMITS)
+        try:
+            return await scene(link)
+        finally:
+            await link.close()
+
+    monkeypatch.setattr(worker_link, "_spawned", spawned)
+    monkeypatch.setattr(worker_link, "description_from_json", lambda value: value)
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("behavior", "reason"), [("silent", "gave no sign of life"), ("hung", "computed one batch for")]
+)
+def test_a_worker_that_stands_still_is_killed_and_its_questions_fail(monkeypatch, behavior, reason):
+    async def scene(link):
+        await link.up()
+        asked = time.monotonic()
+        with pytest.raises(WorkerDied):
+            await link.ask(Frame({"op": "score"}, b"0" * 2**20), seconds=1.5)  # more than its pipe holds
+        assert time.monotonic() - asked < 5
+        return link.end_reason
+
+    assert reason in linked(monkeypatch, behavior, scene)
+
+
+def test_a_worker_that_never_says_a_word_is_killed(monkeypatch):
+    async def scene(link):
+        with pytest.raises(WorkerDied):
+            await link.up()
+        return link.end_reason
+
+    assert "gave no sign of life for 2 s" in linked(monkeypatch, "dumb", scene)
+
+
+def test_a_worker_with_nothing_to_do_and_a_slow_stage_are_left_alone(monkeypatch):
+    async def scene(link):
+        await link.up()
+        stage = asyncio.create_task(link.ask(Frame({"op": "stage"})))
+        await asyncio.sleep(1.0)
+        alive = not link.ended.is_set()
+        stage.cancel()
+        return alive
+
+    assert linked(monkeypatch, "hung", scene)
+
+
+def test_a_worker_that_does_not_stop_is_killed_in_time(monkeypatch):
+    async def scene(link):
+        await link.up()
+        return time.monotonic()
+
+    stopped = linked(monkeypatch, "silent", scene)
+    assert time.monotonic() - stopped < 3
+
+
+def test_a_batch_may_take_many_times_what_batches_took():
+    allowed = BatchTime()
+    assert allowed.limit(1024) > 600  # nothing was measured yet
+    for _ in range(100):
+        allowed.note(1024, 0.5)
+    assert allowed.limit(1024) == pytest.approx(15 + 20 * 0.5)
+    allowed.note(1024, 5.0)
+    assert allowed.limit(1024) == pytest.approx(15 + 20 * 5.0)
+    allowed.double()
+    assert allowed.limit(1024) == pytest.approx(15 + 20 * 10.0)

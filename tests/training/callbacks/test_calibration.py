@@ -1,0 +1,72 @@
+"""Calibration is logged from the evaluations that are made anyway, with a picture of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.reporting.plots import plot_reliability
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import RunResult, datamodule, train_reward_model
+from rm_optimizer.training.callbacks.calibration import calibration_values
+from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.folder.recorder import read_rows
+
+Build = Callable[..., TrainConfig]
+OBSERVERS = Observers(draw_reliability=plot_reliability)
+
+
+def evaluated(run_dir: Path, step: str) -> PairwiseMetrics:
+    return PairwiseMetrics.from_json((run_dir / "evaluations" / f"step-{int(step):08d}" / "metrics.json").read_text())
+
+
+def test_the_numbers_are_those_of_the_evaluations_and_nothing_is_scored_again(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    score = datamodule.score_pairs
+    monkeypatch.setattr(datamodule, "score_pairs", lambda *a, **k: (scored.append(1), score(*a, **k))[1])
+    train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"), observers=OBSERVERS)
+    rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv") if row["calibration_ece"]}
+    assert list(rows) == ["0", "3", "6"]
+    assert len(scored) == len(rows) + 1  # and the final evaluation of the best weights
+    for step, row in rows.items():
+        values = calibration_values(evaluated(tmp_path, step))
+        logged = {f"calibration/{name[12:]}": value for name, value in row.items() if name.startswith("calibration_")}
+        assert {name: float(value) for name, value in logged.items() if value} == values
+        assert row["calibration_ece"] == row["eval_ece"]
+    assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == [
+        f"reliability-step-{int(step):08d}.png" for step in rows
+    ]
+
+
+def test_every_other_evaluation_means_the_first_every_second_and_the_last(small_config: Build, tmp_path: Path) -> None:
+    options = ["training.calibration.enabled=true", "training.calibration.every=2", "training.evals_per_epoch=6"]
+    train_reward_model(small_config(tmp_path, *options, "training.max_steps=5"), observers=OBSERVERS)
+    taken = [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["calibration_ece"]]
+    assert taken == ["0", "2", "4", "5"]
+
+
+def test_weights_are_those_of_a_run_that_is_not_watched(
+    small_config: Build, tmp_path: Path, finished_run: RunResult
+) -> None:
+    train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"), observers=OBSERVERS)
+    name = "best/model.safetensors"
+    assert (tmp_path / name).read_bytes() == (Path(finished_run.run_dir) / name).read_bytes()
+
+
+def test_without_a_drawing_function_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.calibration\.enabled needs .*draw_reliability"):
+        train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"))
+
+
+def test_a_temperature_that_does_not_exist_is_left_out(finished_run: RunResult) -> None:
+    values = calibration_values(finished_run.metrics)
+    fit = finished_run.metrics.temperature
+    assert ("calibration/temperature" in values) == (fit.temperature is not None)
+    assert all(math.isfinite(value) for value in values.values())

@@ -1,0 +1,270 @@
+"""Curvature is measured on fixed pairs at the weights that evaluation sees, and changes nothing of the run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.model.losses import bradley_terry_pair_losses
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+from rm_optimizer.schema import LossConfig, TrainConfig
+from rm_optimizer.train import observers
+from rm_optimizer.training import lightning_module, train_reward_model
+from rm_optimizer.training.callbacks import curvature as training_curvature
+from rm_optimizer.training.callbacks import loop as callbacks
+from rm_optimizer.training.callbacks.curvature import undisturbed
+from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.folder.recorder import read_rows
+
+Build = Callable[..., TrainConfig]
+WATCHED = [
+    "training.hessian.every=2",
+    "training.hessian.num_pairs=8",
+    "model.attn_implementation=eager",
+    "training.max_steps=4",
+]
+
+
+class PowerIteration:
+    """Five Hessian-vector products by double backward; draws, sets modes and leaves gradients as a careless one would.
+
+    Keeps what it was shown: pairs, weights and whether the model trained.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.pairs: list[list[int]] = []
+        self.trained: list[bool] = []
+
+    def __call__(
+        self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig
+    ) -> Callable[[], CurvatureReading]:
+        return lambda: self.reading(model, batches, loss)
+
+    def reading(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> CurvatureReading:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is None for p in parameters)
+        self.weights.append(torch.cat([p.detach().flatten().clone() for p in parameters]))
+        self.pairs.append(sorted(int(i) for batch in batches for i in batch.pair_index))
+        self.trained.append(model.training)
+        gradient = flat(torch.autograd.grad(mean_loss(model, batches, loss), parameters, create_graph=True))
+        v = torch.ones_like(gradient) / len(gradient) ** 0.5
+        for _ in range(5):
+            product = flat(torch.autograd.grad(gradient @ v, parameters, retain_graph=True)).detach()
+            eigenvalue, v = float(product @ v), product / product.norm()
+        torch.randn(3), random.random(), np.random.rand()  # noqa: NPY002 (the generator of libraries)
+        model.train()
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        return CurvatureReading(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, len(self.pairs[-1]))
+
+
+def flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+def mean_loss(model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> Tensor:
+    sums = [
+        bradley_terry_pair_losses(
+            *batch.split(model.rewards_of(batch)), beta=loss.beta, label_smoothing=loss.label_smoothing
+        ).sum()
+        for batch in batches
+    ]
+    return torch.stack(sums).sum() / sum(batch.num_pairs for batch in batches)
+
+
+class NoisySGD(torch.optim.SGD):
+    """Draws from the global generator at every step, as stochastic rounding or Langevin dynamics do."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.randn_like(p), alpha=1e-3)
+        return loss
+
+
+def other_columns(folder: Path) -> list[dict[str, str]]:
+    rows = [row for row in read_rows(folder / "metrics.csv") if row["train_loss"]]
+    return [{name: value for name, value in row.items() if not name.startswith("curvature")} for row in rows]
+
+
+def assert_measuring_changes_nothing(small_config: Build, tmp_path: Path, options: Sequence[str]) -> PowerIteration:
+    measure = PowerIteration()
+    watched = small_config(tmp_path / "watched", *WATCHED, *options)
+    train_reward_model(watched, observers=Observers(measure_curvature=measure))
+    train_reward_model(small_config(tmp_path / "plain", *WATCHED[2:], *options))
+    assert len(measure.pairs) == 3
+    assert other_columns(tmp_path / "watched") == other_columns(tmp_path / "plain")
+    left, right = (tmp_path / run / "best" / "model.safetensors" for run in ("watched", "plain"))
+    assert left.read_bytes() == right.read_bytes()
+    return measure
+
+
+def test_a_run_with_dropout_takes_the_same_steps(small_config: Build, tmp_path: Path) -> None:
+    dropout = ["model.dropout=true", "+model.architecture.attention_dropout=0.1"]
+    measure = assert_measuring_changes_nothing(
+        small_config, tmp_path, [*dropout, "adapter=lora_r8", "adapter.dropout=0.1", "training.eval_at_start=false"]
+    )
+    assert measure.trained == [False] * 3
+    assert all(pairs == measure.pairs[0] for pairs in measure.pairs)
+    assert len(set(measure.pairs[0])) == 8
+
+
+def test_an_optimizer_that_draws_takes_the_same_steps(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        lightning_module, "build_optimizer", lambda model, *args, **kwargs: NoisySGD(model.parameters(), lr=0.1)
+    )
+    assert_measuring_changes_nothing(small_config, tmp_path, [])
+
+
+def test_schedule_free_is_measured_at_its_averages(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: list[Tensor] = []
+    score = callbacks.PreferenceDataModule.score_validation
+
+    def kept(datamodule: callbacks.PreferenceDataModule, model: BradleyTerryRM, **options: Any) -> object:
+        evaluated.append(flat([p.detach().clone() for p in model.parameters() if p.requires_grad]))
+        return score(datamodule, model, **options)
+
+    monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", kept)
+    options = ["optimizer=schedulefree", "schedule=constant", "training.evals_per_epoch=3"]
+    measure = assert_measuring_changes_nothing(small_config, tmp_path, options)
+    for seen, shown in zip(measure.weights, evaluated, strict=False):
+        assert torch.equal(seen, shown)
+
+
+def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_path: Path) -> None:
+    train_reward_model(small_config(tmp_path, *WATCHED), observers=Observers(measure_curvature=PowerIteration()))
+    rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv")}
+    assert [step for step, row in rows.items() if row["curvature_trace"]] == ["0", "2", "4"]
+    first = rows["0"]
+    assert float(first["curvature_trace"]) == 2 * float(first["curvature_top_eigenvalue"])
+    assert (first["curvature_num_products"], first["curvature_trace_standard_error"]) == ("5", "nan")
+
+
+def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*WATCHED, "model.attn_implementation=sdpa", "training.checkpoint_every=1", "model.dropout=true"]
+    whole, cut = (small_config(tmp_path / run, *options) for run in ("whole", "cut"))
+    train_reward_model(whole, observers=observers(whole))
+
+    def dies(run_dir: Path, keep: int) -> None:
+        if (run_dir / "checkpoints" / "step-00000002.ckpt").exists():
+            raise MemoryError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks, "prune", dies)
+        with pytest.raises(MemoryError):
+            train_reward_model(cut, observers=observers(cut))
+    train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"), observers=observers(cut))
+    assert other_columns(tmp_path / "whole") == other_columns(tmp_path / "cut")
+    left, right = (tmp_path / run / "best" / "model.safetensors" for run in ("whole", "cut"))
+    assert left.read_bytes() == right.read_bytes()
+    products = [
+        {
+            row["step"]: int(row["curvature_num_products"])
+            for row in read_rows(folder / "metrics.csv")
+            if row["curvature_trace"]
+        }
+        for folder in (tmp_path / "whole", tmp_path / "cut")
+    ]
+    assert [list(each) for each in products] == [["0", "2", "4"]] * 2
+    assert [each["2"] for each in products] == [1, 1]
+    assert products[0]["4"] == 1 < products[1]["4"]
+
+
+@pytest.mark.parametrize("watching", [True, False])
+def test_schedule_free_weights_come_back_when_looking_at_them_fails(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watching: bool
+) -> None:
+    modes: list[bool] = []
+
+    def fails(*args: object, **options: object) -> None:
+        raise MemoryError("out of memory")
+
+    @contextmanager
+    def switched(optimizer: object) -> Iterator[None]:
+        modes.append(False)
+        try:
+            yield
+        finally:
+            modes.append(True)
+
+    if watching:
+        monkeypatch.setattr(training_curvature, "set_train_mode", lambda optimizer, mode: modes.append(mode))
+    else:
+        monkeypatch.setattr(callbacks, "evaluation_weights", switched)
+    if not watching:
+        monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", fails)
+    seen = Observers(measure_curvature=lambda *args: fails) if watching else Observers()
+    with pytest.raises(MemoryError):
+        train_reward_model(small_config(tmp_path, *(WATCHED if watching else WATCHED[2:])), observers=seen)
+    assert modes == [False, True]
+
+
+def test_without_a_measurement_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.hessian\.every needs .*measure_curvature"):
+        train_reward_model(small_config(tmp_path, *WATCHED))
+
+
+@pytest.mark.parametrize("option", ["hardware.compile=true", "hardware.strategy=fsdp"])
+def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training\.hessian\.every does not go with {option}"):
+        train_reward_model(small_config(tmp_path, *WATCHED, option), observers=Observers())
+
+
+def test_generators_gradients_and_modes_come_back_also_after_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    gradient = torch.ones(2, 2)
+    model[0].weight.grad = gradient
+    expected = [state() for state in (random.getstate, torch.get_rng_state)]
+
+    def disturb_and_fail() -> None:
+        with undisturbed(model):
+            torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
+            assert model.eval()[0].weight.grad is None
+            model[0].bias.grad = torch.ones(2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        disturb_and_fail()
+    assert model[0].weight.grad is gradient
+    assert model[0].bias.grad is None
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    assert random.getstate() == expected[0]
+    assert torch.equal(torch.get_rng_state(), expected[1])
+
+
+@pytest.mark.parametrize("options", [[], ["model.dropout=true", "optimizer=schedulefree", "schedule=constant"]])
+def test_the_command_s_own_measurement_changes_nothing_either(
+    small_config: Build, tmp_path: Path, options: list[str]
+) -> None:
+    watched = small_config(tmp_path / "watched", *WATCHED, "model.attn_implementation=sdpa", *options)
+    train_reward_model(watched, observers=observers(watched))
+    train_reward_model(small_config(tmp_path / "plain", "model.attn_implementation=sdpa", *WATCHED[3:], *options))
+    assert other_columns(tmp_path / "watched") == other_columns(tmp_path / "plain")
+    left, right = (tmp_path / run / "best" / "model.safetensors" for run in ("watched", "plain"))
+    assert left.read_bytes() == right.read_bytes()
+    measured = [row for row in read_rows(tmp_path / "watched" / "metrics.csv") if row["curvature_trace"]]
+    assert [row["step"] for row in measured] == ["0", "2", "4"]
+    assert all(math.isfinite(float(row["curvature_top_eigenvalue"])) for row in measured)
