@@ -1,6 +1,7 @@
-"""Every command in README.md and doc.md is run: as it stands, or in the quicker form that the table below gives.
+"""Every command of the documents is run, as it stands or in the quicker form that the table below gives.
 
 A command is a line after `$ ` in a console block, or a line of a bash block; a line that ends in a backslash goes on.
+Links lead to files and headings that are there, and option tables are those of the schema.
 """
 
 from __future__ import annotations
@@ -9,16 +10,25 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from rm_optimizer.interfaces.describe import BEGIN, END, option_reference
+from rm_optimizer.interfaces.describe import BEGIN, END, REFERENCES
+from rm_optimizer.schema import compose
+from rm_optimizer.schema.store import OPTIMIZERS
+from tests.test_architecture import FLOORS, MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "doc.md")
+PAGES = {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "doc.md")} | PAGES
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ ASK = (
 )
 EGG = '{"items": [{"prompt": "How do I boil an egg?", "responses": ["In water, seven minutes.", "No."]}]}'
 WAYS: dict[str, Way] = {
+    "pip install -e .": Way("python -c 'import rm_optimizer'"),
     "pip install 'rm-optimizer[serve]'": Way("python -c 'import fastapi, uvicorn, prometheus_client'"),
     "rm-opt serve outputs/run/best --port 8000": Way("rm-opt serve --help", prints="--api-key"),
     # a server on another port, asked until it answers, then stopped
@@ -167,27 +178,83 @@ def commands_in(text: str) -> list[str]:
 
 
 def documented() -> list[str]:
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS if (ROOT / name).exists()]
-    return list(dict.fromkeys(command for text in texts for command in commands_in(text)))
+    return list(dict.fromkeys(command for text in DOCUMENTS.values() for command in commands_in(text)))
+
+
+def anchors_in(text: str) -> set[str]:
+    """Anchors of a document's headings, as GitHub names them."""
+    counts: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
+        counts[slug] += 1
+    return found
+
+
+def broken_links(name: str, text: str) -> list[str]:
+    """Relative links of a document to a file or a heading that is not there."""
+    broken = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        target, _, anchor = link.partition("#")
+        path = (ROOT / name).parent / target if target else ROOT / name
+        if "://" not in link and (
+            not path.exists() or (anchor and anchor not in anchors_in(path.read_text(encoding="utf-8")))
+        ):
+            broken.append(link)
+    return broken
 
 
 def test_the_readme_gives_the_two_commands_of_a_fresh_clone():
-    commands = commands_in((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert {"make quickstart", "make test"} <= set(commands)
+    assert {"make quickstart", "make test"} <= set(commands_in(DOCUMENTS["README.md"]))
 
 
-def test_the_contents_of_the_manual_are_its_chapters():
-    text = (ROOT / "doc.md").read_text(encoding="utf-8")
-    chapters = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    listed = re.findall(r"\[(.+?)\]\(#(.+?)\)", text.partition("\n## ")[0])
-    assert listed == [(name, name.lower().replace(" ", "-")) for name in chapters]
+def test_the_front_page_of_the_manual_links_every_page():
+    assert set(PAGES) <= {link.partition("#")[0] for link in LINK.findall(DOCUMENTS["doc.md"])}
 
 
-def test_the_option_tables_are_those_of_the_schema():
-    text = (ROOT / "doc.md").read_text(encoding="utf-8")
-    inside = text.partition(BEGIN)[2].partition(END)[0]
-    expected = "print it with python -m rm_optimizer.interfaces.describe"
-    assert inside.strip() == option_reference().strip(), expected
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_link_leads_to_a_file_and_a_heading(name):
+    assert broken_links(name, DOCUMENTS[name]) == []
+
+
+def test_a_broken_link_would_be_seen():
+    text = "# One\n[a](#one) [b](#two) [c](gone.md) [d](doc.md#three) [e](https://example.org)\n```\n[f](#g)\n```\n"
+    assert anchors_in("# A b\n## A `b`!\n") == {"a-b", "a-b-1"}
+    assert broken_links("none.md", text.replace("#one", "doc.md")) == ["#two", "gone.md", "doc.md#three"]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_tables_are_those_of_the_code(name):
+    inside = DOCUMENTS[name].partition(BEGIN)[2].partition(END)[0]
+    assert inside.strip() == REFERENCES[name]().strip(), "write them with python -m rm_optimizer.interfaces.describe"
+
+
+def test_the_floors_are_those_that_imports_are_held_to():
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", DOCUMENTS["docs/architecture.md"], re.MULTILINE)
+    there = {name.partition(".")[0] for name in MODULES}
+    expected = {floor: rooms & there for floor, rooms in enumerate(FLOORS) if rooms & there}
+    assert {int(floor): set(re.findall("`(.+?)`", rooms)) for floor, rooms in rows} == expected
+
+
+def test_every_option_of_a_run_and_of_an_analysis_is_in_a_table_with_a_meaning():
+    rows = re.findall(
+        r"^\| `(.+?)` \| .+? \| (.*) \|$", "".join(REFERENCES[name]() for name in REFERENCES), re.MULTILINE
+    )
+    assert [option for option, meaning in rows if not meaning] == []
+    expected = {"split", "max_length", "checkpoint", "landscape.top_k", "publish.url"}
+    for optimizer in OPTIMIZERS:
+        expected |= set(leaves(OmegaConf.to_container(compose([f"optimizer={optimizer}", "output_dir=."]))))
+    assert expected - {option for option, _ in rows} == set()
+
+
+def leaves(options: dict[str, object], prefix: str = "") -> Iterator[str]:
+    """Dotted names of the values of nested options."""
+    for name, value in options.items():
+        if isinstance(value, dict) and name != "architecture":
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def test_every_documented_command_is_run_by_this_file():
@@ -195,16 +262,8 @@ def test_every_documented_command_is_run_by_this_file():
     assert missing == [], "give each a Way in WAYS"
 
 
-def test_the_contents_name_every_chapter_and_every_link_leads_to_a_heading():
-    text = (ROOT / "doc.md").read_text(encoding="utf-8")
-    anchors = {
-        heading: re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    }
-    links = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", text)
-    assert {anchor for _, anchor in links} <= set(anchors.values())
-    chapters = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert [name for name, _ in links][: len(chapters)] == chapters
+def test_no_way_is_left_of_a_command_that_is_gone():
+    assert set(WAYS) - set(documented()) == set()
 
 
 def test_make_quickstart_trains_the_quickstart_experiment():
@@ -232,8 +291,9 @@ def parameters() -> list[object]:
 
 
 def python_blocks() -> list[str]:
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
-    return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    texts = DOCUMENTS.values()
+    found = [block for text in texts for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    return list(dict.fromkeys(found))
 
 
 @pytest.mark.parametrize(("command", "way"), parameters())

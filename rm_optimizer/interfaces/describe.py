@@ -1,76 +1,143 @@
-"""The option reference: every field of the schema with its default and its docstring, as Markdown.
+"""Tables of the manual that are made from the code: options with defaults and meanings, and the rooms of the package.
 
-`python -m rm_optimizer.interfaces.describe` prints it. `doc.md` holds it between two marks; a test compares the two.
+`python -m rm_optimizer.interfaces.describe` writes them into the files named here, between the two marks.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING as UNSET
+from omegaconf import OmegaConf
 
+from rm_optimizer.schema.compose import PACKAGE, config_root
 from rm_optimizer.schema.config import TrainConfig
+from rm_optimizer.schema.landscape import AnalyzeConfig
+from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.schema.store import GROUPS, OPTIMIZERS
 
-BEGIN = "<!-- options: begin -->"
-END = "<!-- options: end -->"
+BEGIN = "<!-- made by rm_optimizer.interfaces.describe: begin -->"
+END = "<!-- end -->"
+SCALED = re.compile(r"\$\{(peak_lr|by_adapter):([^,]+),([^}]+)\}")
 
 
 def option_reference() -> str:
-    """A table for the options of each group."""
-    groups: Mapping[str, type] = {"optimizer": OPTIMIZERS["adamw"], **GROUPS}
-    parts = [_table("the run", "", TrainConfig, skip=set(groups))]
-    parts += [_table(f"`{name}`", f"{name}.", kind, skip=set()) for name, kind in sorted(groups.items())]
+    """Tables of the options of a run, of an analysis and of each group."""
+    groups: Mapping[str, type] = {"optimizer": OptimizerConfig, **GROUPS}
+    parts = [
+        _table("Options of a run", _rows("", TrainConfig, groups)),
+        _table("Options of an analysis", _rows("", AnalyzeConfig, groups)),
+    ]
+    parts += [_table(f"Options of `{name}`", _rows(f"{name}.", kind)) for name, kind in sorted(groups.items())]
     return "\n".join(parts)
 
 
-def _table(title: str, prefix: str, kind: type, skip: set[str]) -> str:
-    rows = [f"| `{name}` | {default} | {text} |" for name, default, text in _rows(prefix, kind, skip)]
+def optimizer_reference() -> str:
+    """Table of each registered optimizer's own options, with the numbers of its preset."""
     return "\n".join(
-        [f"**Options of {title}**", "", "| option | default | meaning |", "| --- | --- | --- |", *rows, ""]
+        _table(f"`optimizer={name}`", _optimizer_rows(name, kind), " ".join((kind.__doc__ or "").split()))
+        for name, kind in OPTIMIZERS.items()
     )
 
 
-def _rows(prefix: str, kind: type, skip: set[str]) -> Iterator[tuple[str, str, str]]:
+def room_reference() -> str:
+    """Table of the folders of the package, each with the first paragraph of its `__init__.py`."""
+    rows = ["| room | what it holds |", "| --- | --- |"]
+    for init in sorted(PACKAGE.glob("*/**/__init__.py")):
+        text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        first = " ".join(text.partition("\n\n")[0].split()).removesuffix(" Names load on first use.")
+        rows.append(f"| `{init.parent.relative_to(PACKAGE)}` | {first} |")
+    return "\n".join([*rows, ""])
+
+
+REFERENCES: Mapping[str, Callable[[], str]] = {
+    "docs/architecture.md": room_reference,
+    "docs/optimizers.md": optimizer_reference,
+    "docs/options.md": option_reference,
+}
+"""Tables by the file that holds them."""
+
+
+def write_references(root: Path) -> None:
+    """Replace what stands between the marks of each file below a checkout."""
+    for name, reference in REFERENCES.items():
+        before, _, rest = (root / name).read_text(encoding="utf-8").partition(BEGIN)
+        text = f"{before}{BEGIN}\n{reference()}\n{END}{rest.partition(END)[2]}"
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def _table(title: str, rows: Iterator[tuple[str, str, str]], text: str = "") -> str:
+    lines = [f"| `{name}` | {default} | {meaning} |" for name, default, meaning in rows]
+    head = [f"### {title}", "", *([text, ""] if text else [])]
+    return "\n".join([*head, "| option | default | meaning |", "| --- | --- | --- |", *lines, ""])
+
+
+def _rows(prefix: str, kind: type, skip: Collection[str] = ()) -> Iterator[tuple[str, str, str]]:
     texts, hints = field_docs(kind), get_type_hints(kind)
     for item in fields(kind):
         if item.name in skip:
             continue
         if is_dataclass(hints[item.name]):
-            yield from _rows(f"{prefix}{item.name}.", hints[item.name], set())
+            yield from _rows(f"{prefix}{item.name}.", hints[item.name])
         else:
             yield f"{prefix}{item.name}", _default(item), texts.get(item.name, "").replace("|", "\\|")
 
 
+def _optimizer_rows(name: str, kind: type) -> Iterator[tuple[str, str, str]]:
+    preset = OmegaConf.to_container(OmegaConf.load(Path(config_root(), "optimizer", f"{name}.yaml")))
+    assert isinstance(preset, dict), "a preset is a mapping"
+    shared = {item.name for item in fields(OptimizerConfig)} - set(preset)
+    for option, default, meaning in _rows("optimizer.", kind, shared):
+        own = option.removeprefix("optimizer.")
+        yield option, _preset_value(preset[own]) if own in preset else default, meaning
+
+
+def _preset_value(value: object) -> str:
+    """A preset's number as a reader takes it: what it scales, and what it is with an adapter."""
+    scaled = SCALED.fullmatch(str(value))
+    if scaled is None:
+        return _shown(value)
+    full, lora = (f"{float(number):g}" for number in scaled.groups()[1:])
+    if scaled[1] == "peak_lr":
+        return f"{full} × `model.adamw_lr`; with an adapter {lora} × `model.lora_lr`"
+    return f"`{full}`; with an adapter `{lora}`"
+
+
 def _default(item: Field[Any]) -> str:
     value = item.default_factory() if item.default_factory is not MISSING else item.default
-    if value == UNSET or value is MISSING:
-        return "preset"
+    return "preset" if value == UNSET or value is MISSING else _shown(value)
+
+
+def _shown(value: object) -> str:
     if isinstance(value, Enum):
         return f"`{value.value}`"
     return "null" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, its bases included."""
+    """Docstring under each field of a dataclass; a field redefined without one keeps its base's."""
     found: dict[str, str] = {}
     for base in reversed([part for part in kind.__mro__ if is_dataclass(part)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef), "a dataclass is a class"
         for before, after in zip(body.body, body.body[1:], strict=False):
-            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
-                text = (
-                    after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-                )
-                found[before.target.id] = " ".join(str(text).split())
+            if (
+                isinstance(before, ast.AnnAssign)
+                and isinstance(before.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                found[before.target.id] = " ".join(str(after.value.value).split())
     return found
 
 
 if __name__ == "__main__":
-    print(option_reference())
+    write_references(Path.cwd())
