@@ -1,7 +1,7 @@
 """The gradient of one optimizer step under every token budget and layout, against one pass over single sequences.
 
 A Llama-shaped and a BERT-shaped reward model in float64, 48 pairs of very different lengths with weights, soft labels
-and regularisers. Prints the largest relative difference of any gradient entry, relative to the largest entry.
+and regularizers. Prints the largest relative difference of any gradient entry, relative to the largest entry.
 
 Llama's RMSNorm computes in float32 whatever the model's type, so its float64 figure would be that of float32 rounding;
 here it computes in float64, which changes nothing but the precision.

@@ -1,9 +1,9 @@
 """What the data path costs: in memory from 10^5 to 10^6 pairs, and streamed by Ray from more text than it may hold.
 
-In memory, each size runs in a process of its own: read the pairs from Parquet, index their prompts, tokenise them into
+In memory, each size runs in a process of its own: read the pairs from Parquet, index their prompts, tokenize them into
 the cache, open the cache again as a second run does, and make macro-batches. Seconds are those of the processor.
 `growth_exponent` is that of cost in pairs between the smallest and the largest size, 1 for linear growth. Streaming
-reads a generated JSON Lines file once through, tokenised by two workers, and prints the largest memory of this process
+reads a generated JSON Lines file once through, tokenized by two workers, and prints the largest memory of this process
 and all that it started, pages they share counted once (`pss`) and in each (`rss`). Texts are made of a thousand words,
 one token each.
 

@@ -74,7 +74,7 @@ WORST: dict[str, Callable[[list[float]], float]] = {
     "hvp_gradients_rebuilt": max,
     "memory_ratio": max,
 }
-"""Lines without a model's name: the less favourable model."""
+"""Lines without a model's name: the less favorable model."""
 
 
 class GaveUpError(Exception):

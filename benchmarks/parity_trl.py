@@ -2,7 +2,7 @@
 
 TRL's side is its own code from end to end: `RewardTrainer` loads the folder, its collator pads the pairs and its
 `compute_loss` runs. Ours loads the same folder with `BradleyTerryRM` and computes `bradley_terry_loss` on an
-interleaved batch. A decoder and an encoder, with and without margins and centred rewards, in float32 and training mode.
+interleaved batch. A decoder and an encoder, with and without margins, centered rewards, in float32 and training mode.
 The tokenizer's pad token differs from its EOS, since with pad == EOS TRL reads a decoder's reward one token too early.
 
     python benchmarks/parity_trl.py

@@ -8,7 +8,7 @@ sequence. Each side draws its own fresh head and its own order of pairs from the
 by `BradleyTerryRM`, scored in float32 and measured by one piece of code.
 
 `wall_seconds` and `cpu_seconds` are those of a side's whole training call, `train_wall_seconds` of its optimizer steps.
-TRL's call loads the model and trains; ours also reads and tokenises the data, evaluates twice, exports and certifies.
+TRL's call loads the model and trains; ours also reads and tokenizes the data, evaluates twice, exports and certifies.
 
     python benchmarks/quality_trl.py --model MINILM --train train.parquet --val val.parquet --output outputs/quality
 """

@@ -22,7 +22,7 @@ from rm_optimizer.interfaces.exits import one_exit
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from rm_optimizer.landscape.study import Finding
+    from rm_optimizer.landscape.analysis_context import AnalysisResult
     from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 
 OnProgress = Callable[[str, int, int | None, str], None]
@@ -88,7 +88,7 @@ def check_command(arguments: Sequence[str]) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Analyse what the composed configuration says.
+    """Analyze what the composed configuration says.
 
     Raises:
         SystemExit: with the error's code, after its sentence.
@@ -107,7 +107,7 @@ def analyze(options: AnalyzeConfig) -> Path:
         options: the composed options, as `rm_optimizer.schema.typed` returns them.
 
     Raises:
-        Interrupted: if the user stopped it; what was measured is there, labelled as partial.
+        Interrupted: if the user stopped it; what was measured is there, labeled as partial.
         CheckpointError: if the model cannot be loaded.
         DataError: if the pairs cannot be used.
         ConfigError: if an option does not fit the model, or the folder holds another analysis.
@@ -135,7 +135,7 @@ def analyze(options: AnalyzeConfig) -> Path:
     print_result(f"{options.checkpoint}: {kind}{' (PARTIAL)' if finding.is_partial else ''}", finding.result)
     if finding.is_partial:
         again = "goes on from them" if finding.is_kept else "starts anew"
-        raise Interrupted(f"stopped; partial results, labelled so, are in {folder}; the same command {again}")
+        raise Interrupted(f"stopped; partial results, labeled so, are in {folder}; the same command {again}")
     print(f"JSON, pictures and Parquet: {folder}")
     return folder
 
@@ -150,21 +150,21 @@ def _warn_of_ignored(config: LandscapeConfig) -> LandscapeConfig:
     return without_ignored(config)
 
 
-def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> Finding[Any]:
+def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:
     from rm_optimizer.landscape import analysis
-    from rm_optimizer.landscape.loading import load_subject
-    from rm_optimizer.landscape.study import Study, require_finite_loss
+    from rm_optimizer.landscape.analysis_context import AnalysisContext, require_finite_loss
+    from rm_optimizer.landscape.loading import load_measured_loss
     from rm_optimizer.schema.landscape import AnalysisType
 
     kind = options.landscape.type
     checkpoints = _run_checkpoints(options.checkpoint) if kind == AnalysisType.trajectory else {}
     weights = max(checkpoints.items())[1] if checkpoints else _unmerged(options.checkpoint)
-    subject = load_subject(options, weights)
-    require_finite_loss(subject)
-    study = Study(subject, options.landscape, folder, on_progress)
+    measured_loss = load_measured_loss(options, weights)
+    require_finite_loss(measured_loss)
+    context = AnalysisContext(measured_loss, options.landscape, folder, on_progress)
     if kind == AnalysisType.trajectory:
-        return analysis.measure_trajectory(study, checkpoints)
-    return analysis.MEASURES[kind](study)
+        return analysis.measure_trajectory(context, checkpoints)
+    return analysis.MEASURES[kind](context)
 
 
 def _run_checkpoints(checkpoint: str) -> dict[int, Path]:

@@ -88,7 +88,7 @@ def observers(config: TrainConfig) -> Observers:
 
         found = replace(found, draw_reliability=plot_reliability)
     if config.training.hessian.every is not None:
-        from rm_optimizer.landscape.probe import measure_curvature
+        from rm_optimizer.landscape.training_curvature import measure_curvature
 
         products = config.training.hessian.num_products
         found = replace(found, measure_curvature=partial(measure_curvature, num_products=products))

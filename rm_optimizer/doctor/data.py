@@ -10,7 +10,7 @@ from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.trained_pairs import folded_prompt_id
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
 
 MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01
 """Shares of repeated pairs and of contradictions beyond which a data set gets a warning."""
@@ -46,7 +46,7 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     exact = {name: set(dataset.prompt_ids) for name, dataset in data.items()}
     alike = {name: {folded_prompt_id(pair.prompt) for pair in dataset.pairs} for name, dataset in data.items()}
     couples = list(itertools.combinations(data, 2))
-    details: dict[str, Measured] = {f"{a} / {b}": len(alike[a] & alike[b]) for a, b in couples}
+    details: dict[str, MeasuredValue] = {f"{a} / {b}": len(alike[a] & alike[b]) for a, b in couples}
     num_exact = len(set().union(*(exact[a] & exact[b] for a, b in couples)))
     num_alike = len(set().union(*(alike[a] & alike[b] for a, b in couples)))
     if num_alike == 0:
@@ -120,7 +120,7 @@ def _longer_wins(audit: DataAudit) -> Check:
     if is_biased:
         explanation += "; compare the model with this baseline, and balance lengths or add a length penalty"
     status = Status.warn if is_biased else Status.ok
-    details: dict[str, Measured] = {
+    details: dict[str, MeasuredValue] = {
         "low": low,
         "high": high,
         **{name: estimate.value for name, estimate in found.items()},
@@ -132,7 +132,7 @@ def labels(data: Mapping[str, PreferenceDataset]) -> Check:
     """Labels decide which response is better."""
     pairs = [pair for dataset in data.values() for pair in dataset.pairs]
     undecided = sum(pair.label == 0.5 for pair in pairs) / max(1, len(pairs))
-    details: dict[str, Measured] = {
+    details: dict[str, MeasuredValue] = {
         "rejected_preferred": sum(pair.label < 0.5 for pair in pairs),
         "soft_labels": sum(pair.label not in (0.0, 0.5, 1.0) for pair in pairs),
     }
@@ -149,7 +149,7 @@ def margins(data: Mapping[str, PreferenceDataset]) -> Check:
     pairs = [pair for dataset in data.values() for pair in dataset.pairs]
     with_margin = [pair for pair in pairs if pair.margin is not None]
     num_contrary = sum((pair.margin or 0.0) * (pair.label - 0.5) < 0 for pair in with_margin)
-    details: dict[str, Measured] = {"with_margin": len(with_margin), "contrary_margins": num_contrary}
+    details: dict[str, MeasuredValue] = {"with_margin": len(with_margin), "contrary_margins": num_contrary}
     status, explanation = Status.ok, f"{len(with_margin)} of {len(pairs)} pairs have a margin, none against its label"
     if 0 < len(with_margin) < len(pairs):
         status = Status.warn

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-Measured: TypeAlias = float | str | None
+MeasuredValue: TypeAlias = float | str | None
 """What a check found: a number, words, or None where there is no finite number."""
 
 FAILED_EXIT_CODE = 4
@@ -23,7 +23,7 @@ class Status(StrEnum):
     warn = "warn"
     """Likely a mistake, or a property to know of; the model can be used."""
     fail = "fail"
-    """Rewards are wrong, or are not what training optimised or a server will give."""
+    """Rewards are wrong, or are not what training optimized or a server will give."""
     skipped = "skipped"
     """The check makes no sense here; its explanation says why."""
 
@@ -44,11 +44,11 @@ class Check:
 
     name: str
     status: Status
-    measured: Measured
+    measured: MeasuredValue
     unit: str
     expected: str
     explanation: str
-    details: Mapping[str, Measured] = field(default_factory=dict)
+    details: Mapping[str, MeasuredValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", _finite(self.measured))
@@ -133,5 +133,5 @@ def skipped(name: str, expected: str, reason: str) -> Check:
     return Check(name, Status.skipped, None, "", expected, reason)
 
 
-def _finite(value: Measured) -> Measured:
+def _finite(value: MeasuredValue) -> MeasuredValue:
     return None if isinstance(value, float) and not math.isfinite(value) else value

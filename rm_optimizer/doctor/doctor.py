@@ -11,7 +11,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
-from rm_optimizer.doctor import label_probe
+from rm_optimizer.doctor import label_signal
 from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor import text as doctor_text
@@ -55,7 +55,7 @@ def diagnose(
 
     Every check is computed. The model's weights, mode and random state are afterwards as before. Cost is bounded:
     some ten passes over nine fixed conversations, one export to a temporary folder, one pass over `max_pairs` pairs and
-    the tokenisation of `max_audited_pairs` pairs of each data set.
+    the tokenization of `max_audited_pairs` pairs of each data set.
 
     Args:
         model: the model, on its device.
@@ -175,7 +175,7 @@ class _Examination:
             spread,
             *self._learned(scored, is_fresh),
             doctor_rewards.prompt_only(self.model, scored, self.token_budget),
-            *label_probe.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
+            *label_signal.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
         ]
 
     def _learned(self, scored: doctor_rewards.ScoredPairs, is_fresh: bool) -> list[Check]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from rm_optimizer.core.classifier.head import RewardHead, head_side_modules, initialise_head
+from rm_optimizer.core.classifier.head import RewardHead, head_side_modules, initialize_head
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.doctor.diagnosis import Check, Measured, Status
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status
 from rm_optimizer.doctor.probe_conversations import running
 
 
@@ -21,7 +21,7 @@ def is_head_fresh(model: BradleyTerryRM) -> bool:
     if drawn_from is None:
         return False
     again = RewardHead(model.reward_head.in_features, 1, bias=False)
-    initialise_head(again, int(drawn_from[1]))
+    initialize_head(again, int(drawn_from[1]))
     rounding = torch.finfo(model.model.dtype).eps
     return torch.allclose(model.reward_head.weight.float().cpu(), again.weight, rtol=rounding, atol=0)
 
@@ -36,7 +36,7 @@ def head_init(model: BradleyTerryRM) -> Check:
     if not is_usable:
         explanation = "the head's weights are zero or not finite, so no response gets a reward of its own; train again"
     expected = f"finite and more than 0; {fresh_std:.3g} at the start"
-    details: dict[str, Measured] = {"origin": model.head_init, "fresh": str(is_fresh)}
+    details: dict[str, MeasuredValue] = {"origin": model.head_init, "fresh": str(is_fresh)}
     status = Status.ok if is_usable else Status.fail
     return Check("head_init", status, std, "root mean square of the weights", expected, explanation, details)
 
@@ -56,7 +56,7 @@ def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check
         else "the head rounds rewards to a half type, which ties unequal responses; compute it in float32"
     )
     name = str(kinds[1] if is_exact else kinds[0]).removeprefix("torch.")
-    details: dict[str, Measured] = {"rounded_under_autocast": str(is_rounded)}
+    details: dict[str, MeasuredValue] = {"rounded_under_autocast": str(is_rounded)}
     return Check("head_dtype", status, name, "", "float32 or float64", explanation, details)
 
 

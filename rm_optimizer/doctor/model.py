@@ -13,7 +13,7 @@ from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.pooling import pools_last_token
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
 from rm_optimizer.doctor.probe_conversations import (
     UNIT,
     alone_rewards,
@@ -28,7 +28,9 @@ from rm_optimizer.errors import CheckpointError
 _EXTRA_COLUMNS = 3
 
 
-def _invariance(name: str, model: BradleyTerryRM, change: float, good: str, bad: str, **details: Measured) -> Check:
+def _invariance(
+    name: str, model: BradleyTerryRM, change: float, good: str, bad: str, **details: MeasuredValue
+) -> Check:
     """The check that rewards stayed the same but for arithmetic; NaN fails."""
     tolerance = change_tolerance(model)
     status = Status.ok if change <= tolerance else Status.fail
@@ -145,6 +147,9 @@ def save_reload(model: BradleyTerryRM) -> Check:
             certificate = model.save_pretrained(Path(folder, "export"))
         except (CheckpointError, ValueError, RuntimeError) as error:  # the last two are transformers' own refusals
             return Check("save_reload", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
-    details: dict[str, Measured] = {"tolerance": certificate.tolerance, "max_difference": certificate.max_difference}
+    details: dict[str, MeasuredValue] = {
+        "tolerance": certificate.tolerance,
+        "max_difference": certificate.max_difference,
+    }
     explanation = "the saved model scores alike in plain transformers"
     return Check("save_reload", Status.ok, certificate.relative_difference, unit, expected, explanation, details)

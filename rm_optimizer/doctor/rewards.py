@@ -20,7 +20,7 @@ from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
-from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
 from rm_optimizer.doctor.probe_conversations import change_tolerance, running
 
 MOST_TIES = 0.01
@@ -161,7 +161,7 @@ def reward_spread(chosen: NDArray[np.float64], rejected: NDArray[np.float64]) ->
     if collapse.collapsed:
         status = Status.fail
         explanation = f"{collapse.reason}; check the tokenizer and the head, then train again"
-    details: dict[str, Measured] = {"mean": float(rewards.mean()), "tie_rate": tie_rate, "num_pairs": chosen.size}
+    details: dict[str, MeasuredValue] = {"mean": float(rewards.mean()), "tie_rate": tie_rate, "num_pairs": chosen.size}
     spread = float(rewards.std())
     return Check("reward_spread", status, spread, "standard deviation of reward", "more than 0", explanation, details)
 
@@ -235,9 +235,9 @@ def reward_length(scored: ScoredPairs) -> Check:
     follows = low > LENGTH_CORRELATION or high < -LENGTH_CORRELATION
     explanation = f"margins correlate with length by {rho:.2f}"
     if follows:
-        explanation += "; the model ranks by length, so balance lengths in the data or penalise length"
+        explanation += "; the model ranks by length, so balance lengths in the data or penalize length"
     baseline = length_baseline(scored.pairs).value
-    details: dict[str, Measured] = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
+    details: dict[str, MeasuredValue] = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
     status = Status.warn if follows else Status.ok
     return Check("reward_length", status, rho, "rank correlation", expected, explanation, details)
 
@@ -256,7 +256,7 @@ def prompt_only(model: BradleyTerryRM, scored: ScoredPairs, token_budget: int) -
     )
     status = Status.fail if num_apart else Status.ok
     share = num_apart / len(pairs)
-    details: dict[str, Measured] = {"num_pairs": len(pairs)}
+    details: dict[str, MeasuredValue] = {"num_pairs": len(pairs)}
     return Check("prompt_only", status, share, "share of pairs told apart", "0", explanation, details)
 
 
@@ -265,5 +265,5 @@ def _interval(estimate: Estimate) -> tuple[float, float]:
     return (0.0 if estimate.low is None else estimate.low), (1.0 if estimate.high is None else estimate.high)
 
 
-def _details(estimate: Estimate) -> dict[str, Measured]:
+def _details(estimate: Estimate) -> dict[str, MeasuredValue]:
     return {"low": estimate.low, "high": estimate.high, "num_prompts": estimate.num_samples}

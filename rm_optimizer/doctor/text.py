@@ -8,7 +8,7 @@ from datetime import datetime
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
-from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
 
 _DAYS = (datetime(2024, 1, 2), datetime(2031, 10, 29))
 _ANSWER = "It is so."
@@ -21,7 +21,7 @@ def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
     pad = config.pad_token_id
     num_ending = sum(ids[-1] == pad for ids in probe)
     agrees = pad is not None and pad == tokenizer.pad_token_id == model.pad_choice.token_id
-    details: dict[str, Measured] = {
+    details: dict[str, MeasuredValue] = {
         "token": tokenizer.pad_token,
         "token_id": pad,
         "is_eos": str(pad == tokenizer.eos_token_id),
@@ -67,7 +67,7 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
         else "special tokens stand once at either end of every sequence"
     )
     status = Status.fail if num_wrong else Status.ok
-    details: dict[str, Measured] = {"wrong_start": wrong_start, "wrong_end": wrong_end}
+    details: dict[str, MeasuredValue] = {"wrong_start": wrong_start, "wrong_end": wrong_end}
     return Check("special_tokens", status, num_wrong, f"of {len(probe)} sequences", expected, explanation, details)
 
 
@@ -102,7 +102,7 @@ def template_date(model: BradleyTerryRM) -> Check:
     is_same = texts[0] == texts[1]
     remedy = "load the tokenizer through BradleyTerryRM, which pins the date, or write the date into the template"
     explanation = f"{what} one text" if is_same else f"{what} two texts, so rewards change by the day; {remedy}"
-    details: dict[str, Measured] = {
+    details: dict[str, MeasuredValue] = {
         "kind": model.renderer.kind,
         "template_hash": model.renderer.template_hash,
         "pinned_date": model.renderer.pinned_date,
@@ -128,10 +128,10 @@ def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -
         return skipped("rendered_together", expected, reason)
     num_wrong = sum(not _contains(probe[i], whole[i]) for i in short)
     explanation = (
-        "sequences differ from the tokens of the conversation's text; render prompt and response together and tokenise "
+        "sequences differ from the tokens of the conversation's text; render prompt and response together and tokenize "
         "the text once"
         if num_wrong
-        else "prompt and response are rendered together and tokenised once"
+        else "prompt and response are rendered together and tokenized once"
     )
     status = Status.fail if num_wrong else Status.ok
     return Check("rendered_together", status, num_wrong, f"of {len(short)} sequences", expected, explanation)
@@ -166,7 +166,7 @@ def truncation(model: BradleyTerryRM) -> Check:
         if is_right
         else "cutting an over-long prompt changes the response or the special tokens; cut the prompt's left end only"
     )
-    details: dict[str, Measured] = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
+    details: dict[str, MeasuredValue] = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
     status = Status.ok if is_right else Status.fail
     return Check("truncation", status, len(cut.ids), "tokens", expected, explanation, details)
 

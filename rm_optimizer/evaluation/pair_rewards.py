@@ -82,7 +82,7 @@ def score_pairs(
         prefix_sharing: compute each prompt once for both responses.
         after_batch: called with the pairs done so far on this rank.
         should_stop: asked before each pass; where it is true on any rank, all of them stop.
-        positions: which of the tokenised pairs; None is all. Of the ties there are then as large a share.
+        positions: which of the tokenized pairs; None is all. Of the ties there are then as large a share.
 
     Raises:
         ScoringStopped: if `should_stop` was true.

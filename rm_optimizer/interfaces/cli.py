@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rm_optimizer.interfaces.groups import Commands, PassedOn, RootCommands
+from rm_optimizer.interfaces.groups import Commands, HydraCommand, RootCommands
 from rm_optimizer.schema.data import MAX_BAD_SHARE
 
 if TYPE_CHECKING:
-    from rm_optimizer.interfaces.pairs import Reading
+    from rm_optimizer.interfaces.pairs import PairOptions
 
 QUIET = {
     "no_args_is_help": True,
@@ -36,7 +36,7 @@ InputForm = Annotated[
 ]
 
 
-def _reading(
+def _pair_options(
     data_format: Annotated[
         str, typer.Option("--format", help="Row format: auto, explicit, hh, messages, lists, winner or kwise.")
     ] = "auto",
@@ -57,25 +57,28 @@ def _reading(
     label: Annotated[
         float, typer.Option("--label", min=0, max=1, help="P(chosen > rejected) of rows without a label; 0.5 for ties.")
     ] = 1.0,
-) -> Reading:
+) -> PairOptions:
     """The flags of every command that reads pairs."""
-    from rm_optimizer.interfaces.pairs import Reading
+    from rm_optimizer.interfaces.pairs import PairOptions
 
-    return Reading(data_format, tuple(columns), on_bad_row, winner, max_bad_share, kwise_rule, label)
+    return PairOptions(data_format, tuple(columns), on_bad_row, winner, max_bad_share, kwise_rule, label)
 
 
 def reads_pairs(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of `_reading` in place of its parameter `reading`."""
+    """Give a command the flags of `_pair_options` in place of its parameter `pair_options`."""
     flags, own = (
-        inspect.signature(function, locals={"Reading": object}, eval_str=True) for function in (_reading, command)
+        inspect.signature(function, locals={"PairOptions": object}, eval_str=True)
+        for function in (_pair_options, command)
     )
 
     @wraps(command)
     def run(**options: Any) -> None:
-        reading = _reading(**{name: options.pop(name) for name in flags.parameters})
-        command(reading=reading, **options)
+        pair_options = _pair_options(**{name: options.pop(name) for name in flags.parameters})
+        command(pair_options=pair_options, **options)
 
-    parameters = [item for item in own.parameters.values() if item.name != "reading"] + list(flags.parameters.values())
+    parameters = [item for item in own.parameters.values() if item.name != "pair_options"] + list(
+        flags.parameters.values()
+    )
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {item.name: item.annotation for item in parameters}
     return run
@@ -98,7 +101,7 @@ def root(
     """Train, measure and use Bradley-Terry reward models."""
 
 
-@app.command(cls=PassedOn, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=HydraCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model preset, or the path of a model.")] = None,
@@ -123,7 +126,7 @@ def train(
 def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs: file, folder, pattern; may be repeated.")],
-    reading: Reading,
+    pair_options: PairOptions,
     output: Annotated[Path | None, typer.Option("--output", help="Folder for JSON and plots.")] = None,
     by: Annotated[
         list[str], typer.Option("--by", metavar="COLUMN", help="Also report by this column; may be repeated.")
@@ -140,7 +143,7 @@ def evaluate(
     evaluate_and_print(
         checkpoint,
         data,
-        reading,
+        pair_options,
         by=by,
         output_dir=output,
         max_length=max_length,
@@ -232,7 +235,7 @@ def serve(
 @reads_pairs
 def data_check(
     paths: Annotated[list[str], typer.Argument(help="Files, folders or hub names; each is one split.")],
-    reading: Reading,
+    pair_options: PairOptions,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Hub id or folder of a tokenizer.")] = None,
     max_length: Annotated[int, typer.Option("--max-length", min=8, help="Tokens kept of a sequence.")] = 512,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the audit here.")] = None,
@@ -240,14 +243,14 @@ def data_check(
     """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
     from rm_optimizer.interfaces.commands.data_check import audit_and_print
 
-    audit_and_print(paths, reading, tokenizer=tokenizer, max_length=max_length, json_file=json_file)
+    audit_and_print(paths, pair_options, tokenizer=tokenizer, max_length=max_length, json_file=json_file)
 
 
 @app.command()
 @reads_pairs
 def doctor(
     checkpoint: Checkpoint,
-    reading: Reading,
+    pair_options: PairOptions,
     data: Annotated[list[str], typer.Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis here.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also print the checks that are ok.")] = False,
@@ -263,7 +266,7 @@ def doctor(
     code = diagnose_and_print(
         checkpoint,
         data,
-        reading,
+        pair_options,
         json_file=json_file,
         max_length=max_length,
         max_pairs=max_pairs,
@@ -275,7 +278,7 @@ def doctor(
     raise typer.Exit(code)
 
 
-@app.command(cls=PassedOn, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=HydraCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def analyze(
     ctx: typer.Context,
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", "-c", help="Run folder, model or .ckpt.")] = None,

@@ -57,7 +57,7 @@ def _usage_sentence(error: Any) -> str:
     return f"{text[:1].lower()}{text[1:]}; {command} --help lists what there is"
 
 
-class PassedOn(TyperCommand):
+class HydraCommand(TyperCommand):
     """A command that leaves what it does not know to Hydra, whose two-letter flags it must not take apart."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ _log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
-class Reading:
+class PairOptions:
     """The reading flags as typed.
 
     Args:

@@ -15,8 +15,8 @@ _HOME = {
     "Surface": "rm_optimizer.landscape.surface.results",
     "Trajectory": "rm_optimizer.landscape.surface.results",
     "compare_spectra": "rm_optimizer.landscape.comparison",
-    "measure_curvature": "rm_optimizer.landscape.probe",
-    "summarise": "rm_optimizer.landscape.quantities",
+    "measure_curvature": "rm_optimizer.landscape.training_curvature",
+    "summarize": "rm_optimizer.landscape.quantities",
 }
 __all__ = [
     "HessianAnalyzer",
@@ -29,7 +29,7 @@ __all__ = [
     "Trajectory",
     "compare_spectra",
     "measure_curvature",
-    "summarise",
+    "summarize",
 ]
 
 

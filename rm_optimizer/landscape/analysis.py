@@ -13,6 +13,14 @@ from torch import Tensor
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.analysis_context import (
+    DIRECTIONS_FILE,
+    LAYERS_FILE,
+    POINTS_FILE,
+    STATE_FILE,
+    AnalysisContext,
+    AnalysisResult,
+)
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, block_names, curvature_of_blocks
 from rm_optimizer.landscape.operators.base import HessianOperator
@@ -21,19 +29,11 @@ from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.study import (
-    DIRECTIONS_FILE,
-    LAYERS_FILE,
-    POINTS_FILE,
-    STATE_FILE,
-    Finding,
-    Study,
-)
 from rm_optimizer.landscape.surface.directions import (
     Directions,
     along_eigenvectors,
     displacements_of,
-    filter_normalised,
+    filter_normalized,
     trajectory_plane,
 )
 from rm_optimizer.landscape.surface.grid import GridLedger, Points, measure_grid
@@ -53,34 +53,34 @@ from rm_optimizer.records.ledger import Ledger
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 
 
-def measure_slices(study: Study) -> Finding[Slice]:
+def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
     """The loss along lines through the weights."""
-    config = study.config
-    identity = _identity_of_directions(study, config.num_directions)
-    ledger = _ledger(study, identity, config.num_directions * config.num_points)
-    directions = _directions(study, config.num_directions, identity)
+    config = context.config
+    identity = _identity_of_directions(context, config.num_directions)
+    ledger = _ledger(context, identity, config.num_directions * config.num_points)
+    directions = _directions(context, config.num_directions, identity)
     steps = symmetric_steps(_span(config, directions), config.num_points)
-    is_partial = _measure(study, directions, slice_grid(len(directions.names), steps), ledger)
+    is_partial = _measure(context, directions, slice_grid(len(directions.names), steps), ledger)
     rows = in_rows(ledger.points, len(steps), len(directions.names))
-    return Finding(Slice(study.measured(directions), steps, rows), is_partial)
+    return AnalysisResult(Slice(context.measured(directions), steps, rows), is_partial)
 
 
-def measure_surface(study: Study) -> Finding[Surface]:
+def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
     """The loss over a plane through the weights."""
-    identity = _identity_of_directions(study, 2)
-    ledger = _ledger(study, identity, study.config.num_points**2)
-    directions = _directions(study, 2, identity)
-    steps = symmetric_steps(_span(study.config, directions), study.config.num_points)
-    is_partial = _measure(study, directions, plane_grid(steps, steps), ledger)
+    identity = _identity_of_directions(context, 2)
+    ledger = _ledger(context, identity, context.config.num_points**2)
+    directions = _directions(context, 2, identity)
+    steps = symmetric_steps(_span(context.config, directions), context.config.num_points)
+    is_partial = _measure(context, directions, plane_grid(steps, steps), ledger)
     rows = in_rows(ledger.points, len(steps), len(steps))
-    return Finding(Surface(study.measured(directions), steps, steps, rows), is_partial)
+    return AnalysisResult(Surface(context.measured(directions), steps, steps, rows), is_partial)
 
 
-def measure_trajectory(study: Study, checkpoints: Mapping[int, Path]) -> Finding[Trajectory]:
+def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]) -> AnalysisResult[Trajectory]:
     """The checkpoints of a run in the plane they stay closest to, and the loss over it.
 
     Args:
-        study: its model is the last checkpoint's.
+        context: its model is the last checkpoint's.
         checkpoints: files by optimizer step, ascending.
 
     Raises:
@@ -91,19 +91,19 @@ def measure_trajectory(study: Study, checkpoints: Mapping[int, Path]) -> Finding
             f"a trajectory needs at least 3 checkpoints, and the run has {len(checkpoints)}; train with "
             "training.checkpoint_every=STEPS and training.keep_checkpoints=NUMBER"
         )
-    size = study.config.num_points
-    identity = digest([study.subject.fingerprint(), list(checkpoints)])
-    ledger = _ledger(study, identity, size * size + len(checkpoints))
-    subset = select_parameters(study.subject.model, study.subject.params)
+    size = context.config.num_points
+    identity = digest([context.measured_loss.fingerprint(), list(checkpoints)])
+    ledger = _ledger(context, identity, size * size + len(checkpoints))
+    subset = select_parameters(context.measured_loss.model, context.measured_loss.params)
     displacements = displacements_of([_weights(path) for path in checkpoints.values()], subset)
     plane = trajectory_plane(displacements)
     x, y = plane_ranges(plane, size)
     moves = Directions(
         plane.directions.names, torch.cat([plane.directions.vectors, displacements]), plane.directions.method
     )
-    is_partial = _measure(study, moves, trajectory_grid(x, y, len(checkpoints)), ledger)
+    is_partial = _measure(context, moves, trajectory_grid(x, y, len(checkpoints)), ledger)
     points = ledger.points
-    surface = Surface(study.measured(plane.directions), x, y, in_rows(points, size, size))
+    surface = Surface(context.measured(plane.directions), x, y, in_rows(points, size, size))
     result = Trajectory(
         surface,
         tuple(checkpoints),
@@ -111,24 +111,24 @@ def measure_trajectory(study: Study, checkpoints: Mapping[int, Path]) -> Finding
         tuple(plane.off_plane.tolist()),
         tuple(points.get(size * size + i, MISSING) for i in range(len(checkpoints))),
     )
-    return Finding(result, is_partial)
+    return AnalysisResult(result, is_partial)
 
 
-def measure_layers(study: Study) -> Finding[LayerCurvature]:
+def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     """Top eigenvalue and trace of each layer's block of the Hessian."""
-    subject, sample, config = study.subject, study.subject.sample, study.config
-    names = block_names(subject)
-    identity = [subject.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
-    ledger = Ledger(study.folder / LAYERS_FILE, digest(identity), len(names))
+    measured_loss, sample, config = context.measured_loss, context.measured_loss.sample, context.config
+    names = block_names(measured_loss)
+    identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
+    ledger = Ledger(context.folder / LAYERS_FILE, digest(identity), len(names))
     found = {row["block"]: BlockCurvature.from_fields(row) for row in ledger.rows}
 
     def report(block: str, progress: Progress) -> None:
-        study.on_progress(block, len(found), len(names), f"relative error {progress.worst_error:.1e}")
+        context.on_progress(block, len(found), len(names), f"relative error {progress.worst_error:.1e}")
 
     is_partial = False
     try:
         for block in curvature_of_blocks(
-            subject,
+            measured_loss,
             {name: parameters for name, parameters in names.items() if name not in found},
             tolerance=config.tolerance,
             num_probes=config.num_probes,
@@ -143,16 +143,22 @@ def measure_layers(study: Study) -> Finding[LayerCurvature]:
         is_partial = True
     missing = tuple(name for name in names if name not in found)
     blocks = tuple(found[name] for name in names if name in found)
-    return Finding(LayerCurvature(blocks, missing, sample.num_pairs, sample.num_prompts, sample.seed), is_partial)
+    return AnalysisResult(
+        LayerCurvature(blocks, missing, sample.num_pairs, sample.num_prompts, sample.seed), is_partial
+    )
 
 
-def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
+def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum]:
     """Eigenvalues with error bounds and sampling error, the trace, and for a density analysis all of the spectrum."""
-    subject, config = study.subject, study.config
+    measured_loss, config = context.measured_loss, context.config
     is_density = config.type == AnalysisType.density
     matrix: Matrix = "gauss_newton" if config.type == AnalysisType.gauss_newton else "hessian"
     analyzer = HessianAnalyzer(
-        subject.model, loss=subject.loss, params=subject.params, dtype=subject.dtype, seed=subject.sample.seed
+        measured_loss.model,
+        loss=measured_loss.loss,
+        params=measured_loss.params,
+        dtype=measured_loss.dtype,
+        seed=measured_loss.sample.seed,
     )
     options = SpectrumOptions(
         tolerance=config.tolerance,
@@ -163,56 +169,56 @@ def measure_spectrum(study: Study) -> Finding[HessianSpectrum]:
         density_steps=config.probe_steps,
         num_sampled=config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k),
         sam_rho=config.sam_rho,
-        state_file=study.folder / STATE_FILE,
+        state_file=context.folder / STATE_FILE,
     )
     spectrum = analyzer.compute_spectrum(
-        subject.sample.batches,
+        measured_loss.sample.batches,
         config.method.value,
         top_k=config.top_k,
         matrix=matrix,
         options=options,
-        prompts=subject.sample.prompts,
-        on_iteration=study.on_iteration,
-        on_product=study.on_product,
+        prompts=measured_loss.sample.prompts,
+        on_iteration=context.on_iteration,
+        on_product=context.on_product,
     )
     is_partial = spectrum.status == SpectrumStatus.interrupted
     if is_partial and not spectrum.eigenvalues:
         raise KeyboardInterrupt
-    return Finding(spectrum, is_partial, is_kept=(study.folder / STATE_FILE).exists())
+    return AnalysisResult(spectrum, is_partial, is_kept=(context.folder / STATE_FILE).exists())
 
 
-def _identity_of_directions(study: Study, count: int) -> str:
-    """What the directions of a study belong to."""
-    subject, config = study.subject, study.config
-    how = [config.directions.value, count, subject.sample.seed, config.tolerance, config.max_products]
-    return digest([subject.fingerprint(), *how])
+def _identity_of_directions(context: AnalysisContext, count: int) -> str:
+    """Identity of the directions of an analysis."""
+    measured_loss, config = context.measured_loss, context.config
+    how = [config.directions.value, count, measured_loss.sample.seed, config.tolerance, config.max_products]
+    return digest([measured_loss.fingerprint(), *how])
 
 
-def _directions(study: Study, count: int, identity: str) -> Directions:
-    """Those of an earlier call of the same study, or new ones."""
-    path = study.folder / DIRECTIONS_FILE
+def _directions(context: AnalysisContext, count: int, identity: str) -> Directions:
+    """Directions of an earlier call of the same analysis, or new ones."""
+    path = context.folder / DIRECTIONS_FILE
     found = Directions.load(path, identity)
     if found is None:
-        found = _new_directions(study, count)
+        found = _new_directions(context, count)
         found.save(path, identity)
     return found
 
 
-def _new_directions(study: Study, count: int) -> Directions:
-    seed = study.subject.sample.seed
-    with study.subject.measuring() as objective:
-        if study.config.directions == DirectionKind.random:
-            return filter_normalised(objective.model, objective.subset, count, seed=seed)
+def _new_directions(context: AnalysisContext, count: int) -> Directions:
+    seed = context.measured_loss.sample.seed
+    with context.measured_loss.measuring() as objective:
+        if context.config.directions == DirectionKind.random:
+            return filter_normalized(objective.model, objective.subset, count, seed=seed)
         hessian = HessianOperator(objective)
         matrix = SupportedOperator(hessian)
         found = lanczos(
             matrix,
             count,
             which="magnitude",
-            tolerance=study.config.tolerance,
-            max_products=study.config.max_products,
+            tolerance=context.config.tolerance,
+            max_products=context.config.max_products,
             seed=seed,
-            on_iteration=study.on_iteration,
+            on_iteration=context.on_iteration,
             on_done=hessian.release,
         )
         return along_eigenvectors(matrix.widened(found), count)
@@ -226,14 +232,14 @@ def _span(config: LandscapeConfig, directions: Directions) -> float:
     return (2 / largest) ** 0.5 if largest > 0 else 1.0
 
 
-def _ledger(study: Study, identity: str, num_points: int) -> GridLedger:
+def _ledger(context: AnalysisContext, identity: str, num_points: int) -> GridLedger:
     """Opened before anything is computed, so that a refusal costs nothing."""
-    config = study.config
+    config = context.config
     kind = digest([identity, config.type.value, config.num_points, config.span])
-    return GridLedger(study.folder / POINTS_FILE, kind, num_points)
+    return GridLedger(context.folder / POINTS_FILE, kind, num_points)
 
 
-def _measure(study: Study, directions: Directions, points: Points, ledger: GridLedger) -> bool:
+def _measure(context: AnalysisContext, directions: Directions, points: Points, ledger: GridLedger) -> bool:
     """Measure the points, and say whether an interruption left some out.
 
     Raises:
@@ -241,7 +247,12 @@ def _measure(study: Study, directions: Directions, points: Points, ledger: GridL
     """
     try:
         measure_grid(
-            study.subject, directions, points, ledger, processes=study.config.processes, on_point=study.on_point
+            context.measured_loss,
+            directions,
+            points,
+            ledger,
+            processes=context.config.processes,
+            on_point=context.on_point,
         )
     except KeyboardInterrupt:
         if not ledger.points:
@@ -255,7 +266,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in read_checkpoint(path)[1].items()}
 
 
-MEASURES: Mapping[AnalysisType, Callable[[Study], Finding[Any]]] = {
+MEASURES: Mapping[AnalysisType, Callable[[AnalysisContext], AnalysisResult[Any]]] = {
     AnalysisType.hessian: measure_spectrum,
     AnalysisType.gauss_newton: measure_spectrum,
     AnalysisType.density: measure_spectrum,
@@ -263,4 +274,4 @@ MEASURES: Mapping[AnalysisType, Callable[[Study], Finding[Any]]] = {
     AnalysisType.surface: measure_surface,
     AnalysisType.layers: measure_layers,
 }
-"""What each type of analysis that needs no more than the study does."""
+"""Measurement of each type of analysis that needs nothing but its context."""

@@ -14,7 +14,6 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry, local_geometry
-from rm_optimizer.landscape.extras import Extra, with_extras
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE, parameter_blocks
@@ -32,6 +31,7 @@ from rm_optimizer.landscape.solve import (
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.spectrum_estimates import SpectrumEstimates, with_estimates
 from rm_optimizer.schema import LossConfig
 
 
@@ -126,8 +126,8 @@ class HessianAnalyzer:
                 on_iteration=on_iteration,
             )
             operator.on_product = on_product
-            found, extra = with_extras(operator, found, options, seed=self.seed, clusters=clusters)
-            spectrum = self._spectrum(operator, kind, method, options, found, extra, time.perf_counter() - began)
+            found, estimates = with_estimates(operator, found, options, seed=self.seed, clusters=clusters)
+            spectrum = self._spectrum(operator, kind, method, options, found, estimates, time.perf_counter() - began)
         if options.state_file is not None and not found.is_interrupted:
             KrylovState.remove(options.state_file)
         return spectrum
@@ -203,7 +203,7 @@ class HessianAnalyzer:
         method: str,
         options: SpectrumOptions,
         found: Solution,
-        extra: Extra,
+        estimates: SpectrumEstimates,
         wall_seconds: float,
     ) -> HessianSpectrum:
         objective, pairs = operator.objective, found.pairs
@@ -218,10 +218,10 @@ class HessianAnalyzer:
             num_top=num_top,
             num_bottom=num_bottom,
             is_exhaustive=found.is_exhaustive,
-            trace=extra.trace,
-            density=extra.density,
-            sampling=extra.sampling,
-            geometry=extra.geometry,
+            trace=estimates.trace,
+            density=estimates.density,
+            sampling=estimates.sampling,
+            geometry=estimates.geometry,
             matrix=matrix,
             method=method,
             params=self.params if isinstance(self.params, str) else ", ".join(self.params),

@@ -13,7 +13,7 @@ from rm_optimizer.landscape.estimates.trace import deflated_trace
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.operators.products import ProductName
-from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.records.json_text import json_text
@@ -77,15 +77,17 @@ class LayerCurvature:
         return cls(**{**fields, "blocks": blocks, "missing": tuple(fields["missing"])})
 
 
-def block_names(subject: Subject) -> dict[str, tuple[str, ...]]:
+def block_names(measured_loss: MeasuredLoss) -> dict[str, tuple[str, ...]]:
     """The parameters of each layer, as far as they may move; layers without any are left out."""
-    chosen = set(select_parameters(subject.model, subject.params).names)
-    blocks = {name: tuple(chosen.intersection(block.names)) for name, block in parameter_blocks(subject.model).items()}
+    chosen = set(select_parameters(measured_loss.model, measured_loss.params).names)
+    blocks = {
+        name: tuple(chosen.intersection(block.names)) for name, block in parameter_blocks(measured_loss.model).items()
+    }
     return {name: names for name, names in blocks.items() if names}
 
 
 def curvature_of_blocks(
-    subject: Subject,
+    measured_loss: MeasuredLoss,
     blocks: Mapping[str, tuple[str, ...]],
     *,
     tolerance: float,
@@ -96,29 +98,29 @@ def curvature_of_blocks(
     """Measure one block after the other; what was given before an interruption stays valid.
 
     Args:
-        subject: what is measured.
+        measured_loss: what is measured.
         blocks: parameters of each block, as `block_names` gives them.
         tolerance: relative error of a top eigenvalue.
         num_probes: probes of a trace, one product each.
         max_products: products at most of a top eigenvalue.
         on_iteration: told after each product of a top eigenvalue.
     """
-    way: ProductName = "auto"
+    method: ProductName = "auto"
     for block, names in blocks.items():
-        with replace(subject, params=names).measuring() as objective:
-            hessian = HessianOperator(objective, product=way)
-            way = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
+        with replace(measured_loss, params=names).measuring() as objective:
+            hessian = HessianOperator(objective, product=method)
+            method = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
             matrix = SupportedOperator(hessian)
             found = lanczos(
                 matrix,
                 1,
                 tolerance=tolerance,
                 max_products=max_products,
-                seed=subject.sample.seed,
+                seed=measured_loss.sample.seed,
                 on_iteration=lambda progress, block=block: on_iteration(block, progress),  # type: ignore[misc]
             )
             top = matrix.widened(found)
-            trace = deflated_trace(hessian, top, num_probes, seed=subject.sample.seed)
+            trace = deflated_trace(hessian, top, num_probes, seed=measured_loss.sample.seed)
             yield BlockCurvature(
                 block=block,
                 num_parameters=hessian.dimension,

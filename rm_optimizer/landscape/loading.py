@@ -13,7 +13,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from rm_optimizer.landscape.sample import Subject, draw_pairs
+from rm_optimizer.landscape.sample import MeasuredLoss, draw_pairs
 from rm_optimizer.records.recall import run_folder_of
 from rm_optimizer.records.run_folder import read_identity, read_options
 from rm_optimizer.records.run_options import FREE, is_among
@@ -23,7 +23,7 @@ from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 _log = logging.getLogger("rm_optimizer")
 
 
-def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subject:
+def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -> MeasuredLoss:
     """The model of a checkpoint on its device, and pairs drawn as the options say.
 
     Args:
@@ -53,7 +53,7 @@ def load_subject(options: AnalyzeConfig, checkpoint: Path | None = None) -> Subj
         token_budget=options.landscape.token_budget,
     )
     dtype = getattr(torch, options.landscape.dtype.value)
-    return Subject(model.eval(), sample, options.loss, params, dtype)
+    return MeasuredLoss(model.eval(), sample, options.loss, params, dtype)
 
 
 def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:

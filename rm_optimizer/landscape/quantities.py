@@ -167,7 +167,7 @@ SUMMARY: dict[str, Callable[[HessianSpectrum], Quantity]] = {
 """The quantities that need no further number, by name."""
 
 
-def summarise(spectrum: HessianSpectrum) -> dict[str, Quantity]:
+def summarize(spectrum: HessianSpectrum) -> dict[str, Quantity]:
     """Every quantity of `SUMMARY`."""
     return {name: quantity(spectrum) for name, quantity in SUMMARY.items()}
 

@@ -89,13 +89,13 @@ def draw_pairs(
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredLoss:
     """One model at one point of weight space, and the loss that its landscape is taken of. Crosses processes.
 
     Args:
         model: the reward model.
         sample: the pairs.
-        loss: what is minimised.
+        loss: what is minimized.
         params: the parameters that may move; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
     """

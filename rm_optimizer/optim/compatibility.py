@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim.registry import Situation, optimizer_info
+from rm_optimizer.optim.registry import TrainingSetup, optimizer_info
 from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 
 SHARDED_STRATEGY = "fsdp2"
 """What `hardware.strategy` calls FSDP2."""
 
-OPTIONS: dict[Situation, str] = {
+OPTIONS: dict[TrainingSetup, str] = {
     "fsdp1": "hardware.strategy",
     "fsdp2": "hardware.strategy",
     "deepspeed": "hardware.strategy",
     "decay": "schedule.name",
 }
-HINTS: dict[Situation, str] = {
+HINTS: dict[TrainingSetup, str] = {
     "fsdp1": "; use hardware=fsdp, which is FSDP2, or hardware=ddp",
     "fsdp2": "; use hardware=ddp",
     "deepspeed": "; use hardware=fsdp, which is FSDP2, or hardware=ddp",
@@ -38,15 +38,13 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
         ConfigError: naming the combination and the reason.
     """
     refuses = optimizer_info(config.name).refuses
-    for situation, value in _situations(hardware, schedule):
-        if situation in refuses:
-            option = f"{OPTIONS[situation]}={value}"
-            raise ConfigError(
-                f"optimizer={config.name} does not go with {option}: {refuses[situation]}{HINTS[situation]}"
-            )
+    for setup, value in _setups(hardware, schedule):
+        if setup in refuses:
+            option = f"{OPTIONS[setup]}={value}"
+            raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}{HINTS[setup]}")
 
 
-def _situations(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[Situation, str]]:
+def _setups(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[TrainingSetup, str]]:
     """What of the run an optimizer may refuse, each with the option's value."""
     if hardware.strategy == SHARDED_STRATEGY:
         yield "fsdp2", hardware.strategy

@@ -21,7 +21,7 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
     """Muon (Jordan et al., 2024) on hidden matrices and LoRA factors, AdamW on everything else.
 
     The rules are `torch.optim.Muon` and `torch.optim.AdamW`. With scaling `match_rms_adamw` a matrix moves by
-    ``0.2 sqrt(max(rows, columns)) lr O``, with ``O`` the orthogonalised momentum (Liu et al., 2025, arXiv 2502.16982).
+    ``0.2 sqrt(max(rows, columns)) lr O``, with ``O`` the orthogonalized momentum (Liu et al., 2025, arXiv 2502.16982).
 
     Raises:
         ConfigError: if no matrix is left for Muon, a matrix may be hidden or not, or an option would train something
@@ -60,7 +60,7 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
 def refuse_nesterov_bug(config: MuonConfig, *, bf16: bool) -> None:
     """Refuse the one setting in which `torch.optim.Muon` destroys its momentum.
 
-    Without Nesterov, torch 2.13 normalises a bfloat16 momentum buffer in place (fixed by pytorch PR 194664; this
+    Without Nesterov, torch 2.13 normalizes a bfloat16 momentum buffer in place (fixed by pytorch PR 194664; this
     check can go when the oldest supported torch has the fix).
 
     Raises:

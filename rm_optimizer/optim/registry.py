@@ -14,11 +14,11 @@ from rm_optimizer.optim import extra, standard
 from rm_optimizer.optim.muon import build_muon
 
 Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
-Situation = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
+TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
 
 
 class RelativeRate(NamedTuple):
-    """Centre of the learning-rate grid as a multiple of AdamW's."""
+    """Center of the learning-rate grid as a multiple of AdamW's."""
 
     full: float
     """When every weight trains."""
@@ -33,7 +33,7 @@ class OptimizerInfo:
     name: str
     provider: str
     """Package whose update rule runs."""
-    licence: str
+    license: str
     extra: str | None
     """Extra of rm-optimizer that installs it; null for built-in ones."""
     family: Family
@@ -43,29 +43,29 @@ class OptimizerInfo:
     """Optimizer state of a square float32 hidden matrix, in bytes for each of its entries, once all of it exists."""
     lr_vs_adamw: RelativeRate | None
     """Null where learning rates do not compare."""
-    refuses: Mapping[Situation, str]
-    """Situations in which it would train something else than its name says, each with the reason."""
+    refuses: Mapping[TrainingSetup, str]
+    """Setups in which it would train something else than its name says, each with the reason."""
     build: Callable[..., Optimizer]
     """From a partition, the entry's configuration and the number of steps of the run, if known, to the optimizer."""
 
 
-FLAT: Mapping[Situation, str] = {
+FLAT: Mapping[TrainingSetup, str] = {
     "fsdp1": "FSDP1 flattens every matrix to one dimension",
     "deepspeed": "DeepSpeed flattens every matrix to one dimension",
 }
-GLOBAL: Mapping[Situation, str] = {
+GLOBAL: Mapping[TrainingSetup, str] = {
     "fsdp1": "under FSDP1 each process would see the norm of its own shard only",
     "deepspeed": "under DeepSpeed each process would see the norm of its own shard only",
 }
-CLIPPED: Mapping[Situation, str] = {
+CLIPPED: Mapping[TrainingSetup, str] = {
     "fsdp1": "under FSDP1 each process would clip gradients by the norm of its own shard",
     "deepspeed": "under DeepSpeed each process would clip gradients by the norm of its own shard",
 }
-WHOLE: Mapping[Situation, str] = {"fsdp2": "its package computes on whole tensors only, not on FSDP2's shards"}
-BFLOAT16: Mapping[Situation, str] = {
+WHOLE: Mapping[TrainingSetup, str] = {"fsdp2": "its package computes on whole tensors only, not on FSDP2's shards"}
+BFLOAT16: Mapping[TrainingSetup, str] = {
     "fsdp2": "its package would sum products of bfloat16 shards, another step than one device takes"
 }
-AVERAGES: Mapping[Situation, str] = {
+AVERAGES: Mapping[TrainingSetup, str] = {
     "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
 }
 TORCH, OWN, POPT = (
@@ -83,7 +83,7 @@ def _entry(
     rate: RelativeRate | None,
     build: Callable[..., Optimizer],
     *,
-    refuses: Mapping[Situation, str] = MappingProxyType({}),
+    refuses: Mapping[TrainingSetup, str] = MappingProxyType({}),
     passes: int = 1,
 ) -> OptimizerInfo:
     return OptimizerInfo(name, *source, family, passes, state_bytes, rate, MappingProxyType(dict(refuses)), build)

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: the gradient at a nearby point of higher loss."""
+"""Sharpness-aware minimization: the gradient at a nearby point of higher loss."""
 
 from __future__ import annotations
 

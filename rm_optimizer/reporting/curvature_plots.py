@@ -18,7 +18,7 @@ from rm_optimizer.landscape.estimates.density_curve import DensityCurve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.reporting.landscape_plots import captioned_figure, save_both, two_panels
 from rm_optimizer.reporting.plots import History
-from rm_optimizer.reporting.style import BLUE, GREY, INK, ORANGE, VERMILION, count_ticks, draw_legend
+from rm_optimizer.reporting.style import BLUE, GRAY, INK, ORANGE, VERMILION, count_ticks, draw_legend
 
 _EMPTY = ("", None)
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
@@ -80,18 +80,18 @@ def plot_spectrum(
     figure, (axes,) = captioned_figure(title, caption)
     heights, bars = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
     rank = np.arange(1, len(heights) + 1)
-    for members, colour, word in ((heights >= 0, BLUE, "positive"), (heights < 0, VERMILION, "negative")):
+    for members, color, word in ((heights >= 0, BLUE, "positive"), (heights < 0, VERMILION, "negative")):
         if members.any():
-            axes.vlines(rank[members], 0, heights[members], color=colour, linewidth=1.0, alpha=0.35)
+            axes.vlines(rank[members], 0, heights[members], color=color, linewidth=1.0, alpha=0.35)
             axes.errorbar(
-                rank[members], heights[members], yerr=bars[members], color=colour, marker="o", markersize=5,
+                rank[members], heights[members], yerr=bars[members], color=color, marker="o", markersize=5,
                 linestyle="none", elinewidth=1.3, capsize=3, label=f"{word}; bar: error bound",
             )  # fmt: skip
     intervals = [(i + 1, e.low, e.high) for i, e in enumerate(sampling) if e.low is not None and e.high is not None]
     if intervals:
         where, low, high = zip(*intervals, strict=True)
         axes.vlines(where, low, high, color=ORANGE, linewidth=6, alpha=0.45, label="95 % of resampled pairs", zorder=1)
-    axes.axhline(0.0, color=GREY, linewidth=1.0)
+    axes.axhline(0.0, color=GRAY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
     axes.set(ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))
     _draw_places(axes, places)
@@ -118,13 +118,13 @@ def plot_density(curve: DensityCurve, stem: Path, *, top: Sequence[float], title
     low, high = (np.maximum(curve.density + side * curve.standard_error, floor / 2) for side in (-1, 1))
     if np.isfinite(curve.standard_error).all():
         axes.fill_between(curve.grid, low, high, color=BLUE, alpha=0.25, lw=0, label="± 1 standard error over probes")
-    for members, colour, word in (
+    for members, color, word in (
         ([value for value in top if value >= 0], VERMILION, "positive"),
         ([value for value in top if value < 0], INK, "negative"),
     ):
         if members:
             axes.plot(
-                members, np.full(len(members), 2 * floor), color=colour, marker="|", markersize=11, markeredgewidth=1.4,
+                members, np.full(len(members), 2 * floor), color=color, marker="|", markersize=11, markeredgewidth=1.4,
                 linestyle="none", label=f"{len(members)} {word} eigenvalues, computed",
             )  # fmt: skip
     axes.set_yscale("log")
@@ -162,7 +162,7 @@ def plot_layers(result: LayerCurvature, stem: Path) -> list[Path]:
     partial = f"PARTIAL, without {', '.join(result.missing)}; " if result.missing else ""
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
     starred = "" if all(item.converged for item in result.blocks) else "; *: not converged"
-    caption = f"{partial}{pairs}; ±: error bound, standard error of probes{starred}; colour: within its column"
+    caption = f"{partial}{pairs}; ±: error bound, standard error of probes{starred}; color: within its column"
     figure, (axes,) = captioned_figure("Curvature layer by layer", caption)
     figure.set_size_inches(7.0, max(3.2, 1.7 + 0.36 * len(result.blocks)))
     columns = {
@@ -194,30 +194,30 @@ def _draw_places(axes: Axes, places: Sequence[Place]) -> None:
     ends = list(dict.fromkeys(place.end for place in places))
     for after, (before, place) in enumerate(pairwise(places), start=1):
         if before.end != place.end:
-            axes.axvline(after + 0.5, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
+            axes.axvline(after + 0.5, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.set_xlabel("rank from the " + " | from the ".join(ends))
 
 
-def _draw_course(axes: Axes, rows: History, value: str, label: str, colour: str, *, error: str = "") -> None:
+def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, *, error: str = "") -> None:
     steps = [float(row["step"] or 0) for row in rows]
     values = [float(row[value] or math.nan) for row in rows]
     errors = [float(row.get(error) or math.nan) for row in rows]
-    axes.errorbar(steps, values, yerr=np.nan_to_num(errors), color=colour, marker="o", markersize=4, linewidth=1.6,
+    axes.errorbar(steps, values, yerr=np.nan_to_num(errors), color=color, marker="o", markersize=4, linewidth=1.6,
                   elinewidth=1.0, capsize=2, label=label)  # fmt: skip
-    axes.axhline(0.0, color=GREY, linewidth=0.8)
+    axes.axhline(0.0, color=GRAY, linewidth=0.8)
     count_ticks(axes.xaxis)
     draw_legend(axes)
 
 
 def _draw_column(axes: Axes, position: int, values: NDArray[np.float64], texts: Sequence[str]) -> None:
-    """One column of cells, coloured on its own scale, logarithmic for both signs."""
+    """One column of cells, colored on its own scale, logarithmic for both signs."""
     largest = float(np.abs(values).max()) or 1.0
     norm = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
     extent = (position - 0.48, position + 0.48, len(values) - 0.5, -0.5)
     axes.imshow(values[:, None], aspect="auto", cmap="RdBu_r", norm=norm, extent=extent)
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        colour = "white" if abs(value) > 0.03 * largest else INK
-        axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=colour)
+        color = "white" if abs(value) > 0.03 * largest else INK
+        axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=color)
 
 
 def _cells(item: BlockCurvature) -> tuple[str, str, str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rm_optimizer.landscape.estimates.density_curve import density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
-from rm_optimizer.landscape.quantities import Quantity, summarise
+from rm_optimizer.landscape.quantities import Quantity, summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory, write_rows
 from rm_optimizer.records.files import write_text
@@ -77,7 +77,7 @@ def print_result(title: str, result: LandscapeResult, console: Console | None = 
     """Print the numbers of a result.
 
     Args:
-        title: what was analysed.
+        title: what was analyzed.
         result: of one analysis.
         console: where to; standard output unless given.
     """
@@ -151,7 +151,7 @@ def _effort(result: HessianSpectrum) -> str:
 def _write_quantities(result: HessianSpectrum, path: Path) -> Path:
     """Each derived number with its error, or why there is none, and whether what it is made of is whole."""
     content: dict[str, object] = {"status": result.status}
-    for name, quantity in summarise(result).items():
+    for name, quantity in summarize(result).items():
         estimate = None if quantity.estimate is None else json.loads(quantity.estimate.to_json())
         content[name] = {"estimate": estimate, "reason": quantity.reason}
     return write_text(path, json.dumps(content, indent=2) + "\n")
@@ -177,7 +177,7 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
         rows["curvature along the gradient"] = f"{result.geometry.gradient_curvature:.4g}"
         rows["cosine of gradient and its product"] = f"{result.geometry.gradient_alignment:.4g}"
     lacking: dict[str | None, list[str]] = {}
-    for name, quantity in summarise(result).items():
+    for name, quantity in summarize(result).items():
         label = name.replace("_", " ")
         if quantity.estimate is None:
             lacking.setdefault(quantity.reason, []).append(label)
@@ -213,8 +213,8 @@ def _sizes(result: Slice | Surface | LayerCurvature) -> dict[str, Cell]:
 def _slice_rows(result: Slice) -> dict[str, Cell]:
     middle = len(result.steps) // 2
     rows: dict[str, Cell] = {"directions": result.measured.method, **_sizes(result)}
-    centre = result.points[0][middle]
-    rows["loss at the weights"] = f"{centre.loss:.4f} ± {centre.loss_standard_error:.4f}"
+    center = result.points[0][middle]
+    rows["loss at the weights"] = f"{center.loss:.4f} ± {center.loss_standard_error:.4f}"
     for name, line in zip(result.measured.names, result.points, strict=True):
         ends = f"{line[0].loss:.3f} and {line[-1].loss:.3f}"
         rows[f"{name}: loss at ±{result.steps[-1]:.3g}"] = ends

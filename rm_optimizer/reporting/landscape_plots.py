@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from rm_optimizer.landscape.surface.loss_at import PointLoss
-from rm_optimizer.landscape.surface.results import Measured, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
 from rm_optimizer.records.files import replacing
 from rm_optimizer.reporting.style import (
     BLUE,
     DPI,
+    GRAY,
     GREEN,
-    GREY,
     INK,
     ORANGE,
     VERMILION,
@@ -31,7 +31,7 @@ from rm_optimizer.reporting.style import (
     new_figure,
 )
 
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, INK)
+COLORS = (BLUE, VERMILION, GREEN, ORANGE, INK)
 _CROSS: dict[str, Any] = {
     "marker": "P", "color": VERMILION, "markeredgecolor": "white", "markersize": 11, "linestyle": "none",
 }  # fmt: skip
@@ -39,7 +39,7 @@ _CHANCE_LOSS = math.log(2)
 _CAPTION_WIDTH = 92
 """Characters of a caption's line."""
 _WIDE = 30.0
-"""Ratio of largest to smallest loss from which colours go by its logarithm."""
+"""Ratio of largest to smallest loss from which colors go by its logarithm."""
 
 
 def plot_slices(result: Slice, stem: Path) -> list[Path]:
@@ -52,17 +52,17 @@ def plot_slices(result: Slice, stem: Path) -> list[Path]:
     figure, (upper, lower) = two_panels("Loss along directions", _caption(result.measured, result), ratios=(2, 1))
     steps = np.array(result.steps)
     for index, (name, line) in enumerate(zip(result.measured.names, result.points, strict=True)):
-        colour, style = COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else "--"
+        color, style = COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
         for axes, value in ((upper, "loss"), (lower, "accuracy")):
             values, errors = _column(line, value), _column(line, f"{value}_standard_error")
-            axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=name)
-            axes.fill_between(steps, values - errors, values + errors, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.7, label=name)
+            axes.fill_between(steps, values - errors, values + errors, color=color, alpha=0.15, linewidth=0)
     for axes, chance in ((upper, _CHANCE_LOSS), (lower, 0.5)):
-        axes.axhline(chance, color=GREY, linestyle=(0, (2, 2)), linewidth=1.1, label="chance")
-        axes.axvline(0.0, color=GREY, linewidth=0.8)
+        axes.axhline(chance, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.1, label="chance")
+        axes.axvline(0.0, color=GRAY, linewidth=0.8)
     upper.set_ylabel("loss (nats a pair)")
     lower.set(xlabel=f"step along the direction ({_unit(result.measured)})", ylabel="accuracy")
-    upper.plot([], [], color=GREY, alpha=0.3, linewidth=7, label="± 1 standard error")
+    upper.plot([], [], color=GRAY, alpha=0.3, linewidth=7, label="± 1 standard error")
     draw_legend(upper)
     return save_both(figure, stem)
 
@@ -95,7 +95,7 @@ def plot_surface(result: Surface, stem: Path) -> list[Path]:
     axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
     figure.text(0.03, 0.95, "Loss over a plane through the weights", fontsize=12, fontweight="bold", color=INK)
     caption = _wrapped(f"{_caption(result.measured, result)}{_error_of(result.points)}; axes: {_unit(result.measured)}")
-    figure.text(0.03, 0.94, "\n".join(caption), fontsize=9, color=GREY, va="top")
+    figure.text(0.03, 0.94, "\n".join(caption), fontsize=9, color=GRAY, va="top")
     x, y = np.meshgrid(result.x, result.y)
     loss = _losses(result.points)
     axes.plot_surface(x, y, loss, cmap="viridis", rcount=60, ccount=60, linewidth=0.2, edgecolor=(1, 1, 1, 0.35))
@@ -129,7 +129,7 @@ def plot_trajectory(result: Trajectory, stem: Path) -> list[Path]:
     }
     axes.plot(x, y, color=INK, linewidth=1.4, **path)
     axes.plot(x[-1], y[-1], label="last checkpoint", **_CROSS)
-    for index in _labelled(len(x)):
+    for index in _labeled(len(x)):
         is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
         offset = (-7 if is_right else 7, -15 if 0 < index < len(x) - 1 else 9)
         axes.annotate(
@@ -193,7 +193,7 @@ def save_both(figure: Figure, stem: Path) -> list[Path]:
     return written
 
 
-def _caption(measured: Measured, result: Slice | Surface | Trajectory) -> str:
+def _caption(measured: GridDescription, result: Slice | Surface | Trajectory) -> str:
     partial = f"PARTIAL, {result.num_missing} points missing; " if result.num_missing else ""
     where = "" if measured.params == "trainable" else f" of {measured.params}"
     return (
@@ -210,12 +210,12 @@ def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
     return f"; standard error of a loss over pairs {np.nanmin(errors):.2g} to {np.nanmax(errors):.2g}"
 
 
-def _unit(measured: Measured) -> str:
-    """A filter-normalised direction is as long as the weights, the others are of unit length."""
+def _unit(measured: GridDescription) -> str:
+    """A filter-normalized direction is as long as the weights, the others are of unit length."""
     return "parameter distance" if measured.values else "1 = length of the weights"
 
 
-def _axis_label(measured: Measured, index: int) -> str:
+def _axis_label(measured: GridDescription, index: int) -> str:
     return f"{measured.names[index]} ({_unit(measured)})"
 
 
@@ -255,6 +255,6 @@ def _loss_at(result: Trajectory, index: int) -> str:
     return step if math.isnan(point.loss) else f"{step}: {point.loss:.3f} ± {point.loss_standard_error:.2g}"
 
 
-def _labelled(count: int) -> list[int]:
+def _labeled(count: int) -> list[int]:
     """First, middle and last."""
     return sorted({0, count // 2, count - 1})

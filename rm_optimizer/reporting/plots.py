@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.reporting.style import (
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     INK,
     LIGHT,
     ORANGE,
@@ -39,7 +39,7 @@ def plot_loss(history: History, path: Path) -> Path:
         path: PNG to write.
     """
     figure, (axes,) = new_figure("Loss", _history_caption(history, "train_loss"))
-    axes.axhline(_CHANCE_LOSS, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance, log 2")
+    axes.axhline(_CHANCE_LOSS, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance, log 2")
     _draw_training(axes, history, "train_loss")
     _draw_validation(axes, history, "eval_loss")
     axes.set(xlabel="optimizer step", ylabel="loss (nats a pair)")
@@ -60,7 +60,7 @@ def plot_accuracy(history: History, path: Path, *, ceiling: float | None = None)
     figure, (axes,) = new_figure("Pairwise accuracy", _history_caption(history, "train_acc"))
     if ceiling is not None:
         axes.axhline(ceiling, color=GREEN, linestyle="--", linewidth=1.4, label=f"ceiling {ceiling:.3f} (gold reward)")
-    axes.axhline(0.5, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance")
+    axes.axhline(0.5, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance")
     _draw_training(axes, history, "train_acc")
     _draw_validation(axes, history, "eval_acc")
     axes.set(xlabel="optimizer step", ylabel="accuracy, ties one half", ylim=(_lowest_accuracy(history), 1.0))
@@ -84,7 +84,7 @@ def plot_reliability(metrics: PairwiseMetrics, path: Path) -> Path:
     frequency = np.array([item.frequency for item in bins])
     below = frequency - [item.frequency_low for item in bins]
     above = np.array([item.frequency_high for item in bins]) - frequency
-    axes.plot([0.5, 1.0], [0.5, 1.0], color=GREY, linestyle="--", linewidth=1.2, label="perfectly calibrated")
+    axes.plot([0.5, 1.0], [0.5, 1.0], color=GRAY, linestyle="--", linewidth=1.2, label="perfectly calibrated")
     axes.errorbar(
         confidence, frequency, yerr=[below, above], color=BLUE, marker="o", markersize=5, linewidth=1.6,
         elinewidth=1.2, capsize=3, label="model, 95% interval",
@@ -98,7 +98,7 @@ def plot_reliability(metrics: PairwiseMetrics, path: Path) -> Path:
 
 
 def plot_margins(margins: Float[np.ndarray, " pairs"], path: Path) -> Path:
-    """Histogram of the margins, wrongly ranked pairs in their own colour and ties marked.
+    """Histogram of the margins, wrongly ranked pairs in their own color and ties marked.
 
     Args:
         margins: reward of the better response less that of the other.
@@ -113,10 +113,10 @@ def plot_margins(margins: Float[np.ndarray, " pairs"], path: Path) -> Path:
     caption = f"ranked wrongly {wrong:.1%}, tied {tied:.1%}, mean {margins.mean():.3g}; n = {margins.size:,} pairs"
     figure, (axes,) = new_figure("Reward margins", caption)
     edges, hidden = _margin_edges(margins)
-    axes.axvline(0.0, color=GREY, linewidth=1.0)
-    for members, colour, word in ((margins > 0, BLUE, "rightly"), (margins < 0, ORANGE, "wrongly")):
+    axes.axvline(0.0, color=GRAY, linewidth=1.0)
+    for members, color, word in ((margins > 0, BLUE, "rightly"), (margins < 0, ORANGE, "wrongly")):
         if members.any():
-            axes.hist(margins[members], edges.tolist(), color=colour, label=f"ranked {word} ({members.mean():.1%})")
+            axes.hist(margins[members], edges.tolist(), color=color, label=f"ranked {word} ({members.mean():.1%})")
     if tied:
         num_tied = int((margins == 0).sum())
         axes.vlines(0.0, 0, num_tied, color=INK, linewidth=5, label=f"tied ({tied:.1%}, {num_tied:,} pairs)")
@@ -156,7 +156,7 @@ def _whole_batches(history: History) -> History:
 
 
 def _smoothed(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Centred moving average; at the ends, of what there is of the window."""
+    """Centered moving average; at the ends, of what there is of the window."""
     totals = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     start, end = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))

@@ -1,4 +1,4 @@
-"""How every picture looks: one size, one palette that colour-blind readers can tell apart, one way to disk."""
+"""How every picture looks: one size, one palette that color-blind readers can tell apart, one way to disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DPI = 150
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 """Okabe & Ito, "Color universal design" (2008), https://jfly.uni-koeln.de/color/."""
-GREY, LIGHT, INK = "#767676", "#E3E3E3", "#222222"
+GRAY, LIGHT, INK = "#767676", "#E3E3E3", "#222222"
 
 
 def new_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
@@ -24,7 +24,7 @@ def new_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure
 
     Args:
         title: what is shown, top left.
-        caption: sample size and anything needed to read it, in grey below the title.
+        caption: sample size and anything needed to read it, in gray below the title.
         strip: whether a second, low axes lies under the first and shares its horizontal axis.
     """
     figure = Figure(figsize=(7.0, 5.2 if strip else 4.2), layout="constrained")
@@ -33,17 +33,17 @@ def new_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     all_axes: list[Axes] = list(grid[:, 0])
     all_axes[0].set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
-    all_axes[0].text(0.0, 1.025, caption, transform=all_axes[0].transAxes, fontsize=9, color=GREY)
+    all_axes[0].text(0.0, 1.025, caption, transform=all_axes[0].transAxes, fontsize=9, color=GRAY)
     for axes in all_axes:
         style_axes(axes)
     return figure, all_axes
 
 
 def style_axes(axes: Axes) -> None:
-    """Two thin spines, a light grid behind the data, grey ticks."""
+    """Two thin spines, a light grid behind the data, gray ticks."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=GREY, labelcolor=INK, labelsize=9)
+    axes.spines[["left", "bottom"]].set_color(GRAY)
+    axes.tick_params(colors=GRAY, labelcolor=INK, labelsize=9)
     axes.grid(True, color=LIGHT, linewidth=0.8)
     axes.set_axisbelow(True)
 

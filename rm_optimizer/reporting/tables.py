@@ -36,7 +36,7 @@ def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
     """A table of names and values: estimates with their interval, counts with thousands separated, None as n/a.
 
     Args:
-        title: what is summarised.
+        title: what is summarized.
         rows: value of each row, in order.
     """
     table = _new_table(title, "", "")

@@ -81,7 +81,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     trust_remote_code: bool = False
-    """Run modelling code that the checkpoint brings."""
+    """Run modeling code that the checkpoint brings."""
 
     def __post_init__(self) -> None:
         require(

@@ -85,7 +85,7 @@ class SyntheticConfig:
     num_val: int = 1000
     """Validation pairs, on prompts that training never sees."""
     noise: float = 1.0
-    """Temperature of the labeller: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
+    """Temperature of the labeler: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
     seed: int = 0
     """Seed of the world's texts and labels, apart from the run's own seed."""
 
@@ -129,9 +129,9 @@ class DataConfig:
     fetch_timeout: float = 60.0
     """Seconds a data-loader process may take for one batch before the run stops and names it."""
     cache_dir: str | None = None
-    """Folder of tokenised data; null is the user's cache folder."""
+    """Folder of tokenized data; null is the user's cache folder."""
     streaming: Streaming = Streaming.off
-    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` tokenise, 0 is all."""
+    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` tokenize, 0 is all."""
     streaming_store_mb: int = 256
     """Memory of Ray's object store, in MB."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)

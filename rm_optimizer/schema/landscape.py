@@ -46,7 +46,7 @@ class TraceMethod(StrEnum):
 
 
 class DirectionKind(StrEnum):
-    """Along which directions the loss is looked at: filter-normalised random ones, or the Hessian's eigenvectors."""
+    """Along which directions the loss is looked at: filter-normalized random ones, or the Hessian's eigenvectors."""
 
     random = "random"
     eigenvectors = "eigenvectors"
@@ -100,7 +100,7 @@ class LandscapeConfig:
     probe_steps: int = 5
     """Lanczos steps of each probe of the density."""
     directions: DirectionKind = DirectionKind.random
-    """Slices and surfaces run along filter-normalised random directions, or along the top eigenvectors."""
+    """Slices and surfaces run along filter-normalized random directions, or along the top eigenvectors."""
     num_directions: int = 3
     """Lines of `slices`."""
     num_points: int = 21

@@ -149,7 +149,7 @@ class MuonConfig(AdamConfig):
     nesterov: bool = True
     """Look one step ahead along the momentum."""
     ns_steps: int = MISSING
-    """Newton-Schulz iterations of each orthogonalisation."""
+    """Newton-Schulz iterations of each orthogonalization."""
     scaling: MuonScaling = MuonScaling.match_rms_adamw
     """How the orthogonal update is scaled to the matrix."""
 
@@ -162,7 +162,7 @@ class MuonConfig(AdamConfig):
 
 @dataclass(kw_only=True)
 class SAMConfig(AdamConfig):
-    """Sharpness-aware minimisation around AdamW (Foret et al., 2021); two passes a step."""
+    """Sharpness-aware minimization around AdamW (Foret et al., 2021); two passes a step."""
 
     name: str = "sam"
     rho: float = MISSING

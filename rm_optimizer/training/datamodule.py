@@ -1,4 +1,4 @@
-"""Pairs of one run, tokenised, in batches that depend on nothing but the seed and the step."""
+"""Pairs of one run, tokenized, in batches that depend on nothing but the seed and the step."""
 
 from __future__ import annotations
 

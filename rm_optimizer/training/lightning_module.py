@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.losses import configured_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.core.model.sharding import (
@@ -48,7 +48,7 @@ class RewardModelLightning(pl.LightningModule):
 
     Args:
         model: the model to fit.
-        loss: what is minimised.
+        loss: what is minimized.
         optimizer: how.
         schedule: the learning rate's course over `num_steps`.
         num_steps: optimizer steps of the run.
@@ -73,7 +73,7 @@ class RewardModelLightning(pl.LightningModule):
         self.automatic_optimization = False
         self.model = model
         # bitsandbytes adds entries of its own to the state of four-bit matrices
-        self.strict_loading = not is_quantised(model.model)
+        self.strict_loading = not is_quantized(model.model)
         self.loss_config = loss
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -141,8 +141,8 @@ class RewardModelLightning(pl.LightningModule):
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         world_size = self.trainer.world_size
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for micro, synchronise in _with_last(self._passes(batch.micro)):
-            with contextlib.nullcontext() if synchronise else self._without_reduction():
+        for micro, synchronize in _with_last(self._passes(batch.micro)):
+            with contextlib.nullcontext() if synchronize else self._without_reduction():
                 losses, margins = self.pair_losses(micro)
                 share = (losses * micro.weight).sum() / batch.total_weight
                 self.manual_backward(share * world_size)

@@ -162,7 +162,7 @@ def test_the_gap_is_test_less_training_nll_of_one_arm_less_that_of_the_other(hyp
     assert result.verdict == "confirmed"
 
 
-def test_lora_is_not_judged_against_a_model_that_learnt_nothing(hypotheses):
+def test_lora_is_not_judged_against_a_model_that_learned_nothing(hypotheses):
     coin = np.where(np.arange(PAIRS) % 2, 1.0, -1.0) + 0.01 * margins(1)
     assert found(hypotheses, arms(full_finetune=coin, lora_r16=coin))["h4"].verdict == "undecided"
     assert found(hypotheses, arms(full_finetune=margins(1, 1), lora_r16=margins(1, 1)))["h4"].verdict == "confirmed"

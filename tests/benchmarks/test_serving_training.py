@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # it imports its neighbours
+        patch.syspath_prepend(str(BENCHMARKS))  # it imports its neighbors
         yield importlib.import_module("serving_training")
 
 

@@ -244,7 +244,7 @@ def test_rewards_that_are_not_finite_fail_and_the_verdict_is_still_json(model, d
     assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
 
 
-def test_prompt_and_response_tokenised_apart_are_found(model):
+def test_prompt_and_response_tokenized_apart_are_found(model):
     def apart(prompt: str, response: str) -> tuple[int, ...]:
         parts = (f"Prompt: {prompt}\n", "\nResponse: ", response)
         return tuple(token for part in parts for token in model.tokenizer(part)["input_ids"])

@@ -10,7 +10,7 @@ import pytest
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor.diagnosis import Status
-from rm_optimizer.doctor.label_probe import held_out_predictions, label_checks
+from rm_optimizer.doctor.label_signal import held_out_predictions, label_checks
 
 
 def scored_by_hand(rewards: np.ndarray, features: np.ndarray, pairs: Sequence[PreferencePair]):

@@ -19,7 +19,7 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.estimates.trace import deflated_trace
 from rm_optimizer.landscape.layers import LayerCurvature
-from rm_optimizer.landscape.quantities import summarise
+from rm_optimizer.landscape.quantities import summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.schema import TrainConfig, compose, typed
@@ -126,7 +126,7 @@ def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
     written = json.loads((folder / "quantities.json").read_text())
     assert written.pop("status") == "complete"
     known = {name: quantity["estimate"] and quantity["estimate"]["value"] for name, quantity in written.items()}
-    assert known == {name: quantity.value for name, quantity in summarise(result).items()}
+    assert known == {name: quantity.value for name, quantity in summarize(result).items()}
     assert all(quantity["estimate"] or quantity["reason"] for quantity in written.values())
     assert {"density.png", "density.parquet", "spectrum.png"} <= names(folder)
 
@@ -183,11 +183,11 @@ def test_what_a_type_ignores_is_said_once(run_dir, tmp_path, caplog):
     ]
 
 
-def test_ctrl_c_leaves_a_labelled_part_and_the_same_command_completes_it(run_dir, tmp_path, monkeypatch):
+def test_ctrl_c_leaves_a_labeled_part_and_the_same_command_completes_it(run_dir, tmp_path, monkeypatch):
     options = ["landscape=surface", "landscape.num_points=3", f"output_dir={tmp_path}"]
     with monkeypatch.context() as patch:
-        patch.setattr("rm_optimizer.landscape.study.Study.on_point", stop_after(4))
-        with pytest.raises(Interrupted, match="partial results, labelled so, are in") as caught:
+        patch.setattr("rm_optimizer.landscape.analysis_context.AnalysisContext.on_point", stop_after(4))
+        with pytest.raises(Interrupted, match="partial results, labeled so, are in") as caught:
             analyzed(run_dir, *options)
     assert caught.value.exit_code == 130
     assert Surface.from_json((tmp_path / "surface_partial.json").read_text()).num_missing == 5
@@ -199,14 +199,14 @@ def test_ctrl_c_leaves_a_labelled_part_and_the_same_command_completes_it(run_dir
 
 
 def test_ctrl_c_before_the_first_point_is_one_sentence_and_writes_nothing(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("rm_optimizer.landscape.study.Study.on_point", stop_after(0))
+    monkeypatch.setattr("rm_optimizer.landscape.analysis_context.AnalysisContext.on_point", stop_after(0))
     with pytest.raises(Interrupted, match="stopped before there was a result to write"):
         analyzed(run_dir, "landscape=surface", "landscape.num_points=3", f"output_dir={tmp_path}")
     assert names(tmp_path) == {"directions.pt"}
 
 
 def test_ctrl_c_among_the_eigenvectors_of_slices_is_one_sentence_and_writes_nothing(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("rm_optimizer.landscape.study.Study.on_iteration", stopped)
+    monkeypatch.setattr("rm_optimizer.landscape.analysis_context.AnalysisContext.on_iteration", stopped)
     with pytest.raises(Interrupted, match="stopped before there was a result to write"):
         analyzed(run_dir, "landscape=slices", "landscape.directions=eigenvectors", f"output_dir={tmp_path}")
     assert names(tmp_path) == set()

@@ -15,7 +15,7 @@ from rm_optimizer.landscape import (
     SpectrumComparison,
     SpectrumOptions,
     compare_spectra,
-    summarise,
+    summarize,
 )
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import SpectrumStatus
@@ -84,7 +84,7 @@ def test_a_density_where_every_eigenvalue_was_found(method, top_k) -> None:  # t
     assert found.density.exact == found.eigenvalues
     assert found.trace is not None
     assert found.trace.value == pytest.approx(sum(found.eigenvalues))
-    assert summarise(found)["entropy_rank"].value is not None
+    assert summarize(found)["entropy_rank"].value is not None
 
 
 def test_json_brings_back_the_same_spectrum() -> None:
@@ -192,6 +192,6 @@ def test_mistakes_are_told_in_one_sentence() -> None:
 def test_every_quantity_has_a_value_or_a_reason() -> None:
     top = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=BOTH)
     assert isinstance(FIVE[0], PreferencePair)
-    for name, quantity in summarise(top).items():
+    for name, quantity in summarize(top).items():
         assert (quantity.value is None) != (quantity.reason is None), name
-    assert summarise(top)["entropy_rank"].value is None
+    assert summarize(top)["entropy_rank"].value is None

@@ -1,4 +1,4 @@
-"""What a user stops, or starts from elsewhere, is kept, labelled and gone on from."""
+"""What a user stops, or starts from elsewhere, is kept, labeled and gone on from."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from rm_optimizer.landscape.quantities import (
     participation_rank,
     sharpness_score,
     stable_rank,
-    summarise,
+    summarize,
     top_ratio,
 )
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
@@ -120,7 +120,7 @@ def test_equal_eigenvalues_have_every_rank_equal_to_their_number() -> None:
 
 def test_what_cannot_be_known_says_why() -> None:
     part = spectrum((8.0, 4.0, -2.0), is_exhaustive=False, ends=(2, 1))
-    reasons = {name: quantity.reason for name, quantity in summarise(part).items() if quantity.value is None}
+    reasons = {name: quantity.reason for name, quantity in summarize(part).items() if quantity.value is None}
     assert "raise top_k" in reasons["top_ratio"]  # type: ignore[operator]
     assert "no trace was estimated" in reasons["sharpness_score"]  # type: ignore[operator]
     for name in ("entropy_rank", "participation_rank", "stable_rank", "intrinsic_dimension", "negative_share"):

@@ -219,9 +219,9 @@ def test_refuses_what_it_says_and_nothing_else(entry, preset):
     config = preset(entry.name)
     check_compatible(config, HardwareConfig(), CONSTANT)
     check_compatible(config, HardwareConfig(strategy="ddp", precision="bf16-mixed"), CONSTANT)
-    for situation, options in HARDWARE.items():
-        schedule = LINEAR if situation == "decay" else CONSTANT
-        if situation in entry.refuses:
+    for setup, options in HARDWARE.items():
+        schedule = LINEAR if setup == "decay" else CONSTANT
+        if setup in entry.refuses:
             with pytest.raises(ConfigError, match=f"optimizer={entry.name} does not go with"):
                 check_compatible(config, HardwareConfig(**options), schedule)
         else:

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation in two passes."""
+"""Sharpness-aware minimization in two passes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.density_curve import density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.surface.loss_at import PointLoss
-from rm_optimizer.landscape.surface.results import Measured, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
 from rm_optimizer.reporting import curvature_plots, landscape_plots
 from rm_optimizer.reporting.curvature_plots import (
     has_training_curvature,
@@ -34,8 +34,8 @@ MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 
 
-def measured(values: tuple[float, ...] | None = None) -> Measured:
-    return Measured(
+def measured(values: tuple[float, ...] | None = None) -> GridDescription:
+    return GridDescription(
         method="any", names=("first", "second"), values=values, params="trainable",
         num_parameters=12, num_pairs=64, num_prompts=60, seed=7,
     )  # fmt: skip

@@ -68,7 +68,7 @@ def test_every_experiment_keeps_the_model_and_hardware_of_the_command_line(name,
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("step", STEPS, ids="-".join)
-def test_neighbours_differ_in_exactly_what_they_claim(step, model):
+def test_neighbors_differ_in_exactly_what_they_claim(step, model):
     before, after = (options(f"experiment={name}", f"model={model}") for name in step)
     assert {name for name in before | after if before.get(name) != after.get(name)} == STEPS[step]
 

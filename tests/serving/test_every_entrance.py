@@ -156,7 +156,7 @@ def reader():
 
 
 @pytest.fixture
-def tokenised(reader, monkeypatch):
+def tokenized(reader, monkeypatch):
     """Number of characters that the tokenizer was given."""
     seen = []
     original = type(reader.tokenizer).__call__
@@ -169,19 +169,19 @@ def tokenised(reader, monkeypatch):
     return seen
 
 
-def test_texts_after_one_that_is_too_long_are_not_tokenised(reader, tokenised):
+def test_texts_after_one_that_is_too_long_are_not_tokenized(reader, tokenized):
     texts = ["one two three four five six " * 200] * 1000
     with pytest.raises(TooLong, match=r"input\[0\]"):
         reader.texts(texts, add_special_tokens=True)
     with pytest.raises(TooLong, match=r"responses\[0\]"):
         reader._conversations(["Hi"] * 1000, texts, [f"responses[{i}]" for i in range(1000)])
-    assert sum(tokenised) <= 3 * SLICE_CHARACTERS  # an over-long conversation's prompt once more
+    assert sum(tokenized) <= 3 * SLICE_CHARACTERS  # an over-long conversation's prompt once more
 
 
-def test_a_request_of_too_many_tokens_is_not_tokenised_to_its_end(reader, tokenised):
+def test_a_request_of_too_many_tokens_is_not_tokenized_to_its_end(reader, tokenized):
     with pytest.raises(TooLarge, match="split it"):
         reader.texts(["one two three four five six " * 8] * 4000, add_special_tokens=True)
-    assert sum(tokenised) <= SLICE_CHARACTERS
+    assert sum(tokenized) <= SLICE_CHARACTERS
 
 
 def test_a_text_of_nothing_but_padding_is_refused_in_linear_time(reader):

@@ -18,7 +18,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode, Transport
-from rm_optimizer.serving.weights.outgoing import Cargo
+from rm_optimizer.serving.weights.outgoing import Payload
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
 from tests.serving.engines import exported
@@ -47,17 +47,17 @@ def is_gone(pid: int) -> bool:
 def uploaded(url: str, model: BradleyTerryRM, version: str) -> None:
     """Begin an update and transfer all of it, without a commit."""
     tensors = sent_tensors(model, FULL)
-    cargo = Cargo(tensors, manifest(tensors))
+    payload = Payload(tensors, manifest(tensors))
     begin = Begin(
         batch_id=version,
         mode=FULL,
         version=version,
-        tensors=list(cargo.specs),
+        tensors=list(payload.specs),
         transport=Transport.inline,
         probe=weight_probe(model),
     )
     httpx.post(f"{url}/rm/weights/begin", json=begin.model_dump(mode="json"), timeout=60).raise_for_status()
-    body = b"".join(cargo.body())
+    body = b"".join(payload.body())
     httpx.put(f"{url}/rm/weights/upload/{version}", content=body, timeout=60).raise_for_status()
 
 

@@ -1,4 +1,4 @@
-"""What the vLLM engine is made of, without a vLLM: gate, history, checks, command line, supervisor."""
+"""What the vLLM engine is made of, without a vLLM: lock, history, checks, command line, supervisor."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.vllm import launch as vllm_launch
 from rm_optimizer.serving.vllm.folder import prepare_model, suits_vllm
-from rm_optimizer.serving.vllm.gate import Gate
 from rm_optimizer.serving.vllm.launch import Supervisor, VllmOptions, command, environment
 from rm_optimizer.serving.vllm.plugin import RewardApplication
 from rm_optimizer.serving.vllm.pooling import Pooling
+from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.vllm.swap import ReloadSwap, Serving
 from rm_optimizer.serving.vllm.worker import RewardWorkerExtension, latest_tensors
@@ -49,25 +49,25 @@ FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
 def test_a_writer_waits_for_readers_and_keeps_new_ones_out():
     events: list[str] = []
 
-    async def read(gate: Gate, name: str, seconds: float) -> None:
-        async with gate.reading():
+    async def read(lock: ReadWriteLock, name: str, seconds: float) -> None:
+        async with lock.reading():
             events.append(f"{name} in")
             await asyncio.sleep(seconds)
             events.append(f"{name} out")
 
-    async def write(gate: Gate) -> None:
-        async with gate.writing():
+    async def write(lock: ReadWriteLock) -> None:
+        async with lock.writing():
             events.append("write in")
             await asyncio.sleep(0.01)
             events.append("write out")
 
     async def scene() -> None:
-        gate = Gate()
-        first = asyncio.create_task(read(gate, "first", 0.02))
+        lock = ReadWriteLock()
+        first = asyncio.create_task(read(lock, "first", 0.02))
         await asyncio.sleep(0.005)
-        writer = asyncio.create_task(write(gate))
+        writer = asyncio.create_task(write(lock))
         await asyncio.sleep(0.005)
-        await asyncio.gather(first, writer, read(gate, "late", 0.0))
+        await asyncio.gather(first, writer, read(lock, "late", 0.0))
 
     asyncio.run(scene())
     assert events == ["first in", "first out", "write in", "write out", "late in", "late out"]
@@ -76,16 +76,16 @@ def test_a_writer_waits_for_readers_and_keeps_new_ones_out():
 def test_a_reader_keeps_a_writer_out_until_it_is_cancelled():
     entered: list[str] = []
 
-    async def enter(gate_side: AbstractAsyncContextManager[None], name: str) -> None:
-        async with gate_side:
+    async def enter(lock_side: AbstractAsyncContextManager[None], name: str) -> None:
+        async with lock_side:
             entered.append(name)
             if name == "reader":
                 await asyncio.Event().wait()
 
     async def scene() -> None:
-        gate = Gate()
-        reader = asyncio.create_task(enter(gate.reading(), "reader"))
-        writer = asyncio.create_task(enter(gate.writing(), "writer"))
+        lock = ReadWriteLock()
+        reader = asyncio.create_task(enter(lock.reading(), "reader"))
+        writer = asyncio.create_task(enter(lock.writing(), "writer"))
         assert not (await asyncio.wait([writer], timeout=0.05))[0]
         assert entered == ["reader"]
         reader.cancel()
@@ -407,7 +407,7 @@ def committing(tmp_path: Path, client: FakeClient) -> tuple[ReloadSwap, Pooling,
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, signals.append, signal.SIGTERM)
         pooling = Pooling(client)
-        swap = ReloadSwap(pooling, Gate(), WeightHistory(tmp_path), checkpoint=tmp_path, version="v0")
+        swap = ReloadSwap(pooling, ReadWriteLock(), WeightHistory(tmp_path), checkpoint=tmp_path, version="v0")
         [raised] = await asyncio.gather(
             swap.commit(staged(tmp_path, "v1", {"a": torch.ones(1)}), check), return_exceptions=True
         )

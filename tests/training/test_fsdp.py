@@ -96,7 +96,7 @@ def test_an_optimizer_steps_shards_as_it_steps_wholes(measured: dict[str, float]
 
 
 @pytest.mark.slow
-def test_muon_orthogonalises_whole_matrices(measured: dict[str, float]) -> None:
+def test_muon_orthogonalizes_whole_matrices(measured: dict[str, float]) -> None:
     assert measured["muon"] == 0
 
 

@@ -26,7 +26,7 @@ from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from tests.zoo.families import architecture
 
-PROMPTS = ["Name a color.", "Name a color.", "How do I boil an egg in a pot of water?", "Hi"]
+PROMPTS = ["Name a colour.", "Name a color.", "How do I boil an egg in a pot of water?", "Hi"]
 RESPONSES = ["Blue.", "The color of the sky at noon.", "Seven minutes, then into cold water.", "Hello."]
 TOLERANCE = 2e-4
 """Largest difference of two rewards, relative to the largest of the batch: float32 in another order of summation."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, require_trainable_head
 from rm_optimizer.core.classifier.modalities import parts_beside_text
-from rm_optimizer.core.classifier.quantization import is_quantised, parameter_size
+from rm_optimizer.core.classifier.quantization import is_quantized, parameter_size
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 
@@ -37,7 +37,7 @@ _WITHOUT_GRADIENT = re.compile(r"indexer|w2e_query|e2w_query|e2e_query|layout_.*
 These choose keys (DeepSeek-V3.2), read entities (LUKE) or boxes (LiLT), or are used by their weight alone (Mamba).
 """
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
-"""Initialisations of the factors that leave the frozen weights as they were; the others rewrite them."""
+"""Initializations of the factors that leave the frozen weights as they were; the others rewrite them."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, s
     if isinstance(config, AdapterConfig) and config.kind == AdapterKind.none:
         return None
     if isinstance(config, AdapterConfig):
-        _require_quantised(model, config.kind)
+        _require_quantized(model, config.kind)
     attach(model, prepared_config(model, config), seed=seed)
     return trainable_count(model)
 
@@ -306,8 +306,8 @@ def _require_exact(config: LoraConfig) -> None:
             )
 
 
-def _require_quantised(model: PreTrainedModel, kind: AdapterKind) -> None:
-    if kind == AdapterKind.qlora and not is_quantised(model):
+def _require_quantized(model: PreTrainedModel, kind: AdapterKind) -> None:
+    if kind == AdapterKind.qlora and not is_quantized(model):
         raise ConfigError(
             "adapter=qlora needs a base with weights to store in four bits; set model.path=MODEL, or take adapter=lora"
         )

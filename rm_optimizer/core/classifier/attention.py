@@ -34,7 +34,7 @@ def choose_attention(
         config: the model's configuration; not changed.
         requested: `auto` or a kernel's name.
         dtype: type of the weights.
-        trust_remote_code: run modelling code that the checkpoint brings.
+        trust_remote_code: run modeling code that the checkpoint brings.
 
     Raises:
         ConfigError: if the name is unknown.

@@ -149,7 +149,7 @@ def install_reward_head(model: PreTrainedModel) -> RewardHead:
     return head
 
 
-def initialise_head(head: RewardHead, seed: int) -> str:
+def initialize_head(head: RewardHead, seed: int) -> str:
     """Draw a fresh head from N(0, 1 / (hidden + 1)) with zero bias, and say so in words.
 
     The second argument is read as the standard deviation, as OpenRLHF reads Stiennon et al. (2020, appendix B.2,

@@ -1,4 +1,4 @@
-"""Backbones in four bits through bitsandbytes: NF4, quantised twice (Dettmers et al., 2023, arXiv 2305.14314)."""
+"""Backbones in four bits through bitsandbytes: NF4, quantized twice (Dettmers et al., 2023, arXiv 2305.14314)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rm_optimizer.core.classifier.head import head_side_modules
 from rm_optimizer.errors import ConfigError, MissingExtra
 
 
-def quantisation_arguments(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Any]:
+def quantization_arguments(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """What `from_pretrained` needs to store a backbone's matrices in four bits, head-side modules left as they are.
 
     Args:
         config: the classifier's configuration.
-        trust_remote_code: run modelling code that the checkpoint brings.
+        trust_remote_code: run modeling code that the checkpoint brings.
 
     Raises:
         MissingExtra: if bitsandbytes is not installed.
@@ -38,7 +38,7 @@ def quantisation_arguments(config: PretrainedConfig, *, trust_remote_code: bool 
 
 
 def nf4(model: PreTrainedModel, computes_in: torch.dtype) -> BitsAndBytesConfig:
-    """The paper's storage: NF4, its constants quantised once more.
+    """The paper's storage: NF4, its constants quantized once more.
 
     Args:
         model: a classifier whose head-side modules keep their type.
@@ -53,7 +53,7 @@ def nf4(model: PreTrainedModel, computes_in: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def is_quantised(model: PreTrainedModel) -> bool:
+def is_quantized(model: PreTrainedModel) -> bool:
     """Whether matrices of the model are stored in four bits."""
     return any(is_packed(module) for module in model.modules())
 
@@ -65,9 +65,9 @@ def is_packed(module: nn.Module) -> bool:
 
 def unpacked(module: nn.Module) -> dict[str, Tensor]:
     """Weight and bias of a layer stored in four bits, in the type they had before."""
-    dequantise = import_module("bitsandbytes.functional").dequantize_4bit
+    dequantize = import_module("bitsandbytes.functional").dequantize_4bit
     weight, bias = cast("Any", module.weight), cast("Tensor | None", module.bias)
-    state = {"weight": dequantise(weight.data, weight.quant_state).to(weight.quant_state.dtype)}
+    state = {"weight": dequantize(weight.data, weight.quant_state).to(weight.quant_state.dtype)}
     return state if bias is None else state | {"bias": bias.detach()}
 
 
@@ -79,13 +79,13 @@ def parameter_size(parameter: nn.Parameter) -> int:
 
 def reading_arguments(model: PreTrainedModel) -> dict[str, Any]:
     """What `from_pretrained` needs to read a base as it stands in a model: in four bits on its device, or nothing."""
-    if not is_quantised(model):
+    if not is_quantized(model):
         return {}
     return {"quantization_config": model.config.quantization_config, "device_map": {"": model.device}}
 
 
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     """The type of a backbone's matrix products outside autocast, which bounds how exact its rewards are."""
-    quantisation = getattr(model.config, "quantization_config", None)
-    dtype = getattr(quantisation, "bnb_4bit_compute_dtype", None)
+    quantization = getattr(model.config, "quantization_config", None)
+    dtype = getattr(quantization, "bnb_4bit_compute_dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else model.dtype

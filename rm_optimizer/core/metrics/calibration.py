@@ -1,6 +1,6 @@
 """Whether P(chosen > rejected) = sigmoid(beta * margin) means what it says.
 
-A pair has no "positive" side, so each counts from both: `(p, y)` and `(1 - p, 1 - y)`. Calibration on that symmetrised
+A pair has no "positive" side, so each counts from both: `(p, y)` and `(1 - p, 1 - y)`. Calibration on that symmetrized
 set is calibration on the *folded* pairs, which are seen from the side the model prefers: a confidence in [0.5, 1] and
 the probability that this side was the better one. The mirrored half carries the same gaps, so nothing is lost.
 """
@@ -105,7 +105,7 @@ def equal_mass_bins(
 
 
 def expected_calibration_error(pairs: FoldedPairs, bins: Int[np.ndarray, " pairs"]) -> float:
-    """Symmetrised expected calibration error: mean over bins of |confidence - frequency|, by weight.
+    """Symmetrized expected calibration error: mean over bins of |confidence - frequency|, by weight.
 
     `sum_b |sum_{i in b} w_i (q_i - t_i)| / sum_i w_i` (Naeini et al., 2015, doi:10.1609/aaai.v29i1.9602, on both sides
     of every pair).
@@ -158,11 +158,11 @@ def reliability_curve(pairs: FoldedPairs) -> tuple[ReliabilityBin, ...]:
 def fit_temperature(
     logit: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"], weight: Float[np.ndarray, " pairs"]
 ) -> TemperatureFit:
-    """The temperature that minimises the NLL of sigmoid(logit / T) (Guo et al., 2017, arXiv:1706.04599, sec. 4.2).
+    """The temperature that minimizes the NLL of sigmoid(logit / T) (Guo et al., 2017, arXiv:1706.04599, sec. 4.2).
 
     The NLL is convex in `a = 1 / T` with slope `mean w (sigmoid(a z) - y) z`, which rises with `a`. Where the slope at
     `a = 0` is not negative the best `a` is not positive; where the slope stays negative however large `a` gets, every
-    pair is ranked as labelled and the best T is 0. Neither is a temperature, and the fit says so instead.
+    pair is ranked as labeled and the best T is 0. Neither is a temperature, and the fit says so instead.
 
     Args:
         logit: beta times the reward difference.
@@ -176,7 +176,7 @@ def fit_temperature(
     total = weight.sum()
     contradicted = float((weight * np.abs(z) * (1 - np.where(z > 0, label, 1 - label))).sum() / total)
     if contradicted == 0:
-        return TemperatureFit(None, None, "every pair is ranked as labelled, so ever lower temperatures fit better")
+        return TemperatureFit(None, None, "every pair is ranked as labeled, so ever lower temperatures fit better")
 
     def slope(inverse: float) -> float:
         return float((weight * (expit(inverse * z) - label) * z).sum() / total)

@@ -95,10 +95,10 @@ def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]
         (0.4038, 0.5962)
     """
     z = float(ndtri(0.5 + CONFIDENCE / 2))
-    centre = frequency + z * z / (2 * num_samples)
+    center = frequency + z * z / (2 * num_samples)
     half = z * math.sqrt(frequency * (1 - frequency) / num_samples + z * z / (4 * num_samples**2))
     scale = 1 + z * z / num_samples
-    low, high = (centre - half) / scale, (centre + half) / scale
+    low, high = (center - half) / scale, (center + half) / scale
     return min(max(low, 0.0), frequency), max(min(high, 1.0), frequency)
 
 

@@ -46,19 +46,19 @@ _BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0
 class PairwiseMetrics:
     """Agreement of rewards with preferences; shares and means are weighted by the pairs' weights.
 
-    The *margin* of a pair is the reward of the better response less that of the other, by label; pairs labelled 0.5
+    The *margin* of a pair is the reward of the better response less that of the other, by label; pairs labeled 0.5
     have no better response and count only in NLL, Brier score and calibration. With P = sigmoid(beta * margin),
     `accuracy = 1 - negative_margin_rate - tie_rate / 2`.
 
     Args:
         num_pairs: pairs evaluated.
-        num_undecided: of these, pairs labelled exactly 0.5.
+        num_undecided: of these, pairs labeled exactly 0.5.
         num_prompts: different prompts.
         beta: inverse temperature of the probabilities.
         accuracy: share of pairs whose better response has the higher reward, ties one half.
         nll: mean negative log-likelihood in nats; chance is log 2.
         brier: mean squared error of P against the label's outcomes; chance is 0.25.
-        ece: symmetrised expected calibration error, equal-width bins.
+        ece: symmetrized expected calibration error, equal-width bins.
         mean_margin: mean margin, in units of reward.
         tie_rate: share of pairs with equal rewards.
         negative_margin_rate: share of pairs ranked against the label.
@@ -233,8 +233,8 @@ class ResponseMetrics:
     have a poor AUC over many prompts.
 
     Args:
-        num_positive: responses labelled good.
-        num_negative: responses labelled bad.
+        num_positive: responses labeled good.
+        num_negative: responses labeled bad.
         roc_auc: probability that a good response has a higher reward than a bad one, ties one half.
         thresholds: rewards at or above which a response is called good.
         tpr: share of good responses called good, for each threshold.
@@ -354,7 +354,7 @@ def _fewest_of_half(prompt_weight: np.ndarray) -> int:
 
 
 def _margin(pairs: PairColumns) -> np.ndarray:
-    """Reward of the better response less that of the other; 0 for a pair labelled 0.5."""
+    """Reward of the better response less that of the other; 0 for a pair labeled 0.5."""
     return np.asarray(np.sign(pairs.label - 0.5) * (pairs.chosen - pairs.rejected))
 
 

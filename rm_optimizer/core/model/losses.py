@@ -57,14 +57,14 @@ def bradley_terry_pair_losses(
     center_rewards: float = 0.0,
     reward_l2: float = 0.0,
 ) -> Float[Tensor, " pairs"]:
-    """Loss of each pair under Bradley-Terry, its regularisers included.
+    """Loss of each pair under Bradley-Terry, its regularizers included.
 
     `-p log sigmoid(z) - (1 - p) log sigmoid(-z) + center_rewards (c + r)^2 + reward_l2 (c^2 + r^2) / 2` with
     `z = beta (c - r - margin)` and `p = (1 - eps) label + eps (1 - label)`, where `eps` is the label smoothing
-    (Bradley & Terry, 1952; margin inside the sigmoid as in Touvron et al., 2023, arXiv:2307.09288, Eq. 2; centring as
+    (Bradley & Terry, 1952; margin inside the sigmoid as in Touvron et al., 2023, arXiv:2307.09288, Eq. 2; centering as
     in Eisenstein et al., 2023, arXiv:2312.09244; smoothing as in Mitchell, 2023, "A note on DPO with noisy
     preferences", Eq. 3). Natural log: equal rewards cost log 2. Because everything is a sum over pairs, any split of a
-    batch adds up exactly. The regularisers act on rewards before `beta`.
+    batch adds up exactly. The regularizers act on rewards before `beta`.
 
     Args:
         chosen: rewards of the preferred responses.

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.batch_dependence import refuse_measured
-from rm_optimizer.core.classifier.head import RewardHead, head_name, initialise_head, install_reward_head
+from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.classifier.tree_attention import sharing_obstacle
@@ -84,7 +84,7 @@ class BradleyTerryRM(BaseRewardModel):
         head = install_reward_head(model)
         self.beta = 1.0
         self.has_default_length = False
-        self.head_init = "from the checkpoint" if fresh_head_seed is None else initialise_head(head, fresh_head_seed)
+        self.head_init = "from the checkpoint" if fresh_head_seed is None else initialize_head(head, fresh_head_seed)
 
     @classmethod
     def from_pretrained(
@@ -113,7 +113,7 @@ class BradleyTerryRM(BaseRewardModel):
             dropout: keep the backbone's dropout in training mode.
             seed: seed of the layers that the checkpoint lacks.
             revision: hub revision.
-            trust_remote_code: run modelling code that the checkpoint brings.
+            trust_remote_code: run modeling code that the checkpoint brings.
             dtype: type of the backbone's weights; None is float32.
             render_fn: needed again for a model that was trained with one.
             gradient_checkpointing: recompute activations in the backward pass.

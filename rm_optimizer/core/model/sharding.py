@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import PairBatch
 from rm_optimizer.core.tokens.plan import pad_sequences
@@ -39,7 +39,7 @@ def shard_model(model: BradleyTerryRM, mesh: DeviceMesh) -> None:
     """
     # FSDP2 warns of rewards being views, which nothing here writes into.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
-    if is_quantised(model.model):
+    if is_quantized(model.model):
         raise ConfigError("hardware=fsdp cannot split matrices in four bits; use hardware=ddp with adapter=qlora")
     for block in transformer_blocks(model.model):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)

@@ -268,7 +268,7 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
     """Accuracy of calling the response with more characters the better one, equal lengths one half.
 
     Weighted and oriented by label like the accuracy of a model: below 0.5 `rejected` is the better one, and pairs
-    labelled 0.5 do not count. The standard error is the jackknife's over prompts, as pairs of one prompt are not
+    labeled 0.5 do not count. The standard error is the jackknife's over prompts, as pairs of one prompt are not
     independent.
 
     Args:

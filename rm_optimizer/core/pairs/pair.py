@@ -130,7 +130,7 @@ class Scorer(Protocol):
 
 
 class BaseRewardModel(nn.Module, ABC):
-    """A module that gives one real reward to a tokenised sequence and can score text."""
+    """A module that gives one real reward to a tokenized sequence and can score text."""
 
     @abstractmethod
     def forward(

@@ -1,6 +1,6 @@
-"""A preference world with a known gold reward: English-looking prompts and responses, and a noisy labeller.
+"""A preference world with a known gold reward: English-looking prompts and responses, and a noisy labeler.
 
-It serves the quick start, tests and over-optimisation studies. Nothing is read from disk: prompts and responses
+It serves the quick start, tests and over-optimization studies. Nothing is read from disk: prompts and responses
 are filled-in templates, and `gold_reward` scores any response to one of the world's prompts.
 """
 
@@ -112,7 +112,7 @@ class SyntheticWorld:
     ceiling: float
 
     def gold(self, prompt: str, response: str) -> float:
-        """The gold reward, `gold_reward`, in the labeller's units of noise."""
+        """The gold reward, `gold_reward`, in the labeler's units of noise."""
         return gold_reward(prompt, response)
 
 
@@ -124,7 +124,7 @@ def synthetic_world(config: SyntheticConfig) -> SyntheticWorld:
     streams, so a larger `num_train` keeps the validation pairs and adds to the training pairs that were there.
 
     Args:
-        config: numbers of pairs, labelling noise and seed.
+        config: numbers of pairs, labeling noise and seed.
     """
     order = [int(index) for index in np.random.default_rng([config.seed, 0]).permutation(PROMPTS_IN_ALL)]
     num_val_prompts = min(-(-config.num_val // PAIRS_PER_PROMPT), PROMPTS_IN_ALL // 2)

@@ -25,7 +25,7 @@ from rm_optimizer.core.classifier.adapters import (
     saved_modules,
 )
 from rm_optimizer.core.classifier.head import head_name
-from rm_optimizer.core.classifier.quantization import is_packed, is_quantised, unpacked
+from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
 from rm_optimizer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class BaseModel:
     Args:
         source: hub id or absolute folder.
         revision: commit on the hub; None for a folder.
-        is_quantised: whether its matrices were in four bits.
+        is_quantized: whether its matrices were in four bits.
         fingerprint: of its weights.
     """
 
     source: str
     revision: str | None
-    is_quantised: bool
+    is_quantized: bool
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def base_of(model: PreTrainedModel) -> BaseModel:
             "an adapter alone needs a base that can be loaded again, and this one was built from a configuration or "
             "comes from a checkpoint; export the merged model with save_pretrained instead"
         )
-    return BaseModel(config.base_model_name_or_path, config.revision, is_quantised(model), base_fingerprint(model))
+    return BaseModel(config.base_model_name_or_path, config.revision, is_quantized(model), base_fingerprint(model))
 
 
 def base_fingerprint(model: PreTrainedModel) -> str:
@@ -99,7 +99,7 @@ def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
     if not has_adapter(model):
         return None
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in _values(model).items()}
-    described: dict[str, Any] = json.loads(json.dumps({"config": values, "is_quantised": is_quantised(model)}))
+    described: dict[str, Any] = json.loads(json.dumps({"config": values, "is_quantized": is_quantized(model)}))
     return described
 
 

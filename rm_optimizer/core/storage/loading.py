@@ -34,7 +34,7 @@ from rm_optimizer.core.classifier.batch_dependence import refuse_known
 from rm_optimizer.core.classifier.dropout import disable_dropout, disable_dropout_modules
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.modalities import freeze_beside_text
-from rm_optimizer.core.classifier.quantization import is_quantised, quantisation_arguments
+from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
 from rm_optimizer.core.storage.adapter_files import (
     adapter_folder,
     adapter_tensor_names,
@@ -68,7 +68,7 @@ class LoadOptions:
         dropout: keep the dropout that the configuration has.
         seed: seed of layers that the checkpoint lacks.
         revision: hub revision.
-        trust_remote_code: run modelling code that the checkpoint brings.
+        trust_remote_code: run modeling code that the checkpoint brings.
         dtype: type of the backbone's weights; the head is float32 or better.
         quantize: store the backbone's matrices in four bits; only for training a LoRA adapter beside them.
         new_head: accept a source without a trained reward head and draw a new one, to train it.
@@ -213,7 +213,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
             attn_implementation=_attention(config, options),
             output_loading_info=True,
             **origin,
-            **_quantisation(config, options),
+            **_quantization(config, options),
         )
     missing = set(report["missing_keys"])
     _require_backbone(model, missing)
@@ -257,7 +257,7 @@ def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
 
 
 def _base_options(config: LoraConfig, recorded_base: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
-    quantize = options.quantize or bool(recorded_base.get("is_quantised"))
+    quantize = options.quantize or bool(recorded_base.get("is_quantized"))
     return replace(options, revision=config.revision, quantize=quantize, new_head=True)
 
 
@@ -279,7 +279,7 @@ def _checkpoint_model(payload: Mapping[str, Any], config: PretrainedConfig, opti
     if adapter is None:
         return _build(config, options)
     lora = described_config(adapter)
-    if adapter["is_quantised"]:
+    if adapter["is_quantized"]:
         model = load_model(lora.base_model_name_or_path, _base_options(lora, adapter, options)).model
     else:
         model = _build(config, options)
@@ -298,7 +298,7 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Pa
     Raises:
         CheckpointError: if names are missing or unknown.
     """
-    if is_quantised(model):
+    if is_quantized(model):
         names = adapter_tensor_names(model)
         weights = {name: value for name, value in weights.items() if name in names}
         missing, unknown = sorted(names - weights.keys()), list[str]()
@@ -377,10 +377,10 @@ def _require_backbone(model: PreTrainedModel, missing: set[str]) -> None:
         )
 
 
-def _quantisation(config: PretrainedConfig, options: LoadOptions) -> dict[str, Any]:
+def _quantization(config: PretrainedConfig, options: LoadOptions) -> dict[str, Any]:
     if not options.quantize:
         return {}
-    return quantisation_arguments(config, trust_remote_code=options.trust_remote_code)
+    return quantization_arguments(config, trust_remote_code=options.trust_remote_code)
 
 
 def _record_folder(source: Source, options: LoadOptions) -> Path:

@@ -90,7 +90,7 @@ Part: TypeAlias = ParquetRows | Lines
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that one worker reads and tokenises at once.
+    """Rows that one worker reads and tokenizes at once.
 
     Args:
         file: which of the stream's files they lie in.

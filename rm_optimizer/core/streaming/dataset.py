@@ -31,7 +31,7 @@ WINDOW_BLOCKS = 16
 
 
 class RayPreferenceDataset:
-    """Pairs in Parquet and JSON Lines files of any size, read and tokenised by Ray workers as they are needed.
+    """Pairs in Parquet and JSON Lines files of any size, read and tokenized by Ray workers as they are needed.
 
     Rows mean what they mean to `PreferenceDataset`, pair for pair. Held in memory are two windows of blocks, whatever
     the size of the files; nothing is written to disk.

@@ -138,10 +138,10 @@ class _Window:
 class MacroBatchStream:
     """Macro-batches of a stream, one an optimizer step, without end; the last of an epoch may be short.
 
-    The next window is tokenised while the batches of this one are given.
+    The next window is tokenized while the batches of this one are given.
 
     Args:
-        pool: tokenises blocks; closed with the stream.
+        pool: tokenizes blocks; closed with the stream.
         order: of the blocks and pairs.
         shape: of the macro-batches.
 

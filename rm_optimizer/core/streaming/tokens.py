@@ -1,4 +1,4 @@
-"""Tokenised pairs of a stream in flat arrays, which travel between processes without a copy of each pair."""
+"""Tokenized pairs of a stream in flat arrays, which travel between processes without a copy of each pair."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class BlockReader:
 
 @dataclass(frozen=True, eq=False)
 class BlockTokenizer:
-    """Turns blocks into tokenised pairs; the same in every process.
+    """Turns blocks into tokenized pairs; the same in every process.
 
     Args:
         reader: makes the pairs.

@@ -1,4 +1,4 @@
-"""Ray processes that tokenise blocks: started small and quiet, asked in order, ended with the stream."""
+"""Ray processes that tokenize blocks: started small and quiet, asked in order, ended with the stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUIET = {
 
 
 class BlockWorker:
-    """Tokenises blocks in a process of its own; a user's mistake comes back as its sentence."""
+    """Tokenizes blocks in a process of its own; a user's mistake comes back as its sentence."""
 
     def __init__(self) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
@@ -51,7 +51,7 @@ class BlockWorker:
 
 
 class TokenizerPool:
-    """Workers that tokenise blocks in parallel and give them back in the order asked.
+    """Workers that tokenize blocks in parallel and give them back in the order asked.
 
     Where Ray already runs in this process, or `RAY_ADDRESS` names a cluster that sees the same files, the workers join
     it; else a local instance without dashboard or telemetry is started, and ended by `close`. It dies with this
@@ -161,13 +161,13 @@ def _start(ray: Any, num_workers: int, store_mb: int) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        _initialise(ray, num_workers, store_mb)
+        _initialize(ray, num_workers, store_mb)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray takes it; a run saves a checkpoint on it
 
 
-def _initialise(ray: Any, num_workers: int, store_mb: int) -> None:
+def _initialize(ray: Any, num_workers: int, store_mb: int) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
         return

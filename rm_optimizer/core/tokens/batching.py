@@ -184,11 +184,11 @@ class PairValues:
 
 
 class PairCollator:
-    """Makes a `PairBatch` of any tokenised pairs.
+    """Makes a `PairBatch` of any tokenized pairs.
 
     Args:
         tokenized: the pairs' tokens.
-        pairs: what they were made of, or the values of each tokenised pair.
+        pairs: what they were made of, or the values of each tokenized pair.
         pad_token_id: the id that fills masked positions.
     """
 
@@ -205,7 +205,7 @@ class PairCollator:
         return float(self.weight.mean(dtype=np.float64))
 
     def __call__(self, positions: Sequence[int]) -> AnyPairBatch:
-        """The batch of the tokenised pairs at these positions, in this order."""
+        """The batch of the tokenized pairs at these positions, in this order."""
         sides = (self.tokenized.chosen, self.tokenized.rejected)
         input_ids, attention_mask = pad_sequences([side(i) for i in positions for side in sides], self.pad_token_id)
         return PairBatch(input_ids, attention_mask, *self._columns(positions))
@@ -227,10 +227,10 @@ class PairCollator:
 
 
 class PackedPairCollator(PairCollator):
-    """Makes a `PackedPairBatch` of any tokenised pairs, for models that `supports_prefix_sharing` lets share."""
+    """Makes a `PackedPairBatch` of any tokenized pairs, for models that `supports_prefix_sharing` lets share."""
 
     def __call__(self, positions: Sequence[int]) -> PackedPairBatch:
-        """The batch of the tokenised pairs at these positions, in this order."""
+        """The batch of the tokenized pairs at these positions, in this order."""
         trees = [prefix_tree((self.tokenized.chosen(i), self.tokenized.rejected(i))) for i in positions]
         return PackedPairBatch(pack_trees(trees, pad_token_id=self.pad_token_id), *self._columns(positions))
 
@@ -284,7 +284,7 @@ class MacroBatches(Dataset[MacroBatch]):
         _check(batch_size >= 1, "batch_size must be at least 1", batch_size)
         _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
         if not len(collator.tokenized):
-            raise DataError("no pair is left to train on: each one's two responses are identical after tokenising")
+            raise DataError("no pair is left to train on: each one's two responses are identical after tokenizing")
         self.collator = collator
         self.batch_size = batch_size
         self.micro_token_budget = micro_token_budget
@@ -329,7 +329,7 @@ def macro_batch(
     rank: int,
     world_size: int,
 ) -> MacroBatch:
-    """One rank's share of the macro-batch that the tokenised pairs at these positions make.
+    """One rank's share of the macro-batch that the tokenized pairs at these positions make.
 
     Args:
         collator: makes the tensors.

@@ -1,4 +1,4 @@
-"""Tokenised pairs on disk: built once for a content, tokenizer, rendering and length, then memory mapped by every run.
+"""Tokenized pairs on disk: built once for a content, tokenizer, rendering and length, then memory mapped by every run.
 
 A cache folder is named by its fingerprint and holds one flat array of token ids with offsets. It is built under another
 name and renamed when complete, so that runs which start together never see half of one; each file's checksum is kept,
@@ -166,12 +166,12 @@ class TokenizedPairs:
 def tokenize_pairs(
     pairs: Sequence[PreferencePair], renderer: ConversationRenderer, cache_dir: Path | None
 ) -> TokenizedPairs:
-    """Token ids of the pairs, from the cache if they were tokenised before.
+    """Token ids of the pairs, from the cache if they were tokenized before.
 
     Runs that start together may each build the cache; the first to finish puts it in place and the others use it.
 
     Args:
-        pairs: what to tokenise.
+        pairs: what to tokenize.
         renderer: turns prompt and response into token ids.
         cache_dir: folder that holds cache folders; None is `default_cache_dir()`. One that cannot be written to is
             replaced by a temporary folder, with a warning.
@@ -191,7 +191,7 @@ def tokenize_pairs(
         return TokenizedPairs(_put_in_place(work, parent / folder.name))
     except OSError as error:
         raise DataError(
-            f"tokenised data could not be written to {parent} ({error.strerror}); "
+            f"tokenized data could not be written to {parent} ({error.strerror}); "
             "free space there or set data.cache_dir to another folder"
         ) from error
     finally:
@@ -225,7 +225,7 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of vocabulary, merges and normalisation, without the padding and truncation of the last call."""
+    """Digest of vocabulary, merges and normalization, without the padding and truncation of the last call."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         return digest({key: value for key, value in state.items() if key not in ("padding", "truncation")})
@@ -233,7 +233,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> None:
-    """Tokenise chunk by chunk into `folder`; the metadata with the checksums comes last."""
+    """Tokenize chunk by chunk into `folder`; the metadata with the checksums comes last."""
     lengths, cuts, kept = array("q"), array("i"), array("q")
     with (folder / "tokens.bin").open("wb") as file:
         for index, encodings in enumerate(_encoded(pairs, renderer)):
@@ -260,7 +260,7 @@ def _encoded(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) ->
     console = Console(stderr=True)
     starts = range(0, len(pairs), _CHUNK)
     hidden = len(pairs) <= _PROGRESS_FROM
-    for start in track(starts, "Tokenising", console=console, transient=True, disable=hidden):
+    for start in track(starts, "Tokenizing", console=console, transient=True, disable=hidden):
         chunk = [pairs[i] for i in range(start, min(start + _CHUNK, len(pairs)))]
         prompts = [pair.prompt for pair in chunk for _ in range(2)]
         sides = renderer.encode_batch(prompts, [text for pair in chunk for text in (pair.chosen, pair.rejected)])
@@ -320,7 +320,7 @@ def _writable(folder: Path) -> Path:
         spare = Path(tempfile.mkdtemp(prefix="rm_optimizer-"))
         atexit.register(shutil.rmtree, spare, ignore_errors=True)
         warnings.warn(
-            f"tokenised data cannot be kept in {folder} ({error.strerror}) and goes to {spare} for this run only; "
+            f"tokenized data cannot be kept in {folder} ({error.strerror}) and goes to {spare} for this run only; "
             "set data.cache_dir or RM_OPT_CACHE to a folder that can be written to",
             stacklevel=3,
         )

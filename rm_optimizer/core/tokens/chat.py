@@ -1,6 +1,6 @@
 """Conversations to token ids: one rendering, one pair of special tokens, one rule for what is too long.
 
-The whole conversation is rendered to text and tokenised once, because a prompt and a response tokenised apart are not
+The whole conversation is rendered to text and tokenized once, because a prompt and a response tokenized apart are not
 the tokens of the two together. What a sequence holds depends on its own prompt and response alone; so does its reward.
 """
 
@@ -225,7 +225,7 @@ class ConversationRenderer:
         return self.encode_batch([prompt], [response])[0]
 
     def encode_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
-        """`encode` of many conversations, tokenised together.
+        """`encode` of many conversations, tokenized together.
 
         Raises:
             ValueError: if there are not as many prompts as responses.
@@ -266,7 +266,7 @@ class ConversationRenderer:
         """Compare with the `identity` stored at training; `max_length` may differ.
 
         Raises:
-            CheckpointError: if conversations are rendered or tokenised otherwise than in training.
+            CheckpointError: if conversations are rendered or tokenized otherwise than in training.
         """
         if stored.get("template_hash") == self.template_hash:
             return
@@ -402,7 +402,7 @@ class ConversationRenderer:
         return self._blank[token]
 
     def _response_starts(self, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]) -> list[int]:
-        """First token of each response: the length that the sequence shares with its prompt tokenised alone."""
+        """First token of each response: the length that the sequence shares with its prompt tokenized alone."""
         texts = [self._prompt_text(prompt) for prompt in prompts]
         distinct = list(dict.fromkeys(texts))  # both sides of a pair have one prompt
         ids_of = dict(zip(distinct, self._ids(distinct), strict=True))

@@ -89,7 +89,7 @@ def create_dataloader(
     pin_memory: bool = False,
     prefix_sharing: bool = False,
 ) -> DataLoader[MacroBatch]:
-    """Tokenise the pairs, or open their cache, and load them as macro-batches of whole pairs.
+    """Tokenize the pairs, or open their cache, and load them as macro-batches of whole pairs.
 
     Args:
         dataset: the pairs.
@@ -104,13 +104,13 @@ def create_dataloader(
         world_size: number of ranks.
         num_workers: loading processes; 0 loads in this one.
         fetch_timeout: seconds a worker may take for one macro-batch.
-        cache_dir: folder of tokenised data; None is the user's cache folder.
+        cache_dir: folder of tokenized data; None is the user's cache folder.
         pin_memory: put the tensors into page-locked memory.
         prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
 
     Raises:
         ValueError: if not exactly one of `epochs` and `num_steps` is given, or a number is out of its range.
-        DataError: if no pair is left after tokenising, or the chat template refuses one.
+        DataError: if no pair is left after tokenizing, or the chat template refuses one.
     """
     if (epochs is None) == (num_steps is None):
         raise ValueError(f"give either epochs or num_steps, got epochs={epochs} and num_steps={num_steps}")

@@ -122,7 +122,7 @@ def choose_form(tokenizer: PreTrainedTokenizerBase, form: str | None, source: ob
 
 def _read_as_pair(tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer a template that writes what it makes of the text pair (prompt, response)."""
-    pairs = (("Name a color.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
+    pairs = (("Name a colour.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
     expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
     prompt, response = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in pairs[0])
     start = _find(expected[0], prompt, 0)

@@ -14,7 +14,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.interfaces.json_option import printed_beside, write_json
-from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
 TINY_VOCABULARY = 2048
@@ -22,13 +22,13 @@ TINY_VOCABULARY = 2048
 
 
 def audit_and_print(
-    paths: Sequence[str], reading: Reading, *, tokenizer: str | None, max_length: int, json_file: Path | None
+    paths: Sequence[str], pair_options: PairOptions, *, tokenizer: str | None, max_length: int, json_file: Path | None
 ) -> None:
     """Print the audit of the splits, and write it as JSON where asked.
 
     Args:
         paths: one source for each split.
-        reading: how rows are read.
+        pair_options: options for reading rows.
         tokenizer: hub id or folder; None trains a small one on the data, which the output says.
         max_length: tokens kept of prompt and response together.
         json_file: where the audit goes as JSON.
@@ -39,13 +39,13 @@ def audit_and_print(
         ConfigError: if the JSON file cannot be written.
     """
     with printed_beside(json_file):
-        audit = _audited(paths, reading, tokenizer, max_length)
+        audit = _audited(paths, pair_options, tokenizer, max_length)
     write_json(json_file, audit.to_json())
 
 
-def _audited(paths: Sequence[str], reading: Reading, tokenizer: str | None, max_length: int) -> DataAudit:
+def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | None, max_length: int) -> DataAudit:
     """The audit of the splits, once it is printed."""
-    datasets = dict(zip(_split_names(paths), (reading.load(path) for path in paths), strict=True))
+    datasets = dict(zip(_split_names(paths), (pair_options.load(path) for path in paths), strict=True))
     if tokenizer is None:
         print(
             f"tokens of a {TINY_VOCABULARY}-entry byte-pair vocabulary trained on this data; name another: --tokenizer"

@@ -15,14 +15,14 @@ from rm_optimizer.doctor.doctor import diagnose
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.json_option import printed_beside, write_json
 from rm_optimizer.interfaces.local_model import length_note, load_local
-from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 
 
 def diagnose_and_print(
     checkpoint: str,
     sources: Sequence[str],
-    reading: Reading,
+    pair_options: PairOptions,
     *,
     json_file: Path | None,
     max_length: int | None,
@@ -37,7 +37,7 @@ def diagnose_and_print(
     Args:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads, a base model included.
         sources: pairs, each one data set.
-        reading: how rows are read.
+        pair_options: options for reading rows.
         json_file: where the diagnosis goes as JSON.
         max_length: tokens kept of a sequence; None takes the stored number, or the model's.
         max_pairs: pairs, over all sources, whose rewards are computed.
@@ -54,7 +54,7 @@ def diagnose_and_print(
         DataError: if pairs cannot be read.
         ConfigError: if an option is out of range or the JSON file cannot be written.
     """
-    data = _datasets(sources, reading)
+    data = _datasets(sources, pair_options)
     model = load_local(checkpoint, max_length=max_length, input_form=input_form, seed=seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
     diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
@@ -68,13 +68,13 @@ def diagnose_and_print(
     return diagnosis.exit_code
 
 
-def _datasets(sources: Sequence[str], reading: Reading) -> dict[str, PreferenceDataset]:
+def _datasets(sources: Sequence[str], pair_options: PairOptions) -> dict[str, PreferenceDataset]:
     """Data sets by file name, or by the whole source where two names are equal."""
     names = [Path(source).name for source in sources]
     keys = names if len(set(names)) == len(names) else list(sources)
     if len(set(keys)) < len(keys):
         raise ConfigError(f"--data must name each source once, got {', '.join(sources)}")
-    return dict(zip(keys, (reading.load(source) for source in sources), strict=True))
+    return dict(zip(keys, (pair_options.load(source) for source in sources), strict=True))
 
 
 def _with_progress(

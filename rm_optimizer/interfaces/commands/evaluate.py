@@ -12,7 +12,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, did_you_mean
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
 from rm_optimizer.interfaces.local_model import load_local
-from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.records.progress import progress
 from rm_optimizer.reporting.pictures import draw_evaluation, print_evaluation
 
@@ -24,7 +24,7 @@ _OF_OTHERS = ("options.json", "run.json", "config.json")
 def evaluate_and_print(
     checkpoint: str,
     sources: Sequence[str],
-    reading: Reading,
+    pair_options: PairOptions,
     *,
     by: Sequence[str],
     output_dir: Path | None,
@@ -39,7 +39,7 @@ def evaluate_and_print(
     Args:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
         sources: pairs to evaluate on, together.
-        reading: how rows are read.
+        pair_options: options for reading rows.
         by: columns whose values are reported separately, beside source and subset.
         output_dir: the folder; None names one below `outputs/evaluate` by date and time.
         max_length: tokens kept of a sequence; None takes the stored number, or the model's.
@@ -54,7 +54,7 @@ def evaluate_and_print(
         ConfigError: if the folder cannot be written, or a column of `by` is unknown.
         Interrupted: if the user stops it.
     """
-    data = reading.load(sources)
+    data = pair_options.load(sources)
     _require_columns(data, by)
     folder = _made(output_dir or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     try:

@@ -62,7 +62,7 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Esti
 
     With `Q` an orthonormal basis of `A W` and `s_i` the direction in it that vector `w_i` alone adds, the i-th estimate
     is `tr(A Q_i Q_i^T) + w_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) w_i` with `Q_i Q_i^T = Q (1 - s_i s_i^T) Q^T`
-    (Epperly, Tropp & Webber, 2024, arXiv:2301.07825, Algorithm 1, without its normalisation). Deviation: the estimates
+    (Epperly, Tropp & Webber, 2024, arXiv:2301.07825, Algorithm 1, without its normalization). Deviation: the estimates
     are correlated, so their standard error is widened by `XTRACE_WIDENING` and the interval is Student's.
     """
     _require_products(num_products, 6, "xtrace")

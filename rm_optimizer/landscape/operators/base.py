@@ -124,7 +124,7 @@ class OutputOperator(LossOperator):
     """`J^T C J` with `J` the derivative of all rewards and `C` a small matrix for the two rewards of each pair.
 
     Gauss-Newton has `C_i = w_i / W  d^2 l_i / d(c, r)^2`, exact for the loss with everything in it that is a function
-    of rewards: smoothing, soft labels, margins and both regularisers (Schraudolph, 2002). The empirical Fisher has
+    of rewards: smoothing, soft labels, margins and both regularizers (Schraudolph, 2002). The empirical Fisher has
     `C_i = w_i / W (d l_i / d(c, r)) (d l_i / d(c, r))^T`: it is `sum_i w_i g_i g_i^T / W` with a pair's gradient `g_i`.
 
     Args:

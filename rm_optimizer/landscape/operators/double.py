@@ -1,4 +1,4 @@
-"""Modelling code that computes in float32 whatever it is given, kept in float64."""
+"""Modeling code that computes in float32 whatever it is given, kept in float64."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class PairObjective:
     Args:
         model: the reward model, held still.
         batches: this process's micro-batches, on the model's device.
-        loss: what is minimised.
+        loss: what is minimized.
         subset: the parameters that derivatives are taken over.
         group: processes that hold the other pairs; None where this one holds all.
     """
@@ -192,7 +192,7 @@ def measuring(
     Args:
         model: the reward model.
         batches: the pairs, in micro-batches of either kind; of this process where there is a group.
-        loss: what is minimised.
+        loss: what is minimized.
         params: the parameters that derivatives are taken over; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
         group: processes that hold the other pairs; all must call alike.

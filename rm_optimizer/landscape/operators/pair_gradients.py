@@ -36,7 +36,7 @@ class PairRows:
     """One pair's part of a matrix `J^T C J`, as rows whose outer products add up to it.
 
     With `C_i = sum_k c_k u_k u_k^T` for the pair's two rewards, the rows are `sqrt(c_k) J_i^T u_k`; a loss without
-    regularisers has one, along the margin.
+    regularizers has one, along the margin.
 
     Args:
         number: the pair's place among all pairs.

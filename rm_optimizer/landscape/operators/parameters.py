@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim.param_groups import partition
@@ -70,7 +70,7 @@ def select_parameters(model: BradleyTerryRM, which: str | Sequence[str] = TRAINA
     if not chosen:
         raise ConfigError(_nothing(which if isinstance(which, str) else ", ".join(which), list(named)))
     _refuse_sharded(chosen)
-    if is_quantised(model.model):
+    if is_quantized(model.model):
         raise ConfigError(
             "curvature needs weights that can be differentiated twice, got four-bit ones; merge or reload"
         )

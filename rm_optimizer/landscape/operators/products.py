@@ -1,4 +1,4 @@
-"""Ways to multiply the Hessian of a loss with vectors, and the choice among them by trying them on the model."""
+"""Hessian-vector product methods, and the choice among them by trying them on the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ProductName = Literal["auto", "kept_graph", "reverse", "forward"]
 GRAPH_SHARE = 0.5
 """Largest share of the free memory that kept graphs may take."""
 TRIAL_TOKENS = 1024
-"""Tokens of the micro-batch that the ways are tried on, at least."""
+"""Tokens of the micro-batch that the methods are tried on, at least."""
 
 
 _GradientGraph: TypeAlias = dict[int, GradientEdge]
@@ -37,8 +37,8 @@ def _gradient_graph(objective: PairObjective, batch: AnyPairBatch) -> _GradientG
     return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
 
 
-class Way(ABC):
-    """A way to multiply, and the loss whose Hessian it is."""
+class ProductMethod(ABC):
+    """A method for Hessian-vector products of one loss."""
 
     name: ClassVar[str]
 
@@ -55,11 +55,11 @@ class Way(ABC):
     ) -> Float[Tensor, "vectors parameters"]:
         """What these of the objective's micro-batches add to the products."""
 
-    def release(self) -> None:  # noqa: B027 - most ways hold nothing
+    def release(self) -> None:  # noqa: B027 - most hold nothing
         """Give back the memory that the next product can build again."""
 
 
-class ReverseOverReverse(Way):
+class ReverseOverReverse(ProductMethod):
     """Gradient of `g(θ) · v`, with the graph of the gradient `g` built anew in every call (Pearlmutter, 1994).
 
     Holds one micro-batch's graph at a time. A block of vectors shares it.
@@ -77,7 +77,7 @@ class ReverseOverReverse(Way):
         return sums.total()
 
 
-class KeptGraph(Way):
+class KeptGraph(ProductMethod):
     """Reverse-over-reverse with the graph of each micro-batch's gradient kept from its first product on."""
 
     name = "kept_graph"
@@ -106,7 +106,7 @@ class KeptGraph(Way):
         self._graphs.clear()
 
 
-class ForwardOverReverse(Way):
+class ForwardOverReverse(ProductMethod):
     """Directional derivative of the gradient, for several directions in one pass.
 
     Needs forward derivatives of every operation of the backward pass, which not all models have.
@@ -146,41 +146,43 @@ class ForwardOverReverse(Way):
 
 @dataclass(frozen=True)
 class ProductChoice:
-    """Which way was chosen, and what was measured.
+    """Chosen method and its measurements.
 
     Args:
-        product: the way chosen.
-        gradients_per_product: cost of one product in gradients of the same pairs, by way; those tried and able.
+        product: the method chosen.
+        gradients_per_product: cost of one product in gradients of the same pairs, by method; those tried and able.
         graph_bytes: memory that the graphs of all micro-batches would take; 0 where it was not measured.
         reason: why, in words.
     """
 
-    product: Way
+    product: ProductMethod
     gradients_per_product: dict[str, float] = field(default_factory=dict)
     graph_bytes: int = 0
     reason: str = "asked for"
 
 
-WAYS: dict[str, type[Way]] = {way.name: way for way in (KeptGraph, ReverseOverReverse, ForwardOverReverse)}
+PRODUCT_METHODS: dict[str, type[ProductMethod]] = {
+    method.name: method for method in (KeptGraph, ReverseOverReverse, ForwardOverReverse)
+}
 
 
 def choose_product(
     objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
 ) -> ProductChoice:
-    """The way of that name; else kept graphs where they fit, or the cheaper of the others on one micro-batch.
+    """The method of that name; else kept graphs where they fit, or the cheaper of the others on one micro-batch.
 
     Args:
         objective: the loss.
-        name: a way, or `auto` to try them.
+        name: a method, or `auto` to try them.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
 
     Raises:
-        ConfigError: if the name is unknown, or the model cannot be differentiated twice in any way.
+        ConfigError: if the name is unknown, or the model cannot be differentiated twice by any method.
     """
-    if name in WAYS:
-        return ProductChoice(WAYS[name](objective))
+    if name in PRODUCT_METHODS:
+        return ProductChoice(PRODUCT_METHODS[name](objective))
     if name != "auto":
-        raise ConfigError(did_you_mean("product", name, ("auto", *WAYS)))
+        raise ConfigError(did_you_mean("product", name, ("auto", *PRODUCT_METHODS)))
     if not objective.batches:
         return ProductChoice(ReverseOverReverse(objective), reason="this process holds no pairs")
     return _cheapest(objective, graph_memory_bytes)
@@ -196,39 +198,39 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     fits = needed <= free
     failures: list[str] = []
     costs = _cost(kept, trial, gradient_seconds, failures) if fits else {}
-    ways: list[Way] = [kept]
+    methods: list[ProductMethod] = [kept]
     if not costs:  # beside kept graphs nothing needs to be tried: the others take half as many operations again
         kept.release()
-        ways = [ReverseOverReverse(objective), ForwardOverReverse(objective)]
-        for way in ways:
-            costs |= _cost(way, trial, gradient_seconds, failures)
+        methods = [ReverseOverReverse(objective), ForwardOverReverse(objective)]
+        for method in methods:
+            costs |= _cost(method, trial, gradient_seconds, failures)
     if not costs:
         raise ConfigError(
             f"{type(objective.model.model).__name__} cannot be differentiated twice here ({failures[0]}); "
             "use method=gauss_newton_exact, which needs first derivatives alone, or fewer pairs if memory ran out"
         )
-    best = min((way for way in ways if way.name in costs), key=lambda way: costs[way.name])
+    best = min((method for method in methods if method.name in costs), key=lambda method: costs[method.name])
     note = "fit" if fits else "do not fit"
-    tried = ", ".join(f"{way} {cost:.2g}" for way, cost in costs.items())
+    tried = ", ".join(f"{method} {cost:.2g}" for method, cost in costs.items())
     reason = f"graphs of {needed / 1e9:.1f} GB {note} into memory; tried, in gradients a product: {tried}"
     return ProductChoice(best, costs, needed, reason)
 
 
 def _trial(objective: PairObjective) -> AnyPairBatch:
-    """The micro-batch to try ways on: the smallest whose cost is its tokens', not the calls'."""
+    """The micro-batch to try methods on: the smallest whose cost is its tokens', not the calls'."""
     batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
     return next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
 
 
-def _cost(way: Way, trial: AnyPairBatch, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
+def _cost(method: ProductMethod, trial: AnyPairBatch, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
     """A product's cost in gradients, by its name; nothing but a line of `failures` where it cannot be computed."""
-    objective = way.objective
+    objective = method.objective
     vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
     try:
-        way.over([trial], vector)
-        return {way.name: _seconds(lambda: way.over([trial], vector), objective.device) / gradient_seconds}
+        method.over([trial], vector)
+        return {method.name: _seconds(lambda: method.over([trial], vector), objective.device) / gradient_seconds}
     except RuntimeError as error:  # an operation that autograd cannot differentiate so, or no memory
-        failures.append(f"{way.name}: {error}".splitlines()[0])
+        failures.append(f"{method.name}: {error}".splitlines()[0])
         return {}
 
 

@@ -16,7 +16,7 @@ _ROWS_AT_ONCE = 32
 
 
 def dense_matrix(operator: SymmetricOperator) -> Float[Tensor, "parameters parameters"]:
-    """The matrix in float64, from one product for each row and symmetrised.
+    """The matrix in float64, from one product for each row and symmetrized.
 
     Raises:
         ConfigError: if it has more than `LARGEST` rows.

@@ -51,7 +51,7 @@ class OrthonormalBasis:
         """The newest vector."""
         return self._blocks[-1][(self._size - 1) % _ROWS_OF_A_BLOCK]
 
-    def orthogonalise(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
+    def orthogonalize(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
         """What is left of a vector without its part in the basis.
 
         The newest two vectors, which hold almost all of that part of a product, come first; then one pass over all, and

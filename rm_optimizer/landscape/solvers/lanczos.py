@@ -1,4 +1,4 @@
-"""Extreme eigenpairs of a symmetric operator by Lanczos with full reorthogonalisation."""
+"""Extreme eigenpairs of a symmetric operator by Lanczos with full reorthogonalization."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def lanczos(
 ) -> Eigenpairs:
     """Eigenpairs at an end of the spectrum, each to a relative error.
 
-    Builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalised twice against all others, and
+    Builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all others, and
     solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). Stops when `min(r, r^2 / gap) <= tolerance
     |value|` for every wanted value (Theorem 11.7.1, with the gap to the other values computed), or when the products
     run out; `converged` tells which hold then.
@@ -176,13 +176,13 @@ def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVector
     """Spend one product, and add the next basis vector where there is one; at random where the space is used up."""
     product = operator.apply(state.basis.last()[None])[0]
     along = inner(product, state.basis.last())
-    rest = state.basis.orthogonalise(product)
+    rest = state.basis.orthogonalize(product)
     norm = length(rest)
     scale = max(map(abs, (*state.diagonal, *state.off_diagonal, along)))
     exhausted = norm <= (_BREAKDOWN if operator.dtype == torch.float32 else 1e-12) * scale or norm == 0
     is_full = len(state.basis) == operator.dimension
     if exhausted and not is_full:
-        rest = state.basis.orthogonalise(random.normals(1)[0])
+        rest = state.basis.orthogonalize(random.normals(1)[0])
         state.num_restarts += 1
     state.num_products += 1
     state.diagonal.append(along)
@@ -222,8 +222,8 @@ def _ritz(operator: SymmetricOperator, state: KrylovState, top_k: int, which: En
     values, vectors = state.ritz()
     residuals = np.abs(state.off_diagonal[-1] * vectors[-1])
     selected = _select(values, top_k, which)
-    has_neighbours = len(values) >= len(selected) + 2 or len(values) == operator.dimension
-    errors = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbours else residuals
+    has_neighbors = len(values) >= len(selected) + 2 or len(values) == operator.dimension
+    errors = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
     arithmetic = torch.finfo(operator.dtype).eps * float(np.abs(values).max())
     return _Ritz(values, vectors, residuals, errors + arithmetic, selected)
 
@@ -245,7 +245,7 @@ def _select(values: NDArray[np.float64], top_k: int, which: End) -> NDArray[np.i
 
 
 def _squared_over_gap(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`r^2 / gap`, the gap being the distance to the nearest neighbour, less what that may still move."""
+    """`r^2 / gap`, the gap being the distance to the nearest neighbor, less what that may still move."""
     distance = np.concatenate([[np.inf], np.diff(values), [np.inf]])
     uncertain = np.concatenate([[0.0], residuals, [0.0]])
     gaps = np.minimum(distance[:-1] - uncertain[:-2], distance[1:] - uncertain[2:])

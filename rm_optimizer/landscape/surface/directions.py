@@ -17,8 +17,8 @@ from rm_optimizer.landscape.operators.parameters import ParameterSubset
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
 from rm_optimizer.records.files import replacing
 
-FILTER_NORMALISED, EIGENVECTORS, TRAJECTORY = (
-    "filter-normalised random",
+FILTER_NORMALIZED, EIGENVECTORS, TRAJECTORY = (
+    "filter-normalized random",
     "Hessian eigenvectors",
     "PCA of the trajectory",
 )
@@ -64,11 +64,11 @@ class Directions:
         return cls(**content) if content.pop("identity", None) == identity else None
 
 
-def filter_normalised(model: nn.Module, subset: ParameterSubset, count: int, *, seed: int) -> Directions:
+def filter_normalized(model: nn.Module, subset: ParameterSubset, count: int, *, seed: int) -> Directions:
     """Random directions, each row of a weight matrix as long as the same row of the weights.
 
     ``d_ij <- d_ij / ||d_ij|| ||w_ij||`` for row ``j`` of matrix ``i``, Gaussian before; the row of a linear layer, an
-    embedding or a LoRA factor is what a filter is to a convolution, and vectors (biases, normalisation) are not moved
+    embedding or a LoRA factor is what a filter is to a convolution, and vectors (biases, normalization) are not moved
     (Li et al., 2018, https://arxiv.org/abs/1712.09913, section 4). One unit along a direction moves by the length of
     the matrices, whatever their scale, so pictures of two models can be compared.
 
@@ -88,7 +88,7 @@ def filter_normalised(model: nn.Module, subset: ParameterSubset, count: int, *, 
         )
     generator = torch.Generator().manual_seed(seed)
     rows = [subset.flatten([_as_rows(weight, generator) for weight in weights]) for _ in range(count)]
-    return Directions(tuple(f"random {i + 1}" for i in range(count)), torch.stack(rows), FILTER_NORMALISED)
+    return Directions(tuple(f"random {i + 1}" for i in range(count)), torch.stack(rows), FILTER_NORMALIZED)
 
 
 def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
@@ -132,7 +132,7 @@ class TrajectoryPlane:
 
 
 def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> TrajectoryPlane:
-    """Principal directions of the way to the last point: PCA of ``[w_0 - w_n; ...; w_{n-1} - w_n]``, not centred.
+    """Principal directions of the way to the last point: PCA of ``[w_0 - w_n; ...; w_{n-1} - w_n]``, not centered.
 
     As in Li et al. (2018, section 7.2), from the checkpoints' Gram matrix in float64.
 

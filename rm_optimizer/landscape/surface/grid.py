@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.loss_at import LossAt, PointLoss
 from rm_optimizer.records.ledger import Ledger
@@ -50,7 +50,7 @@ class GridLedger:
 
 
 def measure_grid(
-    subject: Subject,
+    measured_loss: MeasuredLoss,
     directions: Directions,
     points: Points,
     ledger: GridLedger,
@@ -61,7 +61,7 @@ def measure_grid(
     """Measure every point that the ledger does not hold, and put it there.
 
     Args:
-        subject: what is measured.
+        measured_loss: what is measured.
         directions: along which to move.
         points: coordinates of the points.
         ledger: where the results go; it holds what is done also when this is interrupted.
@@ -73,13 +73,13 @@ def measure_grid(
     """
     todo = [index for index in range(len(points)) if index not in ledger.points]
     on_point(len(ledger.points), len(points))
-    if processes > 1 and subject.model.device.type != "cpu":
+    if processes > 1 and measured_loss.model.device.type != "cpu":
         raise ConfigError(
-            f"landscape.processes must be 1 for a model on {subject.model.device}, got {processes}; "
+            f"landscape.processes must be 1 for a model on {measured_loss.model.device}, got {processes}; "
             "several processes share a CPU's cores"
         )
     measured = _serial if processes == 1 or len(todo) < 2 else _parallel
-    for index, point in measured(subject, directions, [(index, points[index]) for index in todo], processes):
+    for index, point in measured(measured_loss, directions, [(index, points[index]) for index in todo], processes):
         ledger.add(index, point)
         on_point(len(ledger.points), len(points))
 
@@ -88,16 +88,16 @@ Task = tuple[int, tuple[float, ...]]
 
 
 def _serial(
-    subject: Subject, directions: Directions, tasks: Sequence[Task], processes: int
+    measured_loss: MeasuredLoss, directions: Directions, tasks: Sequence[Task], processes: int
 ) -> Iterator[tuple[int, PointLoss]]:
-    with subject.measuring() as objective:
-        loss_at = LossAt(objective, subject.sample, directions)
+    with measured_loss.measuring() as objective:
+        loss_at = LossAt(objective, measured_loss.sample, directions)
         for index, coordinates in tasks:
             yield index, loss_at(coordinates)
 
 
 def _parallel(
-    subject: Subject, directions: Directions, tasks: Sequence[Task], processes: int
+    measured_loss: MeasuredLoss, directions: Directions, tasks: Sequence[Task], processes: int
 ) -> Iterator[tuple[int, PointLoss]]:
     """Two tasks a process are under way at a time, so that an interruption has little to wait for."""
     threads = max(1, torch.get_num_threads() // processes)
@@ -105,7 +105,7 @@ def _parallel(
         min(processes, len(tasks)),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_work,
-        initargs=(subject, directions, threads),
+        initargs=(measured_loss, directions, threads),
     )
     waiting, pending = iter(tasks), set[Future[tuple[int, PointLoss]]]()
     try:
@@ -137,11 +137,11 @@ _held = ExitStack()
 _loss_at: LossAt | None = None
 
 
-def _begin_work(subject: Subject, directions: Directions, threads: int) -> None:
+def _begin_work(measured_loss: MeasuredLoss, directions: Directions, threads: int) -> None:
     """In a new process: an own copy of the model, whose weights come in memory shared with the parent's."""
     global _loss_at
     torch.set_num_threads(threads)
-    own = replace(subject, model=copy.deepcopy(subject.model))
+    own = replace(measured_loss, model=copy.deepcopy(measured_loss.model))
     _loss_at = LossAt(_held.enter_context(own.measuring()), own.sample, directions)
 
 

@@ -25,7 +25,7 @@ class PointLoss:
     Args:
         loss: weighted mean over the pairs.
         loss_standard_error: its sampling error over pairs, those of one prompt counted as one.
-        accuracy: weighted share of pairs ranked as labelled, ties one half.
+        accuracy: weighted share of pairs ranked as labeled, ties one half.
         accuracy_standard_error: likewise.
     """
 

@@ -23,7 +23,7 @@ Row = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class GridDescription:
     """What a picture of losses says in its caption.
 
     Args:
@@ -57,7 +57,7 @@ class Slice:
         points: for each direction, one a distance; `MISSING` where it was not measured.
     """
 
-    measured: Measured
+    measured: GridDescription
     steps: tuple[float, ...]
     points: tuple[tuple[PointLoss, ...], ...]
 
@@ -94,7 +94,7 @@ class Surface:
         points: rows by `y` of columns by `x`; `MISSING` where a point was not measured.
     """
 
-    measured: Measured
+    measured: GridDescription
     x: tuple[float, ...]
     y: tuple[float, ...]
     points: tuple[tuple[PointLoss, ...], ...]
@@ -223,9 +223,9 @@ def in_rows(points: Mapping[int, PointLoss], width: int, num_rows: int) -> tuple
     return tuple(tuple(points.get(row * width + column, MISSING) for column in range(width)) for row in range(num_rows))
 
 
-def describe(directions: Directions, **others: Any) -> Measured:
-    """The caption of what was measured along these directions; `others` are the rest of `Measured`."""
-    return Measured(method=directions.method, names=directions.names, values=directions.values, **others)
+def describe(directions: Directions, **others: Any) -> GridDescription:
+    """The caption of what was measured along these directions; `others` are the rest of `GridDescription`."""
+    return GridDescription(method=directions.method, names=directions.names, values=directions.values, **others)
 
 
 def _missing(points: Sequence[Sequence[PointLoss]]) -> int:
@@ -240,10 +240,12 @@ def _dumped(result: Any) -> str:
     return json_text(asdict(result))
 
 
-def _measured(content: Mapping[str, Any]) -> Measured:
+def _measured(content: Mapping[str, Any]) -> GridDescription:
     fields = dict(content["measured"])
     values = fields.pop("values")
-    return Measured(**{**fields, "names": tuple(fields["names"]), "values": None if values is None else tuple(values)})
+    return GridDescription(
+        **{**fields, "names": tuple(fields["names"]), "values": None if values is None else tuple(values)}
+    )
 
 
 def _table(rows: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[tuple[PointLoss, ...], ...]:

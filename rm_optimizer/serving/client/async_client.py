@@ -51,7 +51,7 @@ def _remade(kind: type[Any], arguments: ClientArguments) -> Any:
 class AsyncRewardClient:
     """Scores through a server: ours, with any engine, or a plain vLLM.
 
-    Conversations are rendered and tokenised here where a renderer is at hand, else by the server. Every reward is raw.
+    Conversations are rendered and tokenized here where a renderer is at hand, else by the server. Every reward is raw.
     On connecting, the server's sigmoid and rendering are put to the proof; see `handshake`.
 
     Args:

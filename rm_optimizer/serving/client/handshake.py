@@ -134,7 +134,7 @@ async def _verify_tokens(
 async def _plain_server(
     connection: Connection, renderer: ConversationRenderer | None, deadline: Deadline
 ) -> ServerIdentity:
-    """A vLLM without our plugin: it is sent token ids, and must tokenise as this client does."""
+    """A vLLM without our plugin: it is sent token ids, and must tokenize as this client does."""
     if renderer is None:
         raise HandshakeFailed(
             f"{connection.url} has no /rm/score; pass the served model's renderer, or serve with rm-opt"
@@ -149,7 +149,7 @@ async def _plain_server(
     own = renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if list(tokens) != list(own):
         raise HandshakeFailed(
-            f"{connection.url} tokenises other than this client; take the tokenizer of the served model"
+            f"{connection.url} tokenizes other than this client; take the tokenizer of the served model"
         )
     rows = _token_rows(renderer, DEFAULT_PROBE)
     await _verify_sigmoid(connection, TokenForm(), rows, model, deadline, may_be_identity=True)

@@ -12,7 +12,7 @@ from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import RMOptimizerError
 
 TEMPLATE_BYTES = 256
-"""Room for what a chat template adds to a text, where only the server tokenises."""
+"""Room for what a chat template adds to a text, where only the server tokenizes."""
 Conversation: TypeAlias = tuple[Prompt, str]
 
 
@@ -84,7 +84,7 @@ class ConversationForm:
         return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
 
     def body(self, rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
-        """The request's JSON body; neighbours with one prompt share it."""
+        """The request's JSON body; neighbors with one prompt share it."""
         groups = groupby(rows, key=lambda row: row[0])
         items = [{"prompt": _wire(prompt), "responses": [text for _, text in group]} for prompt, group in groups]
         return {"items": items, "use_activation": use_activation}

@@ -63,7 +63,7 @@ class Passes:
         of = [place.setdefault(sequence.tobytes(), len(place)) for sequence in sequences]
         distinct = [np.frombuffer(data, dtype=np.int32) for data in place]
         rewards = self._distinct(distinct)
-        for index in np.flatnonzero(~np.isfinite(rewards)):  # a neighbour in its pass may be at fault
+        for index in np.flatnonzero(~np.isfinite(rewards)):  # a neighbor in its pass may be at fault
             rewards[index] = self._padded([distinct[index]])[0]
         return rewards[of]
 

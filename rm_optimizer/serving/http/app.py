@@ -12,10 +12,10 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import rm_optimizer
+from rm_optimizer.serving.http.admission import AdmissionControl, HeaderSize
 from rm_optimizer.serving.http.api_page import add_api_page
 from rm_optimizer.serving.http.auth import BearerAuth, LocalHost
 from rm_optimizer.serving.http.body_timeout import BODY_SECONDS, BodyTimeout
-from rm_optimizer.serving.http.door import Door, HeaderSize
 from rm_optimizer.serving.http.error_answers import install_error_answers
 from rm_optimizer.serving.http.routes import ClientLeft, router
 from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
@@ -57,7 +57,7 @@ def create_app(
         app.include_router(routes)
     install_error_answers(app)
     app.add_exception_handler(ClientLeft, _client_left)
-    app.add_middleware(Door)
+    app.add_middleware(AdmissionControl)
     app.add_middleware(BodyTimeout, seconds=body_seconds)
     app.add_middleware(BearerAuth, api_key=api_key, update_key=update_key)
     if local_only:

@@ -25,9 +25,9 @@ from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, To
 from rm_optimizer.serving.service.rendered_texts import RenderedTexts
 
 MAX_CHARACTERS_A_TOKEN = 64
-"""A text longer than this many characters for each token the model reads is refused before it is tokenised."""
+"""A text longer than this many characters for each token the model reads is refused before it is tokenized."""
 SLICE_CHARACTERS = 2**18
-"""Characters that are tokenised at once, beside those of one text: what is too long is seen after each slice."""
+"""Characters that are tokenized at once, beside those of one text: what is too long is seen after each slice."""
 
 TokenSequence = tuple[int, ...]
 
@@ -87,7 +87,7 @@ class InputReader:
         return [self._checked(ids, name) for ids, name in zip(rows, names, strict=True)]
 
     def texts(self, value: str | list[str], *, add_special_tokens: bool) -> list[TokenSequence]:
-        """Token ids of `/classify`'s `input`, tokenised as it stands.
+        """Token ids of `/classify`'s `input`, tokenized as it stands.
 
         Raises:
             InvalidRequest: if something is empty.
@@ -191,7 +191,7 @@ class InputReader:
     def _in_slices(
         self, sizes: Sequence[int], tokenize: Callable[[slice], Sequence[Sequence[int]]], names: Sequence[str]
     ) -> list[TokenSequence]:
-        """All rows, checked slice by slice, so that what is refused is not tokenised to its end."""
+        """All rows, checked slice by slice, so that what is refused is not tokenized to its end."""
         rows = list[TokenSequence]()
         total = 0
         for part in _slices(sizes):
@@ -268,7 +268,7 @@ def is_encodable(text: str) -> bool:
 
 
 def num_characters(body: ClassifyRequest | ScoreRequest | OpenRLHFRequest) -> int:
-    """Characters of a request that are to be tokenised."""
+    """Characters of a request that are to be tokenized."""
     if isinstance(body, OpenRLHFRequest):
         return sum(map(len, body.query))
     if isinstance(body, ScoreRequest):

@@ -125,7 +125,7 @@ class RewardService:
             raise UnknownModel(f"expected the model {self.model_name!r}, got {name!r}", "model")
 
     async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
-        """Tokenise beside the event loop, two requests at a time.
+        """Tokenize beside the event loop, two requests at a time.
 
         Args:
             num_characters: of the request.
@@ -136,7 +136,7 @@ class RewardService:
         """
         self.batcher.require_room()
         if self._waiting_characters and self._waiting_characters + num_characters > MAX_WAITING_CHARACTERS:
-            raise Overloaded(f"{self._waiting_characters} characters wait to be tokenised, which is the most")
+            raise Overloaded(f"{self._waiting_characters} characters wait to be tokenized, which is the most")
         self._waiting_characters += num_characters
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)

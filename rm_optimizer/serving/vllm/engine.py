@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, ScoredBatch, StagedWeights, WeightsRefused
 from rm_optimizer.serving.protocol import WeightProbe
 from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
-from rm_optimizer.serving.vllm.gate import Gate
 from rm_optimizer.serving.vllm.pooling import Pooling
+from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.settings import VllmSettings
 from rm_optimizer.serving.vllm.swap import AdapterSwap, ReloadSwap, Serving, Swap
 from rm_optimizer.serving.weights.weight_history import WeightHistory
@@ -36,7 +36,7 @@ class VllmEngine:
         )
         self.num_restarts = settings.num_restarts
         self._pooling = Pooling(client)
-        self._gate = Gate()
+        self._lock = ReadWriteLock()
         self._updating = asyncio.Lock()
         self._history = WeightHistory(settings.history_folder)
         self._swap = self._make_swap(settings)
@@ -50,7 +50,7 @@ class VllmEngine:
             return AdapterSwap(
                 self._pooling, self._history, adapter=settings.adapter, folder=settings.adapters_folder, version=version
             )
-        return ReloadSwap(self._pooling, self._gate, self._history, checkpoint=settings.folder, version=version)
+        return ReloadSwap(self._pooling, self._lock, self._history, checkpoint=settings.folder, version=version)
 
     @property
     def version(self) -> str:
@@ -103,7 +103,7 @@ class VllmEngine:
             EngineUnavailable: if the engine has died; its supervisor starts another.
         """
         self._require_up()
-        async with self._gate.reading():
+        async with self._lock.reading():
             serving = self._swap.serving
             rewards = await self._pooling.rewards(sequences, serving.adapter)
             return ScoredBatch(rewards, serving.version, serving.revision)
@@ -152,7 +152,7 @@ class VllmEngine:
             await self._swap.drop()
 
     async def _check(self, probe: WeightProbe | None, serving: Serving) -> None:
-        """Score a probe, past the gate: whoever checks holds it, or needs none."""
+        """Score a probe, past the lock: whoever checks holds it, or needs none."""
         rewards = await self._pooling.rewards(probe_sequences(probe, self.description.max_length), serving.adapter)
         check_rewards(rewards, probe, self.description.dtype)
 

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rm_optimizer.core.classifier.adapters import ADAPTER_NAME, has_adapter, lora_config
 from rm_optimizer.core.classifier.head import require_trained_head
-from rm_optimizer.core.classifier.quantization import is_quantised
+from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import adapter_folder, write_adapter
 from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
@@ -119,7 +119,7 @@ def _stored_places(folder: Path) -> dict[str, Path]:
 
 def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: Mapping[str, Any]) -> VllmModel:
     model = reward_model.model
-    if is_quantised(model):
+    if is_quantized(model):
         raise CheckpointError(
             "vLLM cannot exchange an adapter on a base in four bits; export the merged model, or serve it with "
             "--engine transformers"

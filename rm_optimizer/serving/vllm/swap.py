@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rm_optimizer.core.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
 from rm_optimizer.serving.engine import StagedWeights, WeightsRefused, new_revision
-from rm_optimizer.serving.vllm.gate import Gate
 from rm_optimizer.serving.vllm.pooling import Pooling
+from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.worker import latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors
 from rm_optimizer.serving.weights.weight_history import WeightHistory
@@ -78,15 +78,17 @@ class ReloadSwap:
 
     Args:
         pooling: the engine.
-        gate: what scoring passes through.
+        lock: what scoring passes through.
         history: updates that serve.
         checkpoint: the served folder.
         version: of its weights.
     """
 
-    def __init__(self, pooling: Pooling, gate: Gate, history: WeightHistory, *, checkpoint: Path, version: str) -> None:
+    def __init__(
+        self, pooling: Pooling, lock: ReadWriteLock, history: WeightHistory, *, checkpoint: Path, version: str
+    ) -> None:
         self.serving = Serving(version, new_revision())
-        self._pooling, self._gate, self._history = pooling, gate, history
+        self._pooling, self._lock, self._history = pooling, lock, history
         self._checkpoint = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
 
     async def start(self) -> None:
@@ -115,7 +117,7 @@ class ReloadSwap:
         Raises:
             WeightsRefused: if vLLM cannot load them or the check fails; the old ones serve then.
         """
-        async with self._gate.writing():
+        async with self._lock.writing():
             is_sound = False
             try:
                 await self._load(weights, check)

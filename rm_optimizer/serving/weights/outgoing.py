@@ -20,7 +20,7 @@ from rm_optimizer.serving.weights.weight_file import Layout, write_weight_file
 
 
 @dataclass(frozen=True)
-class Cargo:
+class Payload:
     """What is sent.
 
     Args:
@@ -60,7 +60,7 @@ class Outgoing:
     path: str | None = None
     rendezvous: str | None = None
 
-    def send(self, cargo: Cargo, upload: Upload) -> None:
+    def send(self, payload: Payload, upload: Upload) -> None:
         """Transfer, once the receiver is ready."""
 
 
@@ -68,9 +68,9 @@ class Outgoing:
 class ByBody(Outgoing):
     """One HTTP body."""
 
-    def send(self, cargo: Cargo, upload: Upload) -> None:
+    def send(self, payload: Payload, upload: Upload) -> None:
         """Put the body."""
-        upload(cargo.body(), Layout.of(cargo.specs).size)
+        upload(payload.body(), Layout.of(payload.specs).size)
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,24 @@ class ByGroup(Outgoing):
     transport: Transport = field(kw_only=True)
     timeout_seconds: float = field(kw_only=True)
 
-    def send(self, cargo: Cargo, upload: Upload) -> None:
+    def send(self, payload: Payload, upload: Upload) -> None:
         """Form the group and send in the manifest's order.
 
         Raises:
             TransferFailed: if the receiver goes away.
         """
         link = GroupLink(self.store, SENDER, self.transport, self.timeout_seconds)
-        link.send((spec.name, cargo.tensors[spec.name]) for spec in cargo.specs)
+        link.send((spec.name, payload.tensors[spec.name]) for spec in payload.specs)
 
 
 def outgoing(
-    transport: Transport, cargo: Cargo, status: WeightStatus, *, host: str, timeout_seconds: float
+    transport: Transport, payload: Payload, status: WeightStatus, *, host: str, timeout_seconds: float
 ) -> AbstractContextManager[Outgoing]:
     """The sending end; leaving the block removes what it made.
 
     Args:
         transport: how to send.
-        cargo: what to send.
+        payload: what to send.
         status: the server's, which names its weights root.
         host: where a group's store listens; the server must reach it.
         timeout_seconds: of the transfer.
@@ -116,7 +116,7 @@ def outgoing(
         taken = ", ".join(status.transports)
         raise RMOptimizerError(f"the server does not take transport {transport.value}; use one of {taken}")
     if transport is Transport.path:
-        return _file_below(Path(status.root or ""), cargo)
+        return _file_below(Path(status.root or ""), payload)
     return _standing(transport, host, timeout_seconds)
 
 
@@ -131,14 +131,14 @@ def _standing(transport: Transport, host: str, timeout_seconds: float) -> Iterat
 
 
 @contextmanager
-def _file_below(root: Path, cargo: Cargo) -> Iterator[Outgoing]:
+def _file_below(root: Path, payload: Payload) -> Iterator[Outgoing]:
     if not root.is_dir():
         raise RMOptimizerError(
             f"the server's weights root {root} is not on this machine; use transport inline, or gloo between hosts"
         )
     path = root / f"{uuid.uuid4().hex}.safetensors"
     try:
-        write_weight_file(path, cargo.specs, byte_pieces(cargo.tensors))
+        write_weight_file(path, payload.specs, byte_pieces(payload.tensors))
     except OSError as error:
         raise RMOptimizerError(f"the weights cannot be written to {root}: {error.strerror}") from error
     try:

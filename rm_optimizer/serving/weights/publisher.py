@@ -36,7 +36,7 @@ from rm_optimizer.serving.protocol import (
     WeightProbe,
 )
 from rm_optimizer.serving.weights.group_transfer import TransferFailed
-from rm_optimizer.serving.weights.outgoing import Cargo, Outgoing, outgoing
+from rm_optimizer.serving.weights.outgoing import Outgoing, Payload, outgoing
 from rm_optimizer.serving.weights.receiver import WeightStatus
 from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
 from rm_optimizer.serving.weights.update_messages import CommitUnanswered, UpdateMessages
@@ -117,12 +117,12 @@ class RMPublisherAdapter:
         """
         model = weights if isinstance(weights, BradleyTerryRM) else None
         tensors = dict(weights) if isinstance(weights, Mapping) else sent_tensors(weights, self.mode)
-        cargo = Cargo(tensors, manifest(tensors))
+        payload = Payload(tensors, manifest(tensors))
         probe = None if model is None else weight_probe(model)
         batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._remembered(self._attempt(cargo, probe, version, batch_id, deadline))
+                return self._remembered(self._attempt(payload, probe, version, batch_id, deadline))
             except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
                 ended = self._given_up(batch_id, version, error)
                 if isinstance(ended, Outcome):
@@ -174,19 +174,19 @@ class RMPublisherAdapter:
         self.close()
 
     def _attempt(
-        self, cargo: Cargo, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
+        self, payload: Payload, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
     ) -> Outcome:
         status = self._status(deadline)
         self._notice_others(status, version)
-        with outgoing(self.transport, cargo, status, host=self.host, timeout_seconds=deadline.left) as way_out:
-            begin = self._announcement(cargo, probe, version, batch_id, status.revision, way_out, deadline)
+        with outgoing(self.transport, payload, status, host=self.host, timeout_seconds=deadline.left) as transfer:
+            begin = self._announcement(payload, probe, version, batch_id, status.revision, transfer, deadline)
             self._messages.post("begin", begin, deadline)
 
             def upload(body: Iterator[bytes], size: int) -> None:
                 headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
                 self._messages.request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
 
-            way_out.send(cargo, upload)
+            transfer.send(payload, upload)
             outcome = self._messages.commit(batch_id, deadline)
         if outcome.status is not OutcomeStatus.committed:
             raise self._do_not_serve(version, _reason(outcome))
@@ -211,12 +211,12 @@ class RMPublisherAdapter:
 
     def _announcement(
         self,
-        cargo: Cargo,
+        payload: Payload,
         probe: WeightProbe | None,
         version: str,
         batch_id: str,
         base_revision: int,
-        way_out: Outgoing,
+        transfer: Outgoing,
         deadline: Deadline,
     ) -> Begin:
         try:
@@ -225,10 +225,10 @@ class RMPublisherAdapter:
                 mode=self.mode,
                 version=version,
                 base_revision=base_revision,
-                tensors=list(cargo.specs),
+                tensors=list(payload.specs),
                 transport=self.transport,
-                path=way_out.path,
-                rendezvous=way_out.rendezvous,
+                path=transfer.path,
+                rendezvous=transfer.rendezvous,
                 timeout_seconds=deadline.left,
                 probe=probe,
             )

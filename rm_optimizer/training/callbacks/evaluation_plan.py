@@ -66,7 +66,7 @@ class EvaluationPlan:
     share: float
 
     def positions(self, seed: int) -> NDArray[np.int64] | None:
-        """Tokenised validation pairs to score during training, the same each time; None is all of them."""
+        """Tokenized validation pairs to score during training, the same each time; None is all of them."""
         if self.pairs == self.all_pairs:
             return None
         return np.sort(epoch_order(self.all_pairs, seed, 0)[: self.pairs])

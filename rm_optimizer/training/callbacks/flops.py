@@ -1,4 +1,4 @@
-"""Floating-point operations that a batch needs, and what a chip could do: the two sides of model FLOPs utilisation."""
+"""Floating-point operations that a batch needs, and what a chip could do: the two sides of model FLOPs utilization."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class RunResult:
 
     @property
     def objective(self) -> float:
-        """Negative log-likelihood on validation, what a sweep minimises."""
+        """Negative log-likelihood on validation, what a sweep minimizes."""
         return self.metrics.nll.value
 
     def to_json(self) -> str:

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rm_optimizer.core.classifier.adapters import add_adapter, has_adapter, lora_config, saved_modules
 from rm_optimizer.core.classifier.head import head_side_modules, require_trainable_head
-from rm_optimizer.core.classifier.quantization import is_quantised, quantisation_arguments
+from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.core.storage import adapter_files
 from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
@@ -443,11 +443,11 @@ def test_four_bits_without_their_library_or_cuda_give_one_sentence(monkeypatch: 
     config = in_memory("llama").model.config
     monkeypatch.setattr("rm_optimizer.core.classifier.quantization.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"bitsandbytes is not installed; pip install 'rm-optimizer\[qlora\]'"):
-        quantisation_arguments(config)
+        quantization_arguments(config)
     monkeypatch.setattr("rm_optimizer.core.classifier.quantization.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs a CUDA device"):
-        quantisation_arguments(config)
+        quantization_arguments(config)
 
 
 @pytest.mark.gpu
@@ -463,15 +463,15 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     qlora = AdapterConfig(kind=AdapterKind.qlora, rank=4, alpha=8.0, dropout=0.0)
     count = add_adapter(model.model, qlora, seed=0)
     assert count is not None
-    assert is_quantised(model.model)
+    assert is_quantized(model.model)
     assert count.total > sum(parameter.numel() for parameter in model.parameters())
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     rewards = scrambled(model).score(PROMPTS, RESPONSES)
     assert save_adapter(model, tmp_path / "adapter").is_passed
     again = BradleyTerryRM.from_pretrained(tmp_path / "adapter")
-    assert is_quantised(again.model)
+    assert is_quantized(again.model)
     assert torch.equal(again.score(PROMPTS, RESPONSES), rewards)
     from_checkpoint = BradleyTerryRM.from_pretrained(lightning_checkpoint(model, tmp_path / "last.ckpt"))
     assert torch.equal(from_checkpoint.score(PROMPTS, RESPONSES), rewards)
     assert model.save_pretrained(tmp_path / "merged").tolerance == 2.0**-2
-    assert not is_quantised(BradleyTerryRM.from_pretrained(tmp_path / "merged").model)
+    assert not is_quantized(BradleyTerryRM.from_pretrained(tmp_path / "merged").model)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rm_optimizer.core.classifier.head import RewardHead, head_name, initialise_head, install_reward_head
+from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError
 from tests.core.tiny_models import ENCODERS, FAMILIES, tiny_architecture, tiny_model, tiny_tokenizer
@@ -71,9 +71,9 @@ def test_the_head_computes_in_float32_under_autocast() -> None:
 
 def test_a_fresh_head_has_the_stated_spread_and_repeats_with_its_seed() -> None:
     head, again, other = RewardHead(4096, 1), RewardHead(4096, 1), RewardHead(4096, 1)
-    said = initialise_head(head, seed=7)
-    initialise_head(again, seed=7)
-    initialise_head(other, seed=8)
+    said = initialize_head(head, seed=7)
+    initialize_head(again, seed=7)
+    initialize_head(other, seed=8)
     assert "1/(hidden+1)" in said
     assert "seed=7" in said
     assert head.bias.item() == 0

@@ -34,7 +34,7 @@ def ece(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
     return expected_calibration_error(folded, equal_width_bins(folded.confidence))
 
 
-def brute_force_symmetrised_ece(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
+def brute_force_symmetrized_ece(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
     p = np.concatenate([expit(logit), expit(-logit)])
     y, w = np.concatenate([label, 1 - label]), np.concatenate([weight, weight])
     total = 0.0
@@ -51,7 +51,7 @@ def test_equals_the_error_of_the_set_with_every_pair_from_both_sides() -> None:
     logit, _, _ = simulated(300, scale=2.0)
     logit[:10] = 0.0
     label, weight = rng.random(300), rng.uniform(0.5, 2.0, size=300)
-    assert ece(logit, label, weight) == pytest.approx(brute_force_symmetrised_ece(logit, label, weight), rel=1e-12)
+    assert ece(logit, label, weight) == pytest.approx(brute_force_symmetrized_ece(logit, label, weight), rel=1e-12)
 
 
 def test_a_calibrated_model_has_no_error_beyond_the_noise_floor_though_every_label_is_one() -> None:
@@ -133,7 +133,7 @@ def test_reliability_curve_of_counted_pairs() -> None:
     assert all(item.frequency_low < item.frequency < item.frequency_high for item in curve)
 
 
-def test_temperature_matches_a_direct_minimisation_and_improves_the_likelihood() -> None:
+def test_temperature_matches_a_direct_minimization_and_improves_the_likelihood() -> None:
     rng = np.random.default_rng(4)
     logit, label, _ = simulated(400, scale=3.0)
     label, weight = 0.9 * label + 0.05, rng.uniform(0.5, 2, size=400)
@@ -169,7 +169,7 @@ def test_equal_odds_have_a_temperature_in_closed_form() -> None:
 def test_no_temperature_where_none_is_best() -> None:
     ones = np.ones(3)
     cases = {
-        "ranked as labelled": (np.array([1.0, 2.0, -0.5]), np.array([1.0, 1.0, 0.0])),
+        "ranked as labeled": (np.array([1.0, 2.0, -0.5]), np.array([1.0, 1.0, 0.0])),
         "do not agree with the labels": (np.array([-1.0, -2.0, 0.5]), np.array([1.0, 1.0, 1.0])),
         "every margin is zero": (np.zeros(3), np.array([1.0, 0.0, 0.7])),
     }

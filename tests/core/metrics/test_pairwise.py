@@ -119,7 +119,7 @@ def test_a_label_below_one_half_turns_the_pair_round() -> None:
             assert other[name] == pytest.approx(value, rel=1e-9), name
 
 
-def test_pairs_labelled_one_half_count_in_likelihood_only() -> None:
+def test_pairs_labeled_one_half_count_in_likelihood_only() -> None:
     metrics = plain([1.0, 2.0, 9.0], [0.0, 3.0, 0.0], label=np.array([1.0, 1.0, 0.5]))
     assert metrics.accuracy.value == 0.5
     assert metrics.mean_margin.value == 0.0

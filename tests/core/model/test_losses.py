@@ -146,12 +146,12 @@ def test_weight_is_repetition_and_its_scale_is_free() -> None:
         torch.testing.assert_close(weighted, repeated)
 
 
-def test_regularisers_are_added_in_closed_form() -> None:
+def test_regularizers_are_added_in_closed_form() -> None:
     chosen, rejected = pairs()
     plain = bradley_terry_loss(chosen, rejected, beta=2.0)
-    regularised = bradley_terry_loss(chosen, rejected, beta=2.0, center_rewards=0.3, reward_l2=0.7)
+    regularized = bradley_terry_loss(chosen, rejected, beta=2.0, center_rewards=0.3, reward_l2=0.7)
     expected = plain + 0.3 * ((chosen + rejected) ** 2).mean() + 0.7 * ((chosen**2 + rejected**2) / 2).mean()
-    torch.testing.assert_close(regularised, expected)
+    torch.testing.assert_close(regularized, expected)
 
 
 def test_pair_losses_of_any_split_add_up_to_the_whole() -> None:

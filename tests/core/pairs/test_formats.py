@@ -53,7 +53,7 @@ def compare(name: str, row: dict[str, Any], rule: KwiseRule = KwiseRule.all) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_recognises_its_rows_and_reads_the_same_pair(name: str) -> None:
+def test_every_format_recognizes_its_rows_and_reads_the_same_pair(name: str) -> None:
     for row in EXAMPLES[name]:
         assert detect_format([row]) is FORMATS[name]
         (comparison,) = compare(name, row)

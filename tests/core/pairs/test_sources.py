@@ -160,7 +160,7 @@ def test_a_table_of_single_responses_is_kwise(tmp_path: Path) -> None:
     assert loaded.pairs[0].metadata["chosen_model"] == loaded.pairs[0].chosen.upper()
 
 
-def test_a_source_of_ties_can_be_labelled_as_such(tmp_path: Path) -> None:
+def test_a_source_of_ties_can_be_labeled_as_such(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROW, ROW | {"label": 0.9})
     assert [pair.label for pair in load(path, label=0.5).pairs] == [0.5, 0.9]
 

@@ -1,4 +1,4 @@
-"""The tokenised cache: what was given comes back, whoever builds it and whatever befell it before."""
+"""The tokenized cache: what was given comes back, whoever builds it and whatever befell it before."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_truncation_report_counts_every_pair_given(tmp_path: Path) -> None:
     assert TruncationReport.from_json(report.to_json()) == report
 
 
-def test_a_second_run_opens_the_cache_and_tokenises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_opens_the_cache_and_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tokenize_pairs(some_pairs(9), renderer(), tmp_path)
     monkeypatch.setattr(tokens, "_build", None)
     second = tokenize_pairs(some_pairs(9), renderer(), tmp_path)
@@ -128,7 +128,7 @@ def test_whatever_the_tokens_depend_on_gives_a_cache_of_its_own(tmp_path: Path) 
     assert len(folders) == len(renderers) + len(others)
 
 
-def test_margins_labels_and_padding_state_do_not_tokenise_anew(tmp_path: Path) -> None:
+def test_margins_labels_and_padding_state_do_not_tokenize_anew(tmp_path: Path) -> None:
     first = tokenize_pairs([PreferencePair("p", "a", "b")], renderer(), tmp_path)
     render = renderer()
     render.tokenizer(["x", "longer"], padding=True, truncation=True, max_length=3)
@@ -288,7 +288,7 @@ def test_progress_is_shown_for_large_sets_only(
     monkeypatch.setattr(tokens, "_PROGRESS_FROM", 5)
     monkeypatch.setenv("FORCE_COLOR", "1")
     tokenize_pairs(some_pairs(6), renderer(), tmp_path)
-    assert "Tokenising" in capfd.readouterr().err
+    assert "Tokenizing" in capfd.readouterr().err
 
 
 def test_the_cache_holds_no_text(tmp_path: Path) -> None:

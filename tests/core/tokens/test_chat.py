@@ -164,7 +164,7 @@ def test_plain_rendering_of_text_and_of_messages() -> None:
     assert renderer.text(turns, "D") == expected
 
 
-def test_ids_are_those_of_transformers_own_chat_tokenisation() -> None:
+def test_ids_are_those_of_transformers_own_chat_tokenization() -> None:
     tokenizer = llama()
     renderer = ConversationRenderer(tokenizer, 200)
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
@@ -317,7 +317,7 @@ def test_half_a_surrogate_pair_is_named() -> None:
         LONG.encode("a \ud83d b", "there")
 
 
-def test_template_hash_is_of_behaviour() -> None:
+def test_template_hash_is_of_behavior() -> None:
     plain = ConversationRenderer(byte_bpe(eos_token="</s>"), 100)
     assert plain.template_hash == ConversationRenderer(byte_bpe(eos_token="</s>"), 50).template_hash
     others = [byte_bpe(eos_token="<|im_end|>"), byte_bpe(adds_bos=True, bos_token="<s>", eos_token="</s>"), chatml()]

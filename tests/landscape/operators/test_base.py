@@ -18,7 +18,7 @@ from rm_optimizer.errors import ConfigError, RMOptimizerError, TrainingDiverged
 from rm_optimizer.landscape.estimates.sharpness import local_geometry, loss_at
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators.products import WAYS, KeptGraph, choose_product
+from rm_optimizer.landscape.operators.products import PRODUCT_METHODS, KeptGraph, choose_product
 from rm_optimizer.landscape.solvers.dense import dense_matrix
 from rm_optimizer.schema import LossConfig
 from tests.landscape.worlds import (
@@ -55,8 +55,8 @@ def test_products_equal_those_with_the_dense_hessian(family: str) -> None:
     torch.testing.assert_close(known.hessian, known.hessian.T, **EXACT)
     with measuring(known.model, known.batches, EVERYTHING, params=INNER, dtype=torch.float64) as objective:
         vectors = random_vectors(objective.subset.num_parameters)
-        for way in WAYS:
-            found = HessianOperator(objective, product=way).apply(vectors)  # type: ignore[arg-type]
+        for method in PRODUCT_METHODS:
+            found = HessianOperator(objective, product=method).apply(vectors)  # type: ignore[arg-type]
             torch.testing.assert_close(found, vectors @ known.hessian, **EXACT)
 
 
@@ -142,7 +142,7 @@ CHANGES: dict[str, Callable[[BradleyTerryRM, PairBatch], object]] = {
 }
 
 
-@pytest.mark.parametrize("product", WAYS)
+@pytest.mark.parametrize("product", PRODUCT_METHODS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_products_raises(product: str, change: str) -> None:
     model = reward_model("bert")

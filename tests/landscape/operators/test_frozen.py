@@ -17,7 +17,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
-from rm_optimizer.landscape.probe import measure_curvature
+from rm_optimizer.landscape.training_curvature import measure_curvature
 from tests.landscape.worlds import PLAIN, micro_batches, reward_model
 
 

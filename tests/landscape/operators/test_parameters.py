@@ -6,12 +6,12 @@ import pytest
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from tests.landscape.subjects import tiny_subject
+from tests.landscape.measured_losses import tiny_measured_loss
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_subject(tmp_path_factory.mktemp("tokens")).model
+    return tiny_measured_loss(tmp_path_factory.mktemp("tokens")).model
 
 
 def test_names_and_patterns_join_in_a_list(model):

@@ -14,7 +14,7 @@ from rm_optimizer.landscape.surface.directions import (
     Directions,
     along_eigenvectors,
     displacements_of,
-    filter_normalised,
+    filter_normalized,
     trajectory_plane,
 )
 
@@ -35,7 +35,7 @@ def everything(model: nn.Module) -> ParameterSubset:
 def test_every_row_is_as_long_as_the_row_of_the_weights_and_vectors_stay():
     model = two_layers()
     subset = everything(model)
-    found = filter_normalised(model, subset, 2, seed=3)
+    found = filter_normalized(model, subset, 2, seed=3)
     for vector in found.vectors:
         for part, weight in zip(subset.unflatten(vector), subset.of(model), strict=True):
             if weight.ndim == 2:
@@ -47,8 +47,8 @@ def test_every_row_is_as_long_as_the_row_of_the_weights_and_vectors_stay():
 def test_random_directions_are_the_seeds_and_differ():
     model = two_layers()
     subset = everything(model)
-    first, again = (filter_normalised(model, subset, 2, seed=3).vectors for _ in range(2))
-    other = filter_normalised(model, subset, 2, seed=4).vectors
+    first, again = (filter_normalized(model, subset, 2, seed=3).vectors for _ in range(2))
+    other = filter_normalized(model, subset, 2, seed=4).vectors
     assert torch.equal(first, again)
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first, other)
@@ -57,7 +57,7 @@ def test_random_directions_are_the_seeds_and_differ():
 def test_only_vectors_give_no_random_direction():
     model = nn.LayerNorm(4)
     with pytest.raises(ConfigError, match="params selects none"):
-        filter_normalised(model, everything(model), 1, seed=0)
+        filter_normalized(model, everything(model), 1, seed=0)
 
 
 def test_eigenvectors_come_by_magnitude_with_their_values():

@@ -15,15 +15,15 @@ import torch
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.landscape.analysis import measure_slices, measure_surface
+from rm_optimizer.landscape.analysis_context import AnalysisContext
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.sample import draw_pairs
 from rm_optimizer.landscape.solvers.lanczos import lanczos
-from rm_optimizer.landscape.study import Study
-from rm_optimizer.landscape.surface.directions import Directions, along_eigenvectors, filter_normalised
+from rm_optimizer.landscape.surface.directions import Directions, along_eigenvectors, filter_normalized
 from rm_optimizer.landscape.surface.grid import GridLedger, measure_grid
 from rm_optimizer.landscape.surface.loss_at import PointLoss, _clustered_mean
 from rm_optimizer.landscape.surface.results import (
-    Measured,
+    GridDescription,
     Slice,
     Surface,
     Trajectory,
@@ -35,7 +35,7 @@ from rm_optimizer.landscape.surface.results import (
     write_rows,
 )
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
-from tests.landscape.subjects import PAIRS, tiny_subject
+from tests.landscape.measured_losses import PAIRS, tiny_measured_loss
 
 
 def assert_same(points: dict[int, PointLoss], others: dict[int, PointLoss]) -> None:
@@ -51,40 +51,40 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def subject(cache):
-    return tiny_subject(cache)
+def measured_loss(cache):
+    return tiny_measured_loss(cache)
 
 
 def losses(ledger: GridLedger) -> list[float]:
     return [ledger.points[index].loss for index in sorted(ledger.points)]
 
 
-def measured_grid(subject, directions: Directions, points, **options) -> GridLedger:
+def measured_grid(measured_loss, directions: Directions, points, **options) -> GridLedger:
     with TemporaryDirectory() as folder:
         ledger = GridLedger(Path(folder) / "points.jsonl", "any", len(points))
-        measure_grid(subject, directions, points, ledger, **options)
+        measure_grid(measured_loss, directions, points, ledger, **options)
     return ledger
 
 
-def random_directions(subject, count: int) -> Directions:
-    with subject.measuring() as objective:
-        return filter_normalised(objective.model, objective.subset, count, seed=0)
+def random_directions(measured_loss, count: int) -> Directions:
+    with measured_loss.measuring() as objective:
+        return filter_normalized(objective.model, objective.subset, count, seed=0)
 
 
-def test_the_middle_of_a_slice_is_the_loss_itself(subject):
-    directions = random_directions(subject, 2)
+def test_the_middle_of_a_slice_is_the_loss_itself(measured_loss):
+    directions = random_directions(measured_loss, 2)
     steps = symmetric_steps(1.0, 3)
-    found = measured_grid(subject, directions, slice_grid(2, steps))
-    with subject.measuring() as objective:
+    found = measured_grid(measured_loss, directions, slice_grid(2, steps))
+    with measured_loss.measuring() as objective:
         value = objective.value()
     assert [found.points[1].loss, found.points[4].loss] == pytest.approx([value, value], rel=1e-14)
 
 
-def test_a_point_is_the_loss_of_a_model_with_those_weights(subject):
-    directions = random_directions(subject, 2)
-    found = measured_grid(subject, directions, [(0.3, -0.2)])
+def test_a_point_is_the_loss_of_a_model_with_those_weights(measured_loss):
+    directions = random_directions(measured_loss, 2)
+    found = measured_grid(measured_loss, directions, [(0.3, -0.2)])
     vector = 0.3 * directions.vectors[0] - 0.2 * directions.vectors[1]
-    with subject.measuring() as objective, torch.no_grad():
+    with measured_loss.measuring() as objective, torch.no_grad():
         before = [parameter.clone() for parameter in objective.parameters]
         for parameter, part in zip(objective.parameters, objective.subset.unflatten(vector), strict=True):
             parameter.add_(part)
@@ -94,48 +94,48 @@ def test_a_point_is_the_loss_of_a_model_with_those_weights(subject):
     assert found.points[0].loss == pytest.approx(value, rel=1e-12)
 
 
-def test_weights_modes_and_gradients_are_as_before_bit_for_bit(subject):
-    model = subject.model.train()
+def test_weights_modes_and_gradients_are_as_before_bit_for_bit(measured_loss):
+    model = measured_loss.model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    measured_grid(subject, random_directions(subject, 1), [(0.5,), (1e30,)])
+    measured_grid(measured_loss, random_directions(measured_loss, 1), [(0.5,), (1e30,)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     model.eval()
 
 
-def test_second_derivative_along_an_eigenvector_is_its_eigenvalue(subject):
-    with subject.measuring() as objective:
+def test_second_derivative_along_an_eigenvector_is_its_eigenvalue(measured_loss):
+    with measured_loss.measuring() as objective:
         found = lanczos(HessianOperator(objective, product="reverse"), 2, which="magnitude", tolerance=1e-8)
     directions = along_eigenvectors(found, 2)
     h = 1e-3
     points = slice_grid(2, (-2 * h, -h, 0.0, h, 2 * h))
-    rows = np.array(losses(measured_grid(subject, directions, points))).reshape(2, 5)
+    rows = np.array(losses(measured_grid(measured_loss, directions, points))).reshape(2, 5)
     second = rows @ np.array([-1, 16, -30, 16, -1]) / (12 * h * h)  # error O(h^4)
     np.testing.assert_allclose(second, directions.values, rtol=2e-3)
 
 
-def test_the_split_into_micro_batches_changes_no_point(cache, subject):
-    directions = random_directions(subject, 1)
+def test_the_split_into_micro_batches_changes_no_point(cache, measured_loss):
+    directions = random_directions(measured_loss, 1)
     points = [(0.0,), (0.7,)]
-    whole = losses(measured_grid(tiny_subject(cache, token_budget=10_000), directions, points))
-    assert losses(measured_grid(subject, directions, points)) == pytest.approx(whole, rel=1e-12)
+    whole = losses(measured_grid(tiny_measured_loss(cache, token_budget=10_000), directions, points))
+    assert losses(measured_grid(measured_loss, directions, points)) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(subject):
-    directions = random_directions(subject, 2)
+def test_two_processes_find_what_one_finds(measured_loss):
+    directions = random_directions(measured_loss, 2)
     points = plane_grid((-1.0, 0.0, 1.0), (0.0, 0.5))
-    before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
-    serial, parallel = (measured_grid(subject, directions, points, processes=n) for n in (1, 2))
+    before = {name: tensor.clone() for name, tensor in measured_loss.model.state_dict().items()}
+    serial, parallel = (measured_grid(measured_loss, directions, points, processes=n) for n in (1, 2))
     assert_same(parallel.points, serial.points)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in subject.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in measured_loss.model.state_dict().items())
 
 
-def test_an_interrupted_grid_goes_on_and_ends_the_same(subject, tmp_path):
-    directions = random_directions(subject, 1)
+def test_an_interrupted_grid_goes_on_and_ends_the_same(measured_loss, tmp_path):
+    directions = random_directions(measured_loss, 1)
     points = [(float(i),) for i in range(5)]
-    whole = measured_grid(subject, directions, points)
+    whole = measured_grid(measured_loss, directions, points)
     path, measured = tmp_path / "points.jsonl", []
 
     def stop(done: int, total: int) -> None:
@@ -143,12 +143,12 @@ def test_an_interrupted_grid_goes_on_and_ends_the_same(subject, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_grid(subject, directions, points, GridLedger(path, "x", 5), on_point=stop)
+        measure_grid(measured_loss, directions, points, GridLedger(path, "x", 5), on_point=stop)
     with path.open("a") as file:
         file.write('{"index": 2, "po')  # killed while writing
     ledger = GridLedger(path, "x", 5)
     assert sorted(ledger.points) == [0, 1]
-    measure_grid(subject, directions, points, ledger, on_point=lambda done, total: measured.append(done))
+    measure_grid(measured_loss, directions, points, ledger, on_point=lambda done, total: measured.append(done))
     assert measured == [2, 3, 4, 5]
     assert_same(GridLedger(path, "x", 5).points, whole.points)
 
@@ -169,10 +169,10 @@ def test_a_finished_grid_makes_room_for_another(tmp_path):
     assert GridLedger(path, "another", 2).points == {0: POINT}
 
 
-def test_other_options_start_a_finished_study_anew_and_refuse_to_mix_with_an_unfinished_one(subject, tmp_path):
+def test_other_options_start_a_finished_analysis_anew_and_refuse_to_mix_with_an_unfinished_one(measured_loss, tmp_path):
     def lines(num_points: int, on_progress=lambda *of: None):
         config = LandscapeConfig(type=AnalysisType.slices, num_points=num_points, num_directions=1)
-        return measure_slices(Study(subject, config, tmp_path, on_progress))
+        return measure_slices(AnalysisContext(measured_loss, config, tmp_path, on_progress))
 
     def stop(what: str, done: int, total: int | None, remark: str) -> None:
         if done == 1:
@@ -189,35 +189,39 @@ def test_other_options_start_a_finished_study_anew_and_refuse_to_mix_with_an_unf
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_more_products_give_other_eigenvectors(subject, tmp_path):
+def test_more_products_give_other_eigenvectors(measured_loss, tmp_path):
     names = []
     for most in (2, 3):
         options = {"directions": DirectionKind.eigenvectors, "max_products": most}
-        names.append(measure_slices(study(subject, tmp_path, AnalysisType.slices, **options)).result.measured.names)
+        names.append(
+            measure_slices(context(measured_loss, tmp_path, AnalysisType.slices, **options)).result.measured.names
+        )
     assert names[0] != names[1]
 
 
-def study(subject, folder, kind: AnalysisType, **options) -> Study:
-    return Study(subject, LandscapeConfig(type=kind, num_points=3, num_directions=2, **options), folder)
+def context(measured_loss, folder, kind: AnalysisType, **options) -> AnalysisContext:
+    return AnalysisContext(measured_loss, LandscapeConfig(type=kind, num_points=3, num_directions=2, **options), folder)
 
 
-def test_a_stopped_study_says_so_and_the_same_one_completes_it(subject, tmp_path):
-    whole = measure_surface(study(subject, tmp_path / "whole", AnalysisType.surface)).result
+def test_a_stopped_analysis_says_so_and_the_same_one_completes_it(measured_loss, tmp_path):
+    whole = measure_surface(context(measured_loss, tmp_path / "whole", AnalysisType.surface)).result
 
     def stop(what: str, done: int, total: int | None, remark: str) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
     config = LandscapeConfig(type=AnalysisType.surface, num_points=3)
-    stopped = measure_surface(Study(subject, config, tmp_path / "half", stop))
+    stopped = measure_surface(AnalysisContext(measured_loss, config, tmp_path / "half", stop))
     assert stopped.is_partial
     assert stopped.result.num_missing == 5
-    again = measure_surface(Study(subject, config, tmp_path / "half"))
+    again = measure_surface(AnalysisContext(measured_loss, config, tmp_path / "half"))
     assert (again.is_partial, again.result) == (False, whole)
 
 
-def test_slices_along_eigenvectors_reach_where_the_parabola_has_risen_by_one(subject, tmp_path):
-    found = measure_slices(study(subject, tmp_path, AnalysisType.slices, directions=DirectionKind.eigenvectors)).result
+def test_slices_along_eigenvectors_reach_where_the_parabola_has_risen_by_one(measured_loss, tmp_path):
+    found = measure_slices(
+        context(measured_loss, tmp_path, AnalysisType.slices, directions=DirectionKind.eigenvectors)
+    ).result
     top = max(abs(value) for value in found.measured.values)
     assert 0.5 * top * found.steps[-1] ** 2 == pytest.approx(1.0)
     assert found.steps[1] == 0.0
@@ -232,13 +236,13 @@ def test_errors_are_those_of_prompts_not_of_pairs():
     assert alone == (2.0, pytest.approx(values.std(ddof=1) / 2))
 
 
-def test_one_pair_is_refused(cache, subject):
+def test_one_pair_is_refused(cache, measured_loss):
     with pytest.raises(DataError, match="at least 2 pairs to know its sampling error, got 1"):
-        draw_pairs(PAIRS[:1], subject.model.renderer, num_pairs=8, seed=0, token_budget=64, cache_dir=cache)
+        draw_pairs(PAIRS[:1], measured_loss.model.renderer, num_pairs=8, seed=0, token_budget=64, cache_dir=cache)
 
 
 POINT, NONE = PointLoss(0.5, 0.1, 0.75, 0.05), PointLoss(math.nan, math.nan, math.nan, math.nan)
-MEASURED = Measured(
+MEASURED = GridDescription(
     method="any", names=("a", "b"), values=None, params="head", num_parameters=3, num_pairs=8, num_prompts=4, seed=0
 )
 SURFACE = Surface(MEASURED, (0.0, 1.0), (0.0, 2.0), ((POINT, POINT), (POINT, POINT)))

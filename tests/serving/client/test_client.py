@@ -157,9 +157,9 @@ def failure(status: int, **headers: str) -> httpx.Response:
     return httpx.Response(status, json=body, headers=headers)
 
 
-@pytest.mark.parametrize("tokenises_here", [True, False])
-def test_rewards_come_in_the_order_of_the_responses(stub, renderer, expected, tokenises_here):
-    with connected(stub, renderer=renderer if tokenises_here else None) as client:
+@pytest.mark.parametrize("tokenizes_here", [True, False])
+def test_rewards_come_in_the_order_of_the_responses(stub, renderer, expected, tokenizes_here):
+    with connected(stub, renderer=renderer if tokenizes_here else None) as client:
         assert isinstance(client, Scorer)
         assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
         assert client.score_pair(PROMPTS[0], *RESPONSES[:2]) == pytest.approx(float(expected[0] - expected[1]))
@@ -204,7 +204,7 @@ def test_an_answer_of_a_proxy_is_not_retried_and_its_status_is_named(stub, rende
     assert asyncio.run(main()) == (f"http://stub/classify: {status} <h1>no upstream</h1>", 1)
 
 
-def test_retry_after_is_honoured_and_the_deadline_with_it(stub, renderer):
+def test_retry_after_is_honored_and_the_deadline_with_it(stub, renderer):
     with connected(stub, renderer=renderer, timeout_seconds=1.0) as client:
         stub.faults = [failure(503, **{"retry-after": "30"})]
         with pytest.raises(RewardServerUnavailable, match=r"no answer within 1 s.*the queue is full"):
@@ -221,10 +221,10 @@ def test_a_dead_server_raises_after_the_deadline_and_gives_no_reward(stub, rende
             client.score(PROMPTS, RESPONSES)
 
 
-@pytest.mark.parametrize("tokenises_here", [True, False])
-def test_large_calls_are_split_by_the_announced_limits(renderer, expected, tokenises_here):
+@pytest.mark.parametrize("tokenizes_here", [True, False])
+def test_large_calls_are_split_by_the_announced_limits(renderer, expected, tokenizes_here):
     stub = StubServer(renderer, max_items=3, max_tokens=2000)
-    with connected(stub, renderer=renderer if tokenises_here else None) as client:
+    with connected(stub, renderer=renderer if tokenizes_here else None) as client:
         stub.requests.clear()
         assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
         assert len(stub.requests) >= 7
@@ -323,7 +323,7 @@ def test_a_plain_vllm_that_ignores_the_field_is_refused(stub, renderer):
 
 def test_a_plain_vllm_with_another_tokenizer_is_refused(stub, renderer):
     stub.is_ours, stub.shift = False, 1
-    with pytest.raises(HandshakeFailed, match="tokenises other than this client"):
+    with pytest.raises(HandshakeFailed, match="tokenizes other than this client"):
         connected(stub, renderer=renderer)
 
 

@@ -11,8 +11,8 @@ import time
 import httpx
 import pytest
 
+from rm_optimizer.serving.http.admission import AdmissionControl
 from rm_optimizer.serving.http.body_timeout import BodyTimeout
-from rm_optimizer.serving.http.door import Door
 from rm_optimizer.serving.protocol import Begin, ErrorBody, RewardModelTrainingMode, Transport
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
@@ -124,7 +124,7 @@ def test_a_slow_body_that_ends_in_time_is_answered(server):
 
 
 def scripted(parts, seconds):
-    """Statuses and the door, after a POST whose body comes as `(seconds before it, bytes)`; then the client stays."""
+    """Statuses and the admission control, after a POST whose body comes as `(seconds before it, bytes)`."""
     statuses = []
 
     async def read_all(scope, receive, send):
@@ -145,10 +145,10 @@ def scripted(parts, seconds):
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
 
-        door = Door(read_all)
+        admission = AdmissionControl(read_all)
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-        await BodyTimeout(door, seconds=seconds, least_rate=100.0)(scope, receive, send)
-        return door
+        await BodyTimeout(admission, seconds=seconds, least_rate=100.0)(scope, receive, send)
+        return admission
 
     return statuses, asyncio.run(main())
 
@@ -156,6 +156,6 @@ def scripted(parts, seconds):
 def test_every_byte_earns_time_and_none_is_held_after_the_end():
     earned = [(0.0, b"x" * 1000), *[(0.4, b"x")] * 3]  # waits 1.2 s, of 1 s and ten earned ones
     for parts, expected in ((earned, 200), ([(0.0, b"x"), *earned[1:]], 408), ([(1.5, b"x" * 1000)], 408)):
-        statuses, door = scripted(parts, 1.0)
+        statuses, admission = scripted(parts, 1.0)
         assert statuses == [expected]
-        assert (door.open_bytes, door.open_requests) == (0, 0)
+        assert (admission.open_bytes, admission.open_requests) == (0, 0)

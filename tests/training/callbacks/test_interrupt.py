@@ -76,7 +76,7 @@ def whole_run(small_config: Callable[..., TrainConfig], tmp_path_factory: pytest
     return train_reward_model(small_config(tmp_path_factory.mktemp("whole") / "run", *OPTIONS))
 
 
-def signalled_at(number: signal.Signals, evaluation: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
+def signaled_at(number: signal.Signals, evaluation: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
     """Send this process a signal in the second pass of an evaluation, counted from 0."""
     score = evaluate.score_pairs
     seen = []
@@ -112,7 +112,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_run_resumes_to_the_same_bytes
     where: str,
 ) -> None:
     with monkeypatch.context() as patch:
-        signalled_at(signal.SIGTERM, evaluation, patch)
+        signaled_at(signal.SIGTERM, evaluation, patch)
         with pytest.raises(Interrupted, match=f"stopped after step {step} of 6.*{where}.*resume=auto") as caught:
             train_reward_model(small_config(tmp_path, *OPTIONS))
     assert f"step-{step:08d}.ckpt" in str(caught.value)
@@ -126,7 +126,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_run_resumes_to_the_same_bytes
 def test_a_second_signal_in_an_evaluation_says_what_there_is(
     small_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signalled_at(signal.SIGINT, 0, monkeypatch, times=2)
+    signaled_at(signal.SIGINT, 0, monkeypatch, times=2)
     with pytest.raises(Interrupted, match=r"stopped at once.*nothing was saved yet"):
         train_reward_model(small_config(tmp_path, *OPTIONS))
     assert not list(tmp_path.rglob("*.tmp"))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Gate:
+class ReadWriteLock:
     """A lock for many readers or one writer; a writer who waits keeps new readers out, so it comes soon.
 
     What a reader sees between entering and leaving is of one version: the writer drains, changes, and admits again.

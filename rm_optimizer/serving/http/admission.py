@@ -46,7 +46,7 @@ def _header_bytes(scope: Scope) -> int:
     return line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
 
 
-class Door:
+class AdmissionControl:
     """Refuses requests while too many are open, and bodies that are too large.
 
     Args:

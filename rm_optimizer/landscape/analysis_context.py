@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rm_optimizer.landscape.sample import Subject
+from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.surface.directions import Directions
-from rm_optimizer.landscape.surface.results import Measured, describe
+from rm_optimizer.landscape.surface.results import GridDescription, describe
 from rm_optimizer.schema.landscape import LandscapeConfig
 
 POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
@@ -22,13 +22,13 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
-class Finding(Generic[ResultT]):
+class AnalysisResult(Generic[ResultT]):
     """A result, and whether an interruption cut it short.
 
     Args:
         result: what was measured.
         is_partial: whether the user stopped it before it was whole.
-        is_kept: whether the same study goes on from it.
+        is_kept: whether the same analysis goes on from it.
     """
 
     result: ResultT
@@ -37,17 +37,17 @@ class Finding(Generic[ResultT]):
 
 
 @dataclass(frozen=True)
-class Study:
+class AnalysisContext:
     """What is measured and how.
 
     Args:
-        subject: model, pairs and loss.
+        measured_loss: model, pairs and loss.
         config: the options.
-        folder: where points are kept while they are measured, so that the same study goes on after a kill.
+        folder: where points are kept while they are measured, so that the same analysis goes on after a kill.
         on_progress: told what is being done, how much of it is, of how much (None where nobody knows), and a remark.
     """
 
-    subject: Subject
+    measured_loss: MeasuredLoss
     config: LandscapeConfig
     folder: Path
     on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
@@ -65,10 +65,10 @@ class Study:
         """A point of a grid."""
         self.on_progress("points", done, total, "")
 
-    def measured(self, directions: Directions) -> Measured:
+    def measured(self, directions: Directions) -> GridDescription:
         """What captions say."""
-        sample = self.subject.sample
-        params = self.subject.params
+        sample = self.measured_loss.sample
+        params = self.measured_loss.params
         return describe(
             directions,
             params=params if isinstance(params, str) else ", ".join(params),
@@ -79,11 +79,11 @@ class Study:
         )
 
 
-def require_finite_loss(subject: Subject) -> None:
+def require_finite_loss(measured_loss: MeasuredLoss) -> None:
     """Make sure of the loss where the landscape is looked at.
 
     Raises:
         TrainingDiverged: if it is NaN or infinite; names the pairs.
     """
-    with subject.measuring() as objective:
+    with measured_loss.measuring() as objective:
         objective.checked(torch.tensor(objective.value()))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rm_optimizer.evaluation.curvature_reading import MeasureCurvature
-from rm_optimizer.landscape import probe
+from rm_optimizer.landscape import training_curvature
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.probe import FIRST_PRODUCTS, measure_curvature
 from rm_optimizer.landscape.solvers.dense import dense_matrix
+from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, measure_curvature
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 
 
@@ -113,7 +113,7 @@ def readings_of(monkeypatch: pytest.MonkeyPatch, matrices: list[Tensor]) -> list
     read = measure_curvature(model, micro_batches(model), EVERYTHING, num_products=2)
     found = []
     for matrix in matrices:
-        monkeypatch.setattr(probe, "GradientDifferences", lambda objective, matrix=matrix: Moving(matrix))
+        monkeypatch.setattr(training_curvature, "GradientDifferences", lambda objective, matrix=matrix: Moving(matrix))
         found.append(read().top_eigenvalue)
     return found
 

@@ -59,7 +59,7 @@ def measure_curvature(
     Args:
         model: the model in training.
         micro_batches: the pairs, the same for every call.
-        loss: what is minimised.
+        loss: what is minimized.
         num_products: products of each call after the first, 1 or 2.
         seed: of the first vector and of the probes, which are drawn anew in each call.
     """

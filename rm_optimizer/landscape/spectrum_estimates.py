@@ -15,7 +15,7 @@ from rm_optimizer.landscape.solve import Solution, SpectrumOptions
 
 
 @dataclass
-class Extra:
+class SpectrumEstimates:
     """What is known beside the eigenvalues; see the fields of `HessianSpectrum`."""
 
     trace: Estimate | None = None
@@ -24,14 +24,14 @@ class Extra:
     geometry: LocalGeometry | None = None
 
 
-def with_extras(
+def with_estimates(
     operator: LossOperator,
     found: Solution,
     options: SpectrumOptions,
     *,
     seed: int,
     clusters: Sequence[int] | None = None,
-) -> tuple[Solution, Extra]:
+) -> tuple[Solution, SpectrumEstimates]:
     """What is asked for and the solver did not give.
 
     Interrupted (Ctrl-C), what is done until then, and the solution marked so.
@@ -43,20 +43,20 @@ def with_extras(
         seed: of resampling; random vectors take the next one.
         clusters: number of each pair's prompt, in the order of the batches.
     """
-    extra = Extra(trace=found.trace, sampling=found.sampling)
+    estimates = SpectrumEstimates(trace=found.trace, sampling=found.sampling)
     if found.is_interrupted:
-        return found, extra
+        return found, estimates
     try:
-        _estimate(operator, found, extra, options, seed, clusters)
+        _estimate(operator, found, estimates, options, seed, clusters)
     except KeyboardInterrupt:
-        return replace(found, is_interrupted=True), extra
-    return found, extra
+        return replace(found, is_interrupted=True), estimates
+    return found, estimates
 
 
 def _estimate(
     operator: LossOperator,
     found: Solution,
-    extra: Extra,
+    estimates: SpectrumEstimates,
     options: SpectrumOptions,
     seed: int,
     clusters: Sequence[int] | None,
@@ -64,20 +64,20 @@ def _estimate(
     pairs, is_hessian = found.pairs, isinstance(operator, HessianOperator)
     removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
     if options.sam_rho and is_hessian:
-        extra.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
+        estimates.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
     sampled = min(options.num_sampled, len(pairs.vectors))
-    if sampled and not extra.sampling and is_hessian:
-        extra.sampling = sampling_error(operator.objective, pairs.vectors[:sampled], clusters=clusters, seed=seed)
+    if sampled and not estimates.sampling and is_hessian:
+        estimates.sampling = sampling_error(operator.objective, pairs.vectors[:sampled], clusters=clusters, seed=seed)
     if options.density_probes:
-        extra.density = spectral_density(
+        estimates.density = spectral_density(
             operator,
             num_probes=options.density_probes,
             num_steps=options.density_steps,
             seed=seed + 1,
             found=removable,
         )
-        extra.trace = extra.trace or extra.density.moment(1)
-    if extra.trace is None and options.trace_products:
-        extra.trace = estimate_trace(
+        estimates.trace = estimates.trace or estimates.density.moment(1)
+    if estimates.trace is None and options.trace_products:
+        estimates.trace = estimate_trace(
             operator, options.trace_method, options.trace_products, seed=seed + 1, found=removable
         )

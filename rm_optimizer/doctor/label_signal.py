@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.doctor.diagnosis import Check, Measured, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
 from rm_optimizer.doctor.rewards import ScoredPairs
 
 NUM_SHUFFLES = 32
@@ -104,7 +104,7 @@ def _signal(scored: ScoredPairs, predicted: NDArray[np.float64], shuffled: float
         is_random = high < NO_SIGNAL and not is_fresh
         status = Status.fail if is_random else Status.warn
         explanation += ", no better than random ones; check which response is preferred, or give more pairs"
-    details: dict[str, Measured] = {
+    details: dict[str, MeasuredValue] = {
         "low": low,
         "high": high,
         "shuffled": shuffled,
@@ -122,6 +122,6 @@ def _shuffle(accuracies: NDArray[np.float64]) -> Check:
     explanation = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
     if is_leaking:
         explanation += ", so the same comparisons stand under several prompts; remove such repeats before splitting"
-    details: dict[str, Measured] = {"standard_error": error, "num_shuffles": len(accuracies)}
+    details: dict[str, MeasuredValue] = {"standard_error": error, "num_shuffles": len(accuracies)}
     status = Status.fail if is_leaking else Status.ok
     return Check("label_shuffle", status, mean, "held-out accuracy", "0.5", explanation, details)
