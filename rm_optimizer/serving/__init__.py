@@ -1,6 +1,6 @@
-"""Answering with a reward model: wire types, engines, the server, its client and live weight updates.
+"""Reward model serving: wire types, engines, the server, its client and live weight updates.
 
-Modules are imported by name; the server's need the extra `serve`. What users call loads on first use.
+Modules are imported by name; the server's need the extra `serve`. The public names load on first use.
 """
 
 from __future__ import annotations

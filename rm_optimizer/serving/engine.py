@@ -1,7 +1,7 @@
-"""What a server asks of an engine: rewards of token ids with the version that computed them, and new weights.
+"""Interface between a server and its engine: rewards of token ids with their version, and weight updates.
 
 An update has two steps. `stage` reads and checks the new weights while the old ones answer; `commit` swaps them between
-two batches. Until a commit has returned, every answer comes from the old weights, whole; from then on from the new.
+two batches. Every answer comes from the old weights until a commit has returned, and from the new ones afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineFailed(EngineUnavailable):
 
 
 class WeightsRefused(RMOptimizerError):
-    """New weights were not taken; the old ones serve on. The text names the tensor or probe at fault."""
+    """The new weights were rejected and the old ones stay. The text names the tensor or probe at fault."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ScoredBatch:
     """Rewards of one batch, all of them from one revision of the weights.
 
     Args:
-        rewards: in the order of the sequences; raw, and possibly not finite.
+        rewards: raw rewards in the order of the sequences, possibly not finite.
         version: name of the weights that computed them.
         revision: their serial number, see `new_revision`; None from a server that has none, a plain vLLM.
     """
@@ -44,38 +44,38 @@ class ScoredBatch:
 
     @property
     def weights(self) -> tuple[str, int | None]:
-        """Identity of the weights: batches in which it is equal were computed by the same ones."""
+        """Identity of the weights, equal for batches computed by the same weights."""
         return self.version, self.revision
 
 
 def new_revision(after: int = 0) -> int:
     """Serial number of weights that are about to serve: milliseconds since 1970, and above `after`.
 
-    A name may be used twice, by a second run say; a revision never is, nor by a server that was started again.
+    A second run may use the same name; a revision is never repeated, not even after a restart of the server.
     """
     return max(after + 1, time.time_ns() // 1_000_000)
 
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """What an engine found when it had loaded its model.
+    """Description of a loaded model.
 
     Args:
         engine: `transformers` or `vllm`.
         architecture: class of the classifier.
         dtype: type that the backbone computes in.
-        device: where it computes.
-        version: of the checkpoint's own weights: a fingerprint, the same for every server of the same weights.
+        device: device of the model.
+        version: fingerprint of the checkpoint's own weights, the same on every server.
         max_length: most tokens of a sequence.
-        vocab_size: token ids are below it.
+        vocab_size: exclusive upper bound of the token ids.
         token_budget: tokens of one pass at which the engine is fastest.
-        shares_prompts: whether a common start of sequences is computed once.
-        packed_linears: whether linear layers run on weights in oneDNN's own layout.
+        shares_prompts: True if a common start of sequences is computed once.
+        packed_linears: True if linear layers use weights in oneDNN's own layout.
         pad_token_id: the id that fills masked positions; it never ends a sequence.
         tensors: for each mode, the tensors that an update must bring, by name.
-        tokenizer_folder: where the model's tokenizer was written; empty where nobody asked for it.
-        identity: how the model renders conversations, as `ConversationRenderer.identity`.
-        export: the checkpoint's `export.json`, certificate and reward statistics among it; empty where there is none.
+        tokenizer_folder: folder with the model's tokenizer; empty if none was requested.
+        identity: `ConversationRenderer.identity` of the model.
+        export: the checkpoint's `export.json` with certificate and reward statistics; empty if there is none.
     """
 
     engine: str
@@ -97,13 +97,13 @@ class EngineDescription:
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """New weights in a file, whichever way they came.
+    """New weights in a file, from any transport.
 
     Args:
-        version: their name once they serve.
-        revision: their serial number once they serve.
-        mode: which tensors they are.
-        file: safetensors, the server's own; the engine moves it to where it restarts from.
+        version: name of the weights once they are served.
+        revision: serial number of the weights once they are served.
+        mode: set of tensors in the file.
+        file: safetensors file that belongs to the server; the engine moves it to the folder that restarts read.
         tensors: the sender's manifest.
         probe: rewards that the new weights must give.
     """
@@ -121,7 +121,7 @@ class Engine(Protocol):
 
     @property
     def description(self) -> EngineDescription:
-        """What is served; known once `start` has returned."""
+        """Description of the served model; available once `start` has returned."""
         ...
 
     @property
@@ -141,17 +141,17 @@ class Engine(Protocol):
 
     @property
     def is_up(self) -> bool:
-        """Whether the model is loaded and its process lives."""
+        """True while the model is loaded and its process runs."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Reason why the engine can answer no more, whatever is done; None while it may."""
+        """Reason of a permanent failure; None while the engine can answer."""
         ...
 
     @property
     def num_restarts(self) -> int:
-        """Times that the model's process was restarted after it had died."""
+        """Number of restarts of the model's process after its death."""
         ...
 
     async def start(self) -> None:
@@ -163,7 +163,7 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Answer what was accepted, then end the process; a second call does nothing."""
+        """Answer the accepted batches, then end the process; a second call does nothing."""
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
@@ -175,7 +175,7 @@ class Engine(Protocol):
         ...
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones; replaces what was staged before.
+        """Read and check new weights beside the old ones; they replace any weights staged before.
 
         Checks that the tensors are those of the mode, with the right shapes, the manifest's digests and finite values.
 
@@ -186,7 +186,7 @@ class Engine(Protocol):
         ...
 
     async def commit(self, revision: int) -> None:
-        """Swap in the staged weights between two batches, check their probe, and swap back where it fails.
+        """Swap in the staged weights between two batches, check their probe, and swap back if it fails.
 
         Raises:
             WeightsRefused: if nothing of this revision is staged (a restart loses it), or the probe fails.
@@ -195,5 +195,5 @@ class Engine(Protocol):
         ...
 
     async def rollback(self) -> None:
-        """Drop what is staged; the weights that serve stay."""
+        """Discard the staged weights; the served weights stay."""
         ...

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ended, so that none keeps memory or port."""
+"""Child processes that end with their parent, however it ended, so that none keeps memory or a port."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, kept over an `exec`; on Linux alone.
+    """Ask the kernel to kill this process when its parent ends, also after an `exec`; Linux only.
 
-    A process that leads no session and has a parent from another was late: its own has ended already. SIGTERM would not
-    do: vLLM 0.32 hangs on one that comes while it starts.
+    A process that leads no session and whose parent is in another one has lost its parent already. SIGTERM is not
+    enough: vLLM 0.32 hangs on one that arrives while it starts.
     """
     if _LIBC is None:
         return

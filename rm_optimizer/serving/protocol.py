@@ -1,8 +1,8 @@
-"""What goes over the wire: requests and answers of scoring, errors, and the messages of a weight update.
+"""Wire format: requests and answers of scoring, errors, and the messages of a weight update.
 
-`/classify` speaks vLLM 0.32's form, so that a client need not know which engine answers. Unknown fields are refused,
-where vLLM ignores them: a client that asks for raw rewards by a field of another age (`activation`, `softmax`,
-`normalize`) would otherwise train on squashed ones without an error. Imports no torch.
+`/classify` has vLLM 0.32's form, so that clients work with every engine. Unknown fields are refused, where vLLM
+ignores them. Otherwise a client that requests raw rewards by a field of another vLLM version (`activation`, `softmax`,
+`normalize`) would train on squashed rewards without an error. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rm_optimizer.schema.publish import Transport as Transport
 VERSION_HEADER = "x-rm-version"
 """Response header with the version of the weights that computed the answer."""
 REVISION_HEADER = "x-rm-revision"
-"""Response header with the serial number of these weights, which no other weights ever have."""
+"""Response header with the serial number of these weights, which is never reused."""
 PROTOCOL_VERSION = 1
-"""Raised when a client of the older form would misread an answer."""
+"""Version of the wire format, increased when an older client would misread an answer."""
 SIGMOID_CONVENTION = "raw rewards by default; use_activation=true applies sigmoid(reward) once"
-"""What `/rm/info` says of activations."""
+"""Description of activations in `/rm/info`."""
 
 MAX_ITEMS = 4096
 """Most sequences of one request."""
@@ -48,18 +48,18 @@ MAX_MESSAGES = 1024
 MAX_TENSORS = 2**14
 """Most tensors of an update."""
 MIN_TIMEOUT_SECONDS = 0.05
-"""Least time that an update may be given."""
+"""Shortest timeout of an update, in seconds."""
 
 Item = TypeVar("Item")
 Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
-"""List with one entry a sequence. Validation ends at its first wrong entry, so that a wrong body costs no time."""
+"""List with one entry a sequence. Validation ends at its first wrong entry, so that a wrong body costs little time."""
 TokenIds: TypeAlias = Annotated[
     list[StrictInt], Field(description="Token ids of one sequence.", fail_fast=True, max_length=MAX_IDS)
 ]
 
 
 def _kind_of_input(value: object) -> str:
-    """Tag of the form that a value has, by the type of its first entry; pydantic would otherwise try them all."""
+    """Tag of a value's form, from the type of its first entry; pydantic would otherwise try every form."""
     if not isinstance(value, list):
         return "(text)"
     first = value[0] if value else None
@@ -81,12 +81,12 @@ ClassifyInput: TypeAlias = Annotated[
 VersionName: TypeAlias = Annotated[
     StrictStr, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:+-]+$")
 ]
-"""Name of weights: ASCII without blanks, as it is sent in a header."""
+"""Version name of weights: ASCII without blanks, since it is sent in a header."""
 BatchId: TypeAlias = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
 
 
 def sigmoid(reward: float) -> float:
-    """`1 / (1 + exp(-reward))`: the one place where a reward becomes a probability.
+    """Sigmoid of a reward, `1 / (1 + exp(-reward))`, the only conversion of rewards to probabilities.
 
     Example:
         >>> round(sigmoid(2.0), 4)
@@ -97,14 +97,14 @@ def sigmoid(reward: float) -> float:
 
 
 class WireModel(BaseModel):
-    """A message whose fields are all known."""
+    """Message without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, value: object) -> object:
-        """Refuse the first unknown field with the nearest known name; pydantic would list every one of them."""
+        """Refuse the first unknown field with the nearest known name; pydantic would list every field."""
         unknown = next((key for key in value if key not in cls.model_fields), None) if isinstance(value, dict) else None
         if unknown is not None:
             name = str(unknown)[:64].encode("utf-8", "replace").decode()
@@ -114,7 +114,7 @@ class WireModel(BaseModel):
 
 
 class TextPart(WireModel):
-    """A part of a message's content in OpenAI's form; only text has a reward here."""
+    """Part of a message's content in OpenAI's form; only text is supported."""
 
     type: Literal["text"]
     text: StrictStr
@@ -204,7 +204,7 @@ class OpenRLHFRequest(BaseModel):
 
 
 class ClassifyDatum(WireModel):
-    """One sequence's answer: `probs[0]` is the reward, or its sigmoid where that was asked for."""
+    """Answer for one sequence: `probs[0]` is the reward, or its sigmoid if requested."""
 
     index: int
     label: str | None = "reward"
@@ -213,7 +213,7 @@ class ClassifyDatum(WireModel):
 
 
 class Usage(WireModel):
-    """Tokens that a request held, as they were read."""
+    """Number of tokens in a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -222,7 +222,7 @@ class Usage(WireModel):
 
 
 class ClassifyResponse(WireModel):
-    """The answer of `/classify`, vLLM's form with the version of the weights beside it."""
+    """Answer of `/classify`: vLLM's form and the version of the weights."""
 
     id: str
     object: Literal["list"] = "list"
@@ -235,7 +235,7 @@ class ClassifyResponse(WireModel):
 
 
 class ScoreResponse(WireModel):
-    """The answer of `/rm/score`: for each item, the rewards of its responses."""
+    """Answer of `/rm/score`: the rewards of each item's responses."""
 
     model: str
     rewards: list[list[float]]
@@ -245,7 +245,7 @@ class ScoreResponse(WireModel):
 
 
 class OpenRLHFResponse(WireModel):
-    """What OpenRLHF expects; `rewards` and `scores` are the raw rewards."""
+    """Answer in OpenRLHF's form; `rewards` and `scores` are the raw rewards."""
 
     rewards: list[float]
     scores: list[float]
@@ -253,13 +253,13 @@ class OpenRLHFResponse(WireModel):
 
 
 class ErrorDetail(WireModel):
-    """Why a request was not answered.
+    """Description of a failure.
 
     Args:
-        message: one sentence: what was expected, what was got, what to do.
-        type: the kind, `NonFiniteScore` say.
-        param: the field at fault, `input[3]` say.
-        code: the HTTP status.
+        message: one sentence with the expected value, the value found and a remedy.
+        type: kind of failure, for example `NonFiniteScore`.
+        param: field at fault, for example `input[3]`.
+        code: HTTP status.
     """
 
     message: str
@@ -269,7 +269,7 @@ class ErrorDetail(WireModel):
 
 
 class ErrorBody(WireModel):
-    """Body of every answer that is not a success."""
+    """Body of every unsuccessful answer."""
 
     error: ErrorDetail
 
@@ -302,7 +302,7 @@ class ModelList(WireModel):
 
 
 class RenderingInfo(WireModel):
-    """How conversations become token ids; two parties with one `template_hash` read the same tokens."""
+    """Rendering of conversations as token ids; equal `template_hash` means equal tokens."""
 
     kind: str
     template_hash: str
@@ -311,7 +311,7 @@ class RenderingInfo(WireModel):
 
 
 class InfoResponse(WireModel):
-    """`GET /rm/info`: what a client checks before it trusts the numbers."""
+    """`GET /rm/info`: properties of the server that a client verifies."""
 
     protocol: int = PROTOCOL_VERSION
     engine: str
@@ -351,7 +351,7 @@ class TensorSpec(WireModel):
 
 
 class WeightProbe(WireModel):
-    """Sequences and the rewards that the sender's model gives them: an update that scores otherwise is taken back."""
+    """Sequences and their rewards by the sender's model; an update with other rewards is rolled back."""
 
     input_ids: Items[TokenIds] = Field(min_length=1)
     rewards: Items[float]
@@ -365,20 +365,20 @@ class WeightProbe(WireModel):
 
 
 class Begin(WireModel):
-    """Announces an update: everything the receiver needs to refuse it before a byte has moved.
+    """Announcement of an update, with everything that the receiver needs to refuse it before the transfer.
 
     Args:
         batch_id: the sender's id of this update; a repeated one is the same update.
-        mode: what is sent.
-        version: name of the weights once they serve.
-        base_version: the version they follow; another one serving is a conflict. None asks nothing.
-        base_revision: the revision they follow, likewise.
-        tensors: the manifest: every tensor that comes, in the order in which it comes.
-        transport: how they come.
+        mode: set of tensors in the update.
+        version: name of the weights once they are served.
+        base_version: version that must be served before the update; another one is a conflict. None accepts any.
+        base_revision: revision that must be served before the update, likewise.
+        tensors: manifest of the tensors, in the order of their transfer.
+        transport: channel of the transfer.
         path: for `path`, the safetensors file, below the server's weights root.
         rendezvous: for `gloo` and `nccl`, `host:port` where the sender waits.
-        timeout_seconds: after which the receiver gives the update up.
-        probe: rewards to check before the new weights answer anybody.
+        timeout_seconds: seconds after which the receiver abandons the update.
+        probe: rewards to check before the new weights answer any request.
     """
 
     batch_id: BatchId
@@ -402,7 +402,7 @@ class Begin(WireModel):
 
 
 class Ready(WireModel):
-    """Answer to `Begin`: the receiver stands, and the sender may transfer."""
+    """Answer to `Begin`: the receiver is ready for the transfer."""
 
     batch_id: str
     version: str = Field(description="Of the weights that serve now.")
@@ -410,26 +410,26 @@ class Ready(WireModel):
 
 
 class Commit(WireModel):
-    """Everything has been sent: validate, swap, answer with an `Outcome`."""
+    """Request to validate and swap in the transferred weights; the answer is an `Outcome`."""
 
     batch_id: BatchId
 
 
 class Abort(WireModel):
-    """The sender gives the update up; the weights that serve stay."""
+    """Request to abandon the update; the served weights stay."""
 
     batch_id: BatchId
     reason: StrictStr = Field(default="", description="Kept and logged on one line, up to 500 characters.")
 
     @model_validator(mode="after")
     def _one_short_line(self) -> Abort:
-        """A stranger's text neither fills the memory nor writes lines of its own into the log."""
+        """Shorten untrusted text to one line, so that it fills neither memory nor log."""
         self.reason = "".join(c if c.isprintable() else " " for c in self.reason[:500])
         return self
 
 
 class OutcomeStatus(StrEnum):
-    """How an update ended."""
+    """Kind of an update's end."""
 
     committed = "committed"
     refused = "refused"
@@ -437,7 +437,7 @@ class OutcomeStatus(StrEnum):
 
 
 class Outcome(WireModel):
-    """How an update ended, and what serves now; asked again for the same batch, the same answer."""
+    """Outcome of an update and the weights served now; a repeated request gets the same answer."""
 
     batch_id: str
     status: OutcomeStatus

@@ -1,4 +1,4 @@
-"""One rule for processes that are started again: not for ever, as their weights or input may be what ends them."""
+"""Limit on the restarts of a process, since its weights or input may be the cause of its death."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections import deque
 from rm_optimizer.errors import RMOptimizerError
 
 MOST_RESTARTS = 5
-"""Restarts within `WINDOW_SECONDS` before a process is given up."""
+"""Most restarts within `WINDOW_SECONDS`."""
 WINDOW_SECONDS = 900.0
 
 
 class RestartLimit:
-    """Counts the restarts of one process.
+    """Counter of one process's restarts.
 
     Args:
-        what: the process, for the message.
-        most: restarts within the window.
-        window_seconds: length of the window.
+        what: name of the process, for the message.
+        most: largest number of restarts within the window.
+        window_seconds: length of the window in seconds.
     """
 
     def __init__(self, what: str, *, most: int = MOST_RESTARTS, window_seconds: float = WINDOW_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""A reward server as an asynchronous scorer: retried, split, bounded, in order, and of one version a call."""
+"""Asynchronous client of a reward server: retries, division of large requests, and one version of weights a call."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from rm_optimizer.serving.engine import ScoredBatch
 
 @dataclass(frozen=True)
 class ClientArguments:
-    """What a client is made of, by which a copy in another process is made.
+    """Constructor arguments of a client, pickled in its place.
 
     Args:
-        url: of the server.
-        renderer: of the model that is served.
-        api_key: sent as a bearer token.
-        timeout_seconds: of a whole call.
-        concurrency: requests open at once.
-        transport: replaces the network.
+        url: address of the server.
+        renderer: renderer of the served model, or None.
+        api_key: bearer token; None sends none.
+        timeout_seconds: seconds for a whole call, retries included.
+        concurrency: largest number of requests open at once.
+        transport: replacement of the network for tests; None uses the network.
     """
 
     url: str
@@ -44,23 +44,23 @@ class ClientArguments:
 
 
 def _remade(kind: type[Any], arguments: ClientArguments) -> Any:
-    """The client of these arguments, in the process that unpickles it."""
+    """Client of these arguments, in the process that unpickles it."""
     return kind(**vars(arguments))
 
 
 class AsyncRewardClient:
-    """Scores through a server: ours, with any engine, or a plain vLLM.
+    """Asynchronous scorer behind a server: `rm-opt serve` with any engine, or a plain vLLM.
 
-    Conversations are rendered and tokenized here where a renderer is at hand, else by the server. Every reward is raw.
-    On connecting, the server's sigmoid and rendering are put to the proof; see `handshake`.
+    With a renderer the client renders and tokenizes conversations, otherwise the server does. Every reward is raw.
+    Connecting verifies the server's sigmoid and rendering; see `handshake`.
 
     Args:
-        url: of the server, `http://host:port`.
-        renderer: of the model that is served; a plain vLLM needs one.
-        api_key: sent as a bearer token.
-        timeout_seconds: of a whole call, retries included.
-        concurrency: requests open at once.
-        transport: replaces the network, in tests say.
+        url: address of the server, `http://host:port`.
+        renderer: renderer of the served model; required for a plain vLLM.
+        api_key: bearer token; None sends none.
+        timeout_seconds: seconds for a whole call, retries included.
+        concurrency: largest number of requests open at once.
+        transport: replacement of the network for tests; None uses the network.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class AsyncRewardClient:
         self._identity: ServerIdentity | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments; the copy connects by itself."""
+        """Pickle the arguments; the copy opens its own connections."""
         return _remade, (type(self), self._arguments)
 
     async def __aenter__(self) -> AsyncRewardClient:
@@ -99,10 +99,10 @@ class AsyncRewardClient:
         await self._connection.close()
 
     async def connect(self) -> ServerIdentity:
-        """Verify the server, once; every other call does it first.
+        """Verify the server once; every other call does so first.
 
         Raises:
-            HandshakeFailed: if its rewards are not raw, or it reads conversations otherwise.
+            HandshakeFailed: if its rewards are not raw, or it renders conversations differently.
             RewardServerUnavailable: if it does not answer in time.
         """
         async with self._connection.opening():
@@ -112,7 +112,7 @@ class AsyncRewardClient:
             return self._identity
 
     async def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses, float32 on the CPU, in the order given, all of one version of the weights.
+        """Rewards of the responses in the order given, float32 on the CPU, from one version of the weights.
 
         Args:
             prompts: text or messages.
@@ -133,17 +133,17 @@ class AsyncRewardClient:
     async def score_versioned(
         self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
     ) -> ScoredBatch:
-        """Rewards as `score` gives them, and the version of the weights that computed every one of them.
+        """Rewards as `score` returns them, with the version of the weights that computed them.
 
-        A call that needs several requests asks those again that were answered before new weights came.
+        A call of several requests repeats those that were answered before a weight update.
 
         Args:
             prompts: text or messages.
             responses: one for each prompt.
-            expect_version: the weights that must answer; None takes any.
+            expect_version: version that must answer; None accepts any.
 
         Raises:
-            WrongVersion: if other weights answered, as those of a server that was started again.
+            WrongVersion: if another version answered, for example after a restart of the server.
         """
         scored = await self._score(prompts, responses)
         if expect_version not in (None, scored.version):
@@ -173,7 +173,7 @@ class AsyncRewardClient:
         return ScoredBatch(rewards, *answers[0].weights)
 
     async def version(self) -> str:
-        """Version of the weights that answer now; a plain vLLM has no other than its model's name."""
+        """Version of the weights that answer now; for a plain vLLM its model's name."""
         identity = await self.connect()
         if not identity.is_ours:
             return identity.model
@@ -181,7 +181,7 @@ class AsyncRewardClient:
         return str(answer.json()["version"])
 
     async def _ask_all(self, asked: list[list[Any]], model: str, deadline: Deadline) -> list[ScoredBatch]:
-        """All requests at once, as far as there are slots; the first failure ends the others."""
+        """Send all requests, at most `concurrency` at once; the first failure cancels the others."""
         tasks = [asyncio.ensure_future(self._connection.ask(self._form, rows, model, deadline)) for rows in asked]
         try:
             return list(await asyncio.gather(*tasks))

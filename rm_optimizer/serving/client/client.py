@@ -1,4 +1,4 @@
-"""A reward server as a scorer: what takes a local model takes this in its place."""
+"""Blocking client of a reward server, with the scoring methods of a local model."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from rm_optimizer.serving.client.retries import RewardServerUnavailable
 from rm_optimizer.serving.engine import ScoredBatch
 
 SLACK_SECONDS = 10.0
-"""Time past its own that a call is waited for."""
+"""Seconds to wait for a call beyond its own timeout."""
 CALLS = 2
-"""Calls with a time of their own that one call makes at most: the handshake, and what was asked."""
+"""Most calls with a timeout of their own in one call: the handshake and the request."""
 T = TypeVar("T")
 
 
 class RewardClient:
-    """`AsyncRewardClient` for callers without an event loop; threads may share one.
+    """`AsyncRewardClient` for callers without an event loop; safe to share between threads.
 
-    Connects when it is made, and verifies the server's sigmoid and rendering then.
+    The constructor connects and verifies the server's sigmoid and rendering.
 
     Args:
-        url: of the server, `http://host:port`.
-        renderer: of the model that is served; None lets the server render.
-        api_key: sent as a bearer token.
-        timeout_seconds: of a whole call, retries included.
-        concurrency: requests open at once.
-        transport: replaces the network, in tests say.
+        url: address of the server, `http://host:port`.
+        renderer: renderer of the served model; None lets the server render.
+        api_key: bearer token; None sends none.
+        timeout_seconds: seconds for a whole call, retries included.
+        concurrency: largest number of requests open at once.
+        transport: replacement of the network for tests; None uses the network.
 
     Raises:
-        HandshakeFailed: if the server's rewards are not raw, or it reads conversations otherwise.
+        HandshakeFailed: if the server's rewards are not raw, or it renders conversations differently.
         RewardServerUnavailable: if it does not answer in time.
     """
 
@@ -64,20 +64,20 @@ class RewardClient:
             raise
 
     def __getstate__(self) -> ClientArguments:
-        """Pickle the arguments; the copy connects when it is first used."""
+        """Pickle the arguments; the copy connects on first use."""
         return self._arguments
 
     def __setstate__(self, arguments: ClientArguments) -> None:
-        """Take the arguments of another process' client."""
+        """Restore the arguments of a client pickled in another process."""
         self._arguments, self._lock, self._threads = arguments, threading.Lock(), []
 
     @property
     def version(self) -> str:
-        """Of the weights that answer now, asked of the server."""
+        """Version of the weights that answer now, from the server."""
         return self._run(lambda client: client.version())
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses, float32 on the CPU, in the order given, all of one version of the weights.
+        """Rewards of the responses in the order given, float32 on the CPU, from one version of the weights.
 
         Args:
             prompts: text or messages.
@@ -97,20 +97,20 @@ class RewardClient:
     def score_versioned(
         self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
     ) -> ScoredBatch:
-        """Rewards as `score` gives them, and the version of the weights that computed every one of them.
+        """Rewards as `score` returns them, with the version of the weights that computed them.
 
         Args:
             prompts: text or messages.
             responses: one for each prompt.
-            expect_version: the weights that must answer; None takes any.
+            expect_version: version that must answer; None accepts any.
 
         Raises:
-            WrongVersion: if other weights answered.
+            WrongVersion: if another version answered.
         """
         return self._run(lambda client: client.score_versioned(prompts, responses, expect_version=expect_version))
 
     def close(self) -> None:
-        """Close the session; a second call does nothing, and a later question opens another."""
+        """Close the session; a second call does nothing, and a later request opens another session."""
         for thread in self._threads:
             thread.close()
 
@@ -130,7 +130,7 @@ class RewardClient:
 
 
 class _LoopThread:
-    """An event loop in a thread of this process, and the client that lives on it."""
+    """Event loop in a thread of this process, with the client that runs on it."""
 
     def __init__(self, arguments: ClientArguments) -> None:
         self.pid = os.getpid()
@@ -143,11 +143,11 @@ class _LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is this process's, as threads do not survive a fork, and was not closed."""
+        """True while the thread runs in this process: threads do not survive a fork or a close."""
         return self.pid == os.getpid() and not self._loop.is_closed()
 
     def run(self, work: Callable[[AsyncRewardClient], Coroutine[Any, Any, T]]) -> T:
-        """Do it on the loop, and wait no longer than the calls that it makes."""
+        """Run a coroutine on the loop, waiting no longer than the calls that it makes."""
         future = asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
         try:
             return future.result(CALLS * self._seconds + SLACK_SECONDS)
@@ -157,7 +157,7 @@ class _LoopThread:
             future.cancel()  # of no effect once it is done
 
     def close(self) -> None:
-        """Close the session and end the thread, in the process that has it."""
+        """Close the session and end the thread, in the process that started it."""
         if self.is_running:
             self.run(lambda client: client.close())
             self._loop.call_soon_threadsafe(self._loop.stop)

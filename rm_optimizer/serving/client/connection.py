@@ -1,4 +1,4 @@
-"""The HTTP connection of a client: retried requests within a deadline, and scoring requests of one version."""
+"""HTTP connection of a client: retried requests within a deadline, and scoring requests of one version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
 
 @dataclass(frozen=True, eq=False)
 class _Session:
-    """Connections, which belong to one process and one event loop."""
+    """Open connections of one process and one event loop."""
 
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
@@ -57,7 +57,7 @@ class Connection:
         self._sessions: dict[tuple[int, asyncio.AbstractEventLoop], _Session] = {}
 
     def _session(self) -> _Session:
-        """The open session of this process and its running loop; those of others, after a fork say, are left alone."""
+        """Open session of this process and its running loop; sessions of a parent before a fork stay untouched."""
         here = os.getpid(), asyncio.get_running_loop()
         if here not in self._sessions or self._sessions[here].http.is_closed:
             open_ones = {where: one for where, one in list(self._sessions.items()) if not where[1].is_closed()}
@@ -76,13 +76,13 @@ class Connection:
     async def ask(
         self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, *, use_activation: bool = False
     ) -> ScoredBatch:
-        """One request's rewards; one that the server finds too large is halved.
+        """Rewards of one request; a request that is too large for the server is sent in halves.
 
         Args:
-            form: how to ask.
-            rows: what to score, as the form takes it.
-            model: the name to ask for.
-            deadline: of the call.
+            form: form of the request and of its answer.
+            rows: rows to score, of the form's type.
+            model: name of the served model.
+            deadline: time limit of the call.
             use_activation: ask for sigmoids.
 
         Raises:
@@ -119,7 +119,7 @@ class Connection:
             deadline.pause("its weights changed between two halves of a request")
 
     async def request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
-        """An answer that is a success, however many attempts that takes until the deadline.
+        """First successful answer, with as many attempts as the deadline allows.
 
         Raises:
             RewardServerUnavailable: if there is none in time.

@@ -1,7 +1,7 @@
-"""What a client puts to the proof before it trusts a server's numbers: raw means raw, and tokens mean the same.
+"""Handshake with a server: verification that its rewards are raw and that it tokenizes conversations as the client.
 
-A server that applies a sigmoid of its own, or reads conversations through another template, answers every request
-without an error and ruins whatever is trained on its rewards.
+A server that applies a sigmoid, or renders conversations with another template, answers every request without an error.
+A policy trained on such rewards is worthless.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import PROTOCOL_VERSION, InfoResponse, sigmoid
 
 PLAIN_LIMITS = Limits(tokens=65_536, items=64)
-"""For servers that announce none."""
+"""Limits assumed for servers that announce none."""
 TOLERANCE = 1e-3
-"""Between two answers of one server, in units of max(1, |reward|): in half types another batch rounds otherwise."""
+"""Largest difference of two answers of one server, in units of max(1, |reward|): half types round by batch."""
 ROUNDS = 5
-"""Times that a probe is repeated because new weights came between its two requests."""
+"""Most repetitions of a probe after a weight update between its two requests."""
 
 
 class HandshakeFailed(RMOptimizerError):
-    """The server is not one whose rewards can be trusted here; the text says why."""
+    """The server failed the verification of its rewards; the text states the reason."""
 
 
 @dataclass(frozen=True)
 class ServerIdentity:
-    """What a server turned out to be.
+    """Properties of a server, found by the handshake.
 
     Args:
-        is_ours: whether it speaks `/rm/info`, hence announces versions and limits.
-        model: the name that requests give.
-        limits: of one request.
-        template_hash: of its rendering; None for a plain vLLM, which is sent token ids alone.
+        is_ours: True for a server with `/rm/info`, which announces versions and limits.
+        model: model name for requests.
+        limits: limits of one request.
+        template_hash: hash of its rendering; None for a plain vLLM, which receives token ids.
     """
 
     is_ours: bool
@@ -53,10 +53,10 @@ class ServerIdentity:
 async def shake_hands(
     connection: Connection, renderer: ConversationRenderer | None, deadline: Deadline
 ) -> ServerIdentity:
-    """Find out who answers, and verify its sigmoid and its rendering.
+    """Identify the server, and verify its sigmoid and its rendering.
 
     Raises:
-        HandshakeFailed: if either is not as it must be.
+        HandshakeFailed: if the verification fails.
         RewardServerUnavailable: if the server does not answer in time.
     """
     try:
@@ -117,7 +117,7 @@ async def _verify_tokens(
     model: str,
     deadline: Deadline,
 ) -> None:
-    """Token ids made here score as the server's own of the same conversations."""
+    """Verify that the client's token ids score as the server's own of the same conversations."""
     rows = _token_rows(renderer, conversations)
     for _ in range(ROUNDS):
         ours = await connection.ask(TokenForm(), rows, model, deadline)
@@ -134,7 +134,7 @@ async def _verify_tokens(
 async def _plain_server(
     connection: Connection, renderer: ConversationRenderer | None, deadline: Deadline
 ) -> ServerIdentity:
-    """A vLLM without our plugin: it is sent token ids, and must tokenize as this client does."""
+    """Identity of a vLLM without the plugin: it receives token ids, and must tokenize as this client does."""
     if renderer is None:
         raise HandshakeFailed(
             f"{connection.url} has no /rm/score; pass the served model's renderer, or serve with rm-opt"
@@ -159,7 +159,7 @@ async def _plain_server(
 async def _verify_sigmoid(
     connection: Connection, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, *, may_be_identity: bool
 ) -> ScoredBatch:
-    """`use_activation` gives the sigmoid of what its absence gives, or (a vLLM for regression) the same."""
+    """Verify that `use_activation` returns the sigmoid of the raw reward, or the raw reward (a vLLM for regression)."""
     for _ in range(ROUNDS):
         raw = await connection.ask(form, rows, model, deadline, use_activation=False)
         squashed = await connection.ask(form, rows, model, deadline, use_activation=True)

@@ -1,4 +1,4 @@
-"""Scoring requests as a client writes and reads them, and how many of them a batch needs."""
+"""Scoring requests of a client: their bodies, their answers, and the division of a batch into requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import RMOptimizerError
 
 TEMPLATE_BYTES = 256
-"""Room for what a chat template adds to a text, where only the server tokenizes."""
+"""Bytes reserved for the chat template's additions to a text, where only the server tokenizes."""
 Conversation: TypeAlias = tuple[Prompt, str]
 
 
@@ -25,8 +25,8 @@ class Limits:
     """The most that one request may hold.
 
     Args:
-        tokens: of all its sequences.
-        items: sequences.
+        tokens: tokens of all its sequences.
+        items: number of sequences.
     """
 
     tokens: int
@@ -34,7 +34,7 @@ class Limits:
 
 
 class Form(Protocol):
-    """One way to ask for rewards."""
+    """Form of a scoring request."""
 
     path: str
 
@@ -52,7 +52,7 @@ class Form(Protocol):
 
 
 class TokenForm:
-    """`/classify` with token ids: rendered here, so that the server's template does not matter."""
+    """`/classify` with token ids, rendered by the client and independent of the server's template."""
 
     path = "/classify"
 
@@ -78,19 +78,19 @@ class ConversationForm:
     path = "/rm/score"
 
     def size(self, row: Conversation) -> int:
-        """More than the tokens of a row: the bytes of its text, as no tokenizer makes more tokens of it."""
+        """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
         prompt, response = row
         texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
         return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
 
     def body(self, rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
-        """The request's JSON body; neighbors with one prompt share it."""
+        """The request's JSON body; adjacent rows with one prompt become one item."""
         groups = groupby(rows, key=lambda row: row[0])
         items = [{"prompt": _wire(prompt), "responses": [text for _, text in group]} for prompt, group in groups]
         return {"items": items, "use_activation": use_activation}
 
     def numbers(self, answer: Any) -> list[Any]:
-        """All items' rewards, one after the other."""
+        """Rewards of all items, concatenated."""
         return [number for item in answer["rewards"] for number in item]
 
 
@@ -99,7 +99,7 @@ def _wire(prompt: Prompt) -> str | list[dict[str, str]]:
 
 
 def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:
-    """Ranges of rows, in order, each of which one request can hold; a row that is too large alone stands alone.
+    """Consecutive ranges of rows that each fit into one request; a row beyond the limits gets a request of its own.
 
     Example:
         >>> list(pieces(["aa", "a", "aaaa", "a"], len, Limits(tokens=4, items=2)))

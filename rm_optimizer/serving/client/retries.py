@@ -1,4 +1,4 @@
-"""When a request is sent again, and when it is given up. A scoring request may always be: it changes nothing."""
+"""Retry rules of requests. A scoring request changes nothing, so it may always be repeated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ except ModuleNotFoundError as error:
     raise MissingExtra("httpx", "serve") from error
 
 RETRIED_STATUSES = frozenset({429, 503})
-"""Our server's ways to say later. 502 and 504 are a proxy's, which does not say whether the server was reached."""
+"""Statuses by which the server asks to retry. A proxy's 502 and 504 leave open if the server was reached."""
 RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
-"""Connections that were refused, broke or did not come about. A connection that stays silent is waited for."""
+"""Errors of connections that were refused or broken. A silent connection is waited for."""
 FIRST_DELAY_SECONDS = 0.05
 MOST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
@@ -30,15 +30,15 @@ if logging.getLogger("httpx").level == logging.NOTSET:
 
 
 class RewardServerUnavailable(RMOptimizerError):
-    """The reward server did not answer within the time given; there is no reward in its place."""
+    """The reward server did not answer within the given time; no reward is returned in its place."""
 
 
 class RewardServerRefused(RMOptimizerError):
-    """The reward server refused a request, and would again.
+    """The reward server refused a request; a repetition would be refused too.
 
     Args:
-        message: its own words.
-        status: the HTTP status.
+        message: the server's error message.
+        status: HTTP status.
         kind: the error's type.
     """
 
@@ -49,11 +49,11 @@ class RewardServerRefused(RMOptimizerError):
 
 
 class WrongVersion(RMOptimizerError):
-    """Other weights answered than the caller expects."""
+    """The answer came from another version than the caller expects."""
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """The header that brings the key.
+    """Authorization header with the key.
 
     Raises:
         ConfigError: if no header can carry the key.
@@ -65,10 +65,10 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 def broken(error: httpx.HTTPError, url: str) -> str:
-    """Why a request got no answer, in words, where it may be sent again.
+    """Reason of a failed attempt, in words, if the request may be sent again.
 
     Raises:
-        RewardServerUnavailable: where it may not.
+        RewardServerUnavailable: if it may not.
     """
     reason = f"{type(error).__name__} {error}".strip()
     if isinstance(error, RETRIED_ERRORS):
@@ -77,11 +77,11 @@ def broken(error: httpx.HTTPError, url: str) -> str:
 
 
 class Deadline:
-    """The time a call may take, and the pauses between its attempts: exponential, with jitter.
+    """Time limit of a call, with exponential pauses and jitter between its attempts.
 
     Args:
-        url: of the server, for the message.
-        seconds: the whole call may take.
+        url: address of the server, for the message.
+        seconds: seconds for the whole call.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
@@ -89,7 +89,7 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
         self._delay = FIRST_DELAY_SECONDS
-        self._random = random.Random()  # of its own: a training run's generators stay as they are
+        self._random = random.Random()  # a generator of its own leaves those of a training run unchanged
 
     @property
     def left(self) -> float:
@@ -97,7 +97,7 @@ class Deadline:
         return max(1e-3, self._end - time.monotonic())
 
     def timeout(self) -> httpx.Timeout:
-        """For one attempt."""
+        """Timeouts of one attempt."""
         return httpx.Timeout(self.left, connect=min(self.left, CONNECT_SECONDS))
 
     def judge(
@@ -106,16 +106,16 @@ class Deadline:
         url: str,
         is_retried: Callable[[httpx.Response], bool] = lambda answer: answer.status_code in RETRIED_STATUSES,
     ) -> httpx.Response | float:
-        """The answer if it is a success, else the seconds until the same request may be sent again.
+        """Return a successful answer, or the seconds until the request may be repeated.
 
         Args:
-            got: answer to one attempt, or why there is none.
-            url: that was asked.
-            is_retried: whether the same request may succeed after a refusal.
+            got: answer of one attempt, or the error in its place.
+            url: address of the request.
+            is_retried: True if the same request may succeed after a refusal.
 
         Raises:
-            RewardServerRefused: if the server refuses, and would again.
-            RewardServerUnavailable: if there is no time for another attempt, or it might be answered twice.
+            RewardServerRefused: if the server refuses and a repetition would be refused too.
+            RewardServerUnavailable: if no time is left for another attempt, or the request might run twice.
         """
         if isinstance(got, httpx.HTTPError):
             return self.pause(broken(got, url))
@@ -130,8 +130,8 @@ class Deadline:
         """Seconds until the next attempt.
 
         Args:
-            reason: why the last one failed.
-            least: what the server asked for.
+            reason: error of the last attempt.
+            least: seconds that the server asked for.
 
         Raises:
             RewardServerUnavailable: if that is later than the deadline.
@@ -144,7 +144,7 @@ class Deadline:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Seconds that an answer asks to wait, as a number or a date; None where it says nothing readable."""
+    """Seconds of an answer's `Retry-After`, a number or a date; None if absent or unreadable."""
     text = response.headers.get("retry-after", "")
     try:
         return max(0.0, float(text))
@@ -157,7 +157,7 @@ def retry_after(response: httpx.Response) -> float | None:
 
 
 def refusal(response: httpx.Response) -> RewardServerRefused:
-    """The error of an answer that is not a success, in the server's own words where it has any."""
+    """Error of an unsuccessful answer, with the server's own message if it has one."""
     try:
         detail = ErrorBody.model_validate({"error": response.json()["error"]}).error
     except (ValueError, KeyError, TypeError, ValidationError):
@@ -169,5 +169,5 @@ def refusal(response: httpx.Response) -> RewardServerRefused:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL is this machine's, to which no proxy leads."""
+    """True for a URL of this machine, which is reached without a proxy."""
     return httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")

@@ -1,4 +1,4 @@
-"""A reward model, here or behind a server, as TRL's trainers take it (`reward_funcs`)."""
+"""Reward functions for TRL's trainers (`reward_funcs`), from a model in memory or a server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rm_optimizer.core.rows.messages import Prompt, as_messages, read_messages, 
 
 
 def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:
-    """A reward function of TRL: raw rewards of completions, as texts or as messages; pickled where the scorer can be.
+    """Reward function for TRL: raw rewards of completions given as texts or messages. Pickles if the scorer does.
 
     Args:
         scorer: `RewardClient`, or a model in memory.
-        name: of the function, under which TRL logs it.
+        name: name of the function in TRL's log.
 
     Raises:
         ValueError: by the function, if a completion is not text and does not end with the assistant's message.
@@ -35,7 +35,7 @@ def _rewards(scorer: Scorer, /, prompts: Sequence[Any], completions: Sequence[An
 
 
 def _conversation(prompt: Any, completion: Any) -> tuple[Prompt, str]:
-    """The prompt and the response to it; the messages of a completion before its last belong to the prompt."""
+    """Prompt and response; all messages of a completion but the last belong to the prompt."""
     before = read_prompt(prompt)
     if isinstance(completion, str):
         return before, completion

@@ -1,7 +1,7 @@
-"""How many tokens of one pass are fastest on this machine: measured, for neither small nor large is right everywhere.
+"""Fastest number of tokens in one forward pass on this machine, by measurement.
 
-On a CPU one sequence of 200 tokens fills a matrix product, and larger passes only miss the cache; on a GPU it is the
-other way round.
+On a CPU one sequence of 200 tokens fills a matrix product, and larger passes only miss the cache. On a GPU larger
+passes are faster.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rm_optimizer.serving.embedded.passes import Passes
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_BUDGET = 512
-"""Where there is no time to measure."""
+"""Tokens of a pass without a measurement."""
 LENGTHS = (64, 384)
-"""Range of the synthetic lengths, as answers of a chat have them."""
+"""Range of the synthetic lengths, in tokens, typical of chat answers."""
 WORSE = 1.25
-"""Times slower than the best so far from which on larger budgets are not tried."""
+"""Slowdown relative to the best budget so far that ends the search."""
 
 
 def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
-    """The budget with the least time a token, among those that `seconds` are enough to try."""
+    """Budget with the least time per token, among those tried within `seconds`."""
     deadline = time.perf_counter() + seconds
     longest = max(8, model.max_length)
     Passes(model, longest, shares=False).rewards([_sequence(model, min(64, longest), 0)])  # the first pass is slow
@@ -40,7 +40,7 @@ def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
 
 
 def _seconds_a_token(model: BradleyTerryRM, budget: int, deadline: float) -> float:
-    """Least wall time a token over up to three passes of about `budget` tokens."""
+    """Least wall time per token over up to three passes of about `budget` tokens."""
     batch = _batch(model, budget)
     passes, tokens = Passes(model, budget, shares=False), sum(map(len, batch))
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""The embedded engine: a `transformers` model in a process of its own, restarted from its last good weights."""
+"""Embedded engine: a `transformers` model in a process of its own, restarted from its last good weights."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ from rm_optimizer.serving.staged_json import staged_to_json
 from rm_optimizer.serving.weights.weight_history import WeightHistory
 
 ATTEMPTS = 3
-"""Workers that may die on a batch before it is given up: it may be the cause."""
+"""Most workers that die on one batch before the batch is abandoned as the possible cause."""
 SWAP_SECONDS = 60.0
-"""Longest that a swap of weights may take, besides its probe."""
+"""Seconds allowed for a swap of weights, its probe excluded."""
 _log = logging.getLogger("rm_optimizer")
 
 
 class BatchTime:
-    """Time that a batch may take before its worker counts as hung: far above what batches took so far."""
+    """Time limit of a batch, far above the times of earlier batches; past it the worker counts as hung."""
 
     LEAST_SECONDS = 15.0
     SLACK = 20.0
     FIRST_SECONDS_A_TOKEN = 0.05
     LEAST_TOKENS = 256
-    """Tokens that a smaller batch counts as, since a pass has a cost of its own."""
+    """Least number of tokens that a batch counts as, since every pass has a fixed cost."""
 
     def __init__(self) -> None:
         self._seconds_a_token = self.FIRST_SECONDS_A_TOKEN
 
     def limit(self, tokens: int) -> float:
-        """Seconds that a batch of these tokens may take."""
+        """Time limit of a batch of these tokens, in seconds."""
         return self.LEAST_SECONDS + self.SLACK * self._seconds_a_token * max(tokens, self.LEAST_TOKENS)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record what a batch took; slow ones weigh more."""
+        """Record the time of a batch; slow batches weigh more."""
         self._seconds_a_token = max(seconds / max(tokens, self.LEAST_TOKENS), 0.9 * self._seconds_a_token)
 
     def double(self) -> None:
-        """Allow twice the time, after a batch whose worker was given up."""
+        """Double the limit, after a batch whose worker was killed."""
         self._seconds_a_token *= 2
 
 
 class TransformersEngine:
-    """Scores in a worker process and watches over it.
+    """Engine that scores in a worker process and restarts it after a failure.
 
     Args:
-        options: how the worker loads and computes.
-        limits: after which a worker that stands still is replaced.
+        options: options of the worker.
+        limits: times after which a silent worker is replaced.
     """
 
     def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
@@ -89,7 +89,7 @@ class TransformersEngine:
 
     @property
     def description(self) -> EngineDescription:
-        """What is served; known once `start` has returned."""
+        """Description of the served model; available once `start` has returned."""
         assert self._description is not None, "the engine has not started"
         return self._description
 
@@ -105,17 +105,17 @@ class TransformersEngine:
 
     @property
     def is_up(self) -> bool:
-        """Whether the model is loaded and its process lives."""
+        """True while the model is loaded and its process runs."""
         return self._up.is_set() and self._failure is None and not self._is_stopped
 
     @property
     def failure(self) -> str | None:
-        """Reason why the engine can answer no more; None while it may."""
+        """Reason of a permanent failure; None while the engine can answer."""
         return self._failure
 
     @property
     def process_id(self) -> int | None:
-        """Of the worker; None while there is none."""
+        """Process id of the worker; None while there is none."""
         return None if self._link is None else self._link.process.pid
 
     async def start(self) -> None:
@@ -129,9 +129,9 @@ class TransformersEngine:
         self._watcher = asyncio.create_task(self._watch(), name="rm-engine-watch")
 
     async def stop(self) -> None:
-        """End the worker after what it was given; a second call does nothing."""
+        """End the worker after its accepted batches; a second call does nothing."""
         self._is_stopped = True
-        self._up.set()  # those who wait for a worker are told
+        self._up.set()  # wakes the callers that wait for a worker
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -140,7 +140,7 @@ class TransformersEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
-        """Rewards of the sequences; a batch whose worker dies goes to the next one.
+        """Rewards of the sequences; a batch whose worker dies goes to the next worker.
 
         Raises:
             EngineUnavailable: if the engine has stopped, or every worker died on this batch.
@@ -158,7 +158,7 @@ class TransformersEngine:
         raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones; their file is moved to where restarts read it.
+        """Read and check new weights beside the old ones; their file moves to the folder that restarts read.
 
         Raises:
             WeightsRefused: if a check fails; nothing is staged then.
@@ -179,7 +179,7 @@ class TransformersEngine:
 
         Raises:
             WeightsRefused: if nothing of this revision is staged, or the probe fails.
-            EngineUnavailable: if the worker is not up, or dies; the old weights serve on.
+            EngineUnavailable: if the worker is not up, or dies; the old weights stay in use.
         """
         async with self._updating:
             if self._staged is None or self._staged.revision != revision:
@@ -196,7 +196,7 @@ class TransformersEngine:
             self._staged = None
 
     async def rollback(self) -> None:
-        """Drop what is staged; the weights that serve stay."""
+        """Discard the staged weights; the served weights stay."""
         async with self._updating:
             self._drop_staged()
             if self.is_up:
@@ -215,7 +215,7 @@ class TransformersEngine:
         self._up.set()
 
     async def _watch(self) -> None:
-        """Start a new worker whenever one has died, unless that happens too often."""
+        """Start a new worker after each death, up to the restart limit."""
         while self._link is not None:
             await self._link.ended.wait()
             self._up.clear()
@@ -227,12 +227,12 @@ class TransformersEngine:
                 await self._relaunch()
             except RMOptimizerError as error:
                 self._failure = str(error)
-                self._up.set()  # those who wait for a worker are told
+                self._up.set()  # wakes the callers that wait for a worker
                 return
             _log.warning("another worker process answers, with weights %s, revision %d", self.version, self.revision)
 
     async def _relaunch(self) -> None:
-        """Start a worker with the weights that served, or with the checkpoint's where they cannot be loaded again.
+        """Start a worker with the last served weights, or with the checkpoint's if those cannot be loaded again.
 
         Raises:
             RMOptimizerError: if there will be none.
@@ -251,7 +251,7 @@ class TransformersEngine:
                 self.options = replace(self.options, revision=self.revision)
 
     async def _running(self) -> WorkerLink:
-        """The worker, once it is up.
+        """Return the worker once it is up.
 
         Raises:
             EngineUnavailable: if there will be none.

@@ -1,7 +1,7 @@
-"""The process that holds the model: it answers frames in the order in which they come, and swaps weights between them.
+"""Worker process with the model: it answers frames in the order of their arrival and swaps weights between them.
 
-One thread computes. New weights are read and checked by another beside it, so that scoring goes on meanwhile. The
-process ends when its pipe does: with the server, however that ended.
+One thread computes. A second thread reads and checks new weights, so that scoring continues meanwhile. The process
+ends when its pipe closes, hence with the server.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from rm_optimizer.serving.weights.live_weights import (
 from rm_optimizer.serving.weights.packed_linear import LEAST_GAIN, install_packed_linears
 
 ALIVE_SECONDS = 1.0
-"""Time between two signs of life."""
+"""Seconds between two signs of life."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a worker loads and computes; JSON values.
+    """Options of a worker, as JSON values.
 
     Args:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
@@ -57,9 +57,9 @@ class WorkerOptions:
         token_budget: tokens of one pass; None measures.
         threads: CPU threads; None leaves PyTorch's own number.
         device: `auto`, `cpu` or `cuda`.
-        packed_linears: times that oneDNN's layout must be faster to be used; None never uses it.
+        packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
         revision: serial number of the checkpoint's own weights.
-        tokenizer_folder: where to write the model's tokenizer for the server; empty writes none.
+        tokenizer_folder: folder for the model's tokenizer, which the server reads; empty writes none.
     """
 
     checkpoint: str
@@ -73,11 +73,11 @@ class WorkerOptions:
 
 
 class Worker:
-    """A loaded model, the name and number of its weights, and the weights that are staged beside it.
+    """Loaded model with the name and number of its weights, and the weights staged beside it.
 
     Args:
-        options: what to load and how.
-        committed: updates to put on top of the checkpoint, oldest first.
+        options: checkpoint, device and data types.
+        committed: updates to apply to the checkpoint, oldest first.
 
     Raises:
         RMOptimizerError: if the model or an update cannot be loaded.
@@ -128,11 +128,11 @@ class Worker:
         )
 
     def expect(self, revision: int | None) -> None:
-        """Drop what is staged, and let only this revision be staged from now on; None lets none."""
+        """Discard the staged weights and accept only this revision from now on; None accepts none."""
         self.staged, self.expected = None, revision
 
     def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights, and keep them if they are still expected when that is done.
+        """Read and check new weights, and keep them if they are still expected afterwards.
 
         Raises:
             WeightsRefused: if a check fails.
@@ -142,7 +142,7 @@ class Worker:
             self.staged = (weights, update)
 
     def commit(self, revision: int) -> None:
-        """Swap in what is staged, unless its probe fails.
+        """Swap in the staged weights, unless their probe fails.
 
         Raises:
             WeightsRefused: if nothing of this revision is staged, or the probe fails.
@@ -159,14 +159,14 @@ class Worker:
         self.version, self.revision = weights.version, revision
 
     def _check_rewards(self, probe: WeightProbe | None) -> None:
-        """The probe's rewards; without a probe, that any reward comes out."""
+        """Check the probe's rewards; without a probe, check that a reward can be computed."""
         ids = probe_sequences(probe, self.model.max_length)
         rewards = self.passes.rewards([np.asarray(row, dtype=np.int32) for row in ids]).tolist()
         check_rewards(rewards, probe, self.description.dtype)
 
 
 def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
-    """The folder with all of a checkpoint's weights, None where there is none, and its `export.json`."""
+    """Folder with all of a checkpoint's weights, or None, and its `export.json`."""
     adapter = adapter_folder(checkpoint)
     if adapter is not None:
         return None, read_record(adapter)
@@ -179,7 +179,7 @@ def _device(name: str) -> str:
 
 
 def run_worker(connection: Connection, options_json: str, committed_json: str) -> None:
-    """The process: load, say so, and answer until the pipe ends."""
+    """Main function of the process: load, report, and answer until the pipe closes."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the server decides when to stop; Ctrl-C reaches the whole group
         signal.signal(stop, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
@@ -200,7 +200,7 @@ def run_worker(connection: Connection, options_json: str, committed_json: str) -
 
 
 def _show_life(send: Callable[[Frame], None]) -> None:
-    """Send a sign of life each second, whatever the other threads do, until the pipe ends."""
+    """Send a sign of life each second until the pipe closes, independent of the other threads."""
     try:
         while True:
             send(Frame({"op": "alive"}))
@@ -210,7 +210,7 @@ def _show_life(send: Callable[[Frame], None]) -> None:
 
 
 class _Sender:
-    """Sends frames from more than one thread."""
+    """Thread-safe sender of frames."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()

@@ -1,4 +1,4 @@
-"""The server's end of a worker process: questions and their answers, and its death or standstill within seconds."""
+"""Server's link to a worker process: questions, answers, and detection of its death or hang within seconds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class WorkerLimits:
     """Seconds after which a worker that shows no sign of life is killed.
 
     Args:
-        start: until its first sign, while it imports its libraries.
-        loading: between two signs until its model is loaded.
-        silence: between two signs afterwards; it sends one each second, also while it computes.
-        stop: for what it computes when it is told to stop.
-        tick: between two looks.
+        start: seconds until its first sign of life, while it imports its libraries.
+        loading: seconds between two signs until its model is loaded.
+        silence: seconds between two signs afterwards; it sends one each second, also while it computes.
+        stop: seconds to finish its computation after a stop.
+        tick: seconds between two checks.
     """
 
     start: float = 300.0
@@ -49,19 +49,19 @@ DEFAULT_LIMITS = WorkerLimits()
 
 @dataclass(eq=False)
 class _Question:
-    """A frame that was sent, its answer, and the seconds that the worker may take once it has begun with it."""
+    """Frame that was sent, its answer, and the seconds allowed from the moment the worker begins with it."""
 
     answer: asyncio.Future[Frame]
     seconds: float
 
 
 class WorkerLink:
-    """One worker process, from its start to its end; a restart makes another link.
+    """Link to one worker process, from its start to its end; a restart creates another link.
 
     Args:
-        options: how it loads and computes.
-        committed: updates on top of the checkpoint, oldest first.
-        limits: after which it is given up.
+        options: options of the worker.
+        committed: updates to apply to the checkpoint, oldest first.
+        limits: times after which a silent worker is killed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WorkerLink:
         self.is_hung = False
         self._kill_reason: str | None = None
         self.ended = asyncio.Event()
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="rm-worker-send")  # a full pipe must not stop the loop
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="rm-worker-send")  # a full pipe must not block the loop
         self._connection, process = _spawned(options, committed)
         self.process = process
         threading.Thread(target=self._read, name="rm-worker-read", daemon=True).start()
@@ -106,7 +106,7 @@ class WorkerLink:
 
         Args:
             frame: the question.
-            seconds: the worker is killed if it takes longer, counted from its answer to the question before.
+            seconds: time limit from its answer to the previous question; the worker is killed past it.
 
         Raises:
             WorkerDied: if the process ends before it answers.
@@ -127,7 +127,7 @@ class WorkerLink:
         return reply
 
     async def close(self) -> None:
-        """End the process: it sees the end of its pipe, or is killed after some seconds."""
+        """End the process: it exits when its pipe closes, or is killed after some seconds."""
         if self._up.done() and not self.ended.is_set():
             self._sender.submit(self._send, Frame({"op": "stop", "id": -1}).encode())
         else:
@@ -145,9 +145,9 @@ class WorkerLink:
             return
 
     async def _watch(self) -> None:
-        """Kill a worker that stands still. Looks are counted, not seconds, so that a pause of the server is none of it.
+        """Kill a hung worker. Checks are counted, not seconds, so that a pause of the server does not count.
 
-        A stopped process sends nothing; one whose computation hangs still sends its signs of life.
+        A stopped process sends nothing; a process whose computation hangs still sends signs of life.
         """
         seen, silent, oldest, busy = 0, 0.0, -1, 0.0
         while not self.ended.is_set():
@@ -175,7 +175,7 @@ class WorkerLink:
     def _send(self, data: bytes) -> None:
         try:
             self._connection.send_bytes(data)
-        except OSError:  # the reader sees the end of the pipe too, and fails every question
+        except OSError:  # the reader reaches the end of the pipe too, and fails every question
             return
 
     def _read(self) -> None:
@@ -191,7 +191,7 @@ class WorkerLink:
     def _call(self, function: object, *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so nothing waits any more
             return
 
     def _received(self, frame: Frame) -> None:
@@ -208,7 +208,7 @@ class WorkerLink:
             if not answer.done():
                 answer.set_exception(WorkerDied("the worker process ended before it answered"))
         if self._up.done() and not self._up.cancelled():
-            self._up.exception()  # seen, should nobody wait for it
+            self._up.exception()  # marks the exception as retrieved
 
 
 def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tuple[Connection, SpawnProcess]:
@@ -217,5 +217,5 @@ def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tupl
     texts = (json.dumps(asdict(options)), json.dumps([staged_to_json(weights) for weights in committed]))
     process = context.Process(target=run_worker, args=(theirs, *texts), name="rm-worker", daemon=True)
     process.start()
-    theirs.close()  # so that our end sees the pipe close when the process ends
+    theirs.close()  # the server's end of the pipe must close when the process ends
     return ours, process

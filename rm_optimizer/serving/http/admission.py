@@ -1,4 +1,4 @@
-"""How much may be open at once: bodies and requests are counted before they are read into anything."""
+"""Admission control: limits on the open requests and on the bytes of their bodies, counted before any is parsed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_CONTAINERS = 2**16
 """JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?(?:"|\Z)', re.DOTALL)
-"""JSON string, or what stands in place of one at the end of a broken body, so that no byte is read twice."""
+"""JSON string, complete or cut off at the end of a broken body, so that no byte is read twice."""
 
 
 class HeaderSize:
-    """Refuses headers that are too large; the protocol sees only those that come in several pieces.
+    """Middleware that refuses headers that are too large; the protocol limits only those that come in several pieces.
 
     Args:
-        app: what is behind it.
+        app: application behind this middleware.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 431."""
+        """Pass the request on, or answer 431."""
         if scope["type"] == "http" and _header_bytes(scope) > MAX_HEADER_BYTES:
             await error_answer(HeadersTooLarge())(scope, receive, send)
         else:
@@ -47,11 +47,11 @@ def _header_bytes(scope: Scope) -> int:
 
 
 class AdmissionControl:
-    """Refuses requests while too many are open, and bodies that are too large.
+    """Middleware that refuses requests while too many are open, and bodies that are too large.
 
     Args:
-        app: what is behind the door.
-        max_body_bytes: of one body.
+        app: application behind this middleware.
+        max_body_bytes: largest size of one body.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -61,11 +61,11 @@ class AdmissionControl:
         self.open_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 413 or 503."""
+        """Pass the request on, or answer 413 or 503."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        chunks = list[bytes]()  # counted from the moment they come, also those of a body that never ends
+        chunks = list[bytes]()  # counted as they arrive, also those of a body that never ends
         try:
             refusal = await self._refusal(scope, receive, chunks)
             if refusal is not None:
@@ -83,7 +83,7 @@ class AdmissionControl:
             self.open_requests -= 1
 
     async def _refusal(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> ApiError | None:
-        """Read the body into one chunk, or say why it is not taken; a request that is being read is not yet open."""
+        """Read the body into one chunk, or return the reason to refuse it; a request opens once it is read."""
         if self.open_requests >= MAX_OPEN_REQUESTS:
             return Overloaded(f"{self.open_requests} requests are open, which is the most")
         announced = Headers(scope=scope).get("content-length", "0")
@@ -119,7 +119,7 @@ def _num_containers(body: bytes) -> int:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that was read, and then what comes."""
+    """Return a `receive` that yields the body that was read, then the messages that follow."""
     given = False
 
     async def replay() -> Message:

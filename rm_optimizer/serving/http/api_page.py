@@ -1,4 +1,4 @@
-"""The page `/docs`: Swagger's, and without the internet a sentence in its place."""
+"""The page `/docs`: Swagger's page, or one sentence in its place without the internet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OFFLINE = (
 
 
 def add_api_page(app: FastAPI) -> None:
-    """Answer `/docs`."""
+    """Add the route `/docs`."""
     page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title).body
     place = b'<div id="swagger-ui">'
     assert place in page, "Swagger's page has the place that its script fills"

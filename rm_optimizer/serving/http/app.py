@@ -1,4 +1,4 @@
-"""The HTTP application around a `RewardService`."""
+"""HTTP application around a `RewardService`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
 from rm_optimizer.serving.service.service import RewardService
 
 CLIENT_CLOSED = 499
-"""nginx's status for a client that left; it goes nowhere but into the metrics."""
+"""nginx's status for a client that disconnected; only the metrics use it."""
 
 
 def create_app(
@@ -34,15 +34,15 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     body_seconds: float = BODY_SECONDS,
 ) -> FastAPI:
-    """The application; whoever runs it starts the service, and the application's shutdown stops it.
+    """Create the application. Its caller starts the service, and the application's shutdown stops it.
 
     Args:
-        service: what is served, as `app.state.service`.
-        api_key: what requests must bring; None asks for nothing.
-        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
-        local_only: refuse requests that were sent to another name than this machine's.
-        routers: further routes, those of weight updates say.
-        body_seconds: most seconds without a byte of a body.
+        service: the served model, available as `app.state.service`.
+        api_key: key that every request must carry; None requires no key.
+        update_key: key for weight updates in its place; None requires the `api_key` there too.
+        local_only: refuse requests whose `Host` is not this machine.
+        routers: further routes, for example those of weight updates.
+        body_seconds: longest pause in a body, in seconds.
     """
     app = FastAPI(
         title="RM-Optimizer reward server",
@@ -78,7 +78,7 @@ def _lifespan(service: RewardService) -> Callable[[FastAPI], Any]:
 
 
 def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:
-    """The OpenAPI document without FastAPI's 422, as what is invalid gets 400 and our body; with the key's scheme."""
+    """OpenAPI document with the key's scheme and without FastAPI's 422: invalid requests get 400 and a typed body."""
     original = app.openapi
 
     def document() -> dict[str, Any]:
@@ -102,11 +102,11 @@ def _client_left(request: Request, error: Exception) -> Response:
 
 
 class Observed:
-    """Counts requests by route and status, and how long they took.
+    """Middleware that counts requests by route and status, and measures their durations.
 
     Args:
-        app: what answers.
-        metrics: where to count.
+        app: application behind this middleware.
+        metrics: counters of the server.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:

@@ -1,4 +1,4 @@
-"""The keys and the host, asked for before a body is read: on every route, the documentation included."""
+"""Checks of key and host before a body is read, on every route including the documentation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rm_optimizer.serving.http.error_answers import error_answer
 from rm_optimizer.serving.service.api_errors import InvalidRequest, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
-"""Answered without a key, as the probes of an orchestrator have none; they say only that the server lives."""
+"""Paths without a key, for the liveness probes of an orchestrator; they reveal only that the server runs."""
 UPDATE_PATHS = "/rm/weights"
-"""Beginning of the paths of weight updates, which may have a key of their own."""
+"""Prefix of the paths of weight updates, which may have a key of their own."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PORT = re.compile(r":\d+\Z")
 
 
 class BearerAuth:
-    """Lets a request through if it brings `Authorization: Bearer KEY`; compared in constant time.
+    """Middleware that requires `Authorization: Bearer KEY`, compared in constant time.
 
     Args:
-        app: what is behind it.
-        api_key: key of all paths but `OPEN_PATHS`; None asks for nothing.
-        update_key: key of the paths of weight updates instead; None takes the `api_key` there too.
+        app: application behind this middleware.
+        api_key: key of all paths but `OPEN_PATHS`; None requires no key.
+        update_key: key of the paths of weight updates in its place; None uses the `api_key` there too.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, update_key: str | None = None) -> None:
@@ -34,7 +34,7 @@ class BearerAuth:
         self._update_key = self._key if update_key is None else update_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 to whoever does not bring the key."""
+        """Pass the request on, or answer 401 without the right key."""
         if scope["type"] == "lifespan" or self._may_pass(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
@@ -55,17 +55,17 @@ class BearerAuth:
 
 
 class LocalHost:
-    """Refuses requests whose `Host` is not this machine's, which a web page sends after it has rebound its name.
+    """Middleware against DNS rebinding: it refuses requests whose `Host` is not this machine.
 
     Args:
-        app: what is behind it.
+        app: application behind this middleware.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 400 to another host."""
+        """Pass the request on, or answer 400 to another host."""
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else "localhost"
         if _PORT.sub("", host).lower() in LOCAL_HOSTS:
             await self.app(scope, receive, send)

@@ -1,7 +1,7 @@
-"""How long a client may take to send its body: whoever stops or trickles is told 408, and its connection closed.
+"""Time limit of request bodies: a client that stops or trickles gets 408, and its connection is closed.
 
 The rule is Apache's (`mod_reqtimeout`, `RequestReadTimeout body=20,MinRate=…`): a body has some seconds, and more for
-every byte that came. Only waiting for the client counts, so that a server that is busy itself ends nobody.
+every byte received. Only time spent waiting for the client counts, so that a busy server ends no request.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from rm_optimizer.serving.http.error_answers import error_answer
 from rm_optimizer.serving.service.api_errors import ApiError
 
 BODY_SECONDS = 20.0
-"""Most seconds without a byte, and of a body beside those that its bytes earn."""
+"""Longest pause in a body, and the time of a body beyond what its bytes earn, in seconds."""
 LEAST_BYTES_PER_SECOND = 128 * 2**10
-"""A byte earns the reciprocal of this in seconds."""
+"""Least rate of a body; each byte extends its time by the reciprocal in seconds."""
 
 
 class SlowBody(ApiError):
-    """The client stopped in the middle of its body, or sends it too slowly."""
+    """The client stopped within its body, or sends it too slowly."""
 
     status, kind = 408, "SlowBody"
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The rest of the body is not waited for."""
+        """Close the connection: the rest of the body is not awaited."""
         return {"Connection": "close"}
 
 
 class BodyTimeout:
-    """Ends requests whose bodies do not come.
+    """Middleware that ends requests whose bodies do not arrive.
 
     Args:
-        app: what reads the bodies.
-        seconds: most seconds without a byte.
+        app: application that reads the bodies.
+        seconds: longest pause in a body, in seconds.
         least_rate: bytes that earn one more second in all.
     """
 
@@ -47,7 +47,7 @@ class BodyTimeout:
         self.least_rate = least_rate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; 408 where nothing within has answered the `SlowBody` that its `receive` raised."""
+        """Pass the request on, or answer 408 if the application leaves the `SlowBody` of its `receive` unanswered."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -58,7 +58,7 @@ class BodyTimeout:
 
 
 class _TimedReceive:
-    """A `receive` that gives up on a slow body; what comes after the body, a disconnection, is waited for."""
+    """`receive` with a time limit on the body; it waits without one for the disconnection that follows."""
 
     def __init__(self, receive: Receive, seconds: float, least_rate: float) -> None:
         self._receive = receive

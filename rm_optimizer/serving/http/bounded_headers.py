@@ -1,7 +1,7 @@
-"""How long a request's headers may take and how large they may be; uvicorn sets no time, and httptools no size.
+"""Limits on the time and size of a request's headers; uvicorn limits no time, and httptools no size.
 
-Whoever stops or trickles is told 408 and the connection closed, as by Apache's `RequestReadTimeout header=20`. What
-follows the headers is for the application; see `body_timeout`.
+A client that stops or trickles gets 408 and its connection is closed, as by Apache's `RequestReadTimeout header=20`.
+The application limits the body; see `body_timeout`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 HEADER_SECONDS = 20.0
-"""From the connection, or on one that has answered before from the next request's first byte, to the last header."""
+"""Seconds to the last header, from the connection or from the first byte of a later request on it."""
 
 
 LEAST_IDLE_SECONDS = 1.0
-"""Time without a byte after which a connection that waits for a request gives way to a new one."""
+"""Seconds without a byte after which an idle connection gives way to a new one."""
 
 
 class SlowHeaders(ApiError):
-    """The client stopped in the middle of its headers, or sends them too slowly."""
+    """The client stopped within its headers, or sends them too slowly."""
 
     status, kind = 408, "SlowHeaders"
 
 
 class BoundedHeaders(HttpProtocol):
-    """uvicorn's protocol, of whichever parser is installed, for `uvicorn.Config(http=…)`."""
+    """uvicorn's protocol of the installed parser with limits on headers, for `uvicorn.Config(http=…)`."""
 
     seconds = HEADER_SECONDS
     least_idle_seconds = LEAST_IDLE_SECONDS
@@ -53,8 +53,8 @@ class BoundedHeaders(HttpProtocol):
         """The protocol of one server.
 
         Args:
-            max_connections: most open connections.
-            metrics: where refusals are counted.
+            max_connections: largest number of open connections.
+            metrics: counters of the server.
         """
         return type("LimitedHeaders", (cls,), {"max_connections": max_connections, "metrics": metrics})
 
@@ -79,11 +79,11 @@ class BoundedHeaders(HttpProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Let uvicorn parse the bytes; those that complete no request's headers are counted, and end some time."""
+        """Let uvicorn parse the bytes; those of incomplete headers are counted against the limits."""
         last, self._last_byte = self.cycle, self.loop.time()
         if last is not self._last:
             self._last, self._num_bytes = last, 0
-        if last is None or not last.more_body:  # the rest of a body that was answered early is none of this
+        if last is None or not last.more_body:  # the rest of a body that was answered early does not count
             self._num_bytes += len(data)
         if last is None or last.response_complete:
             self._begin_wait()
@@ -94,11 +94,11 @@ class BoundedHeaders(HttpProtocol):
             self._refuse(HeadersTooLarge())
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or what h11 finds too long, in our form."""
+        """Answer malformed HTTP, or headers too long for h11, with the server's typed body."""
         self._refuse(HeadersTooLarge() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
 
     def _replace_idle(self) -> bool:
-        """Close the connection that has waited longest for a request, as nginx does; False if none is idle."""
+        """Close the connection that was idle longest, as nginx does; False if none is idle."""
         waiting = [other for other in self.connections if isinstance(other, BoundedHeaders) and other._is_waiting]
         oldest = min(waiting, key=lambda other: other._last_byte, default=self)
         if self.loop.time() - oldest._last_byte < self.least_idle_seconds:
@@ -120,7 +120,7 @@ class BoundedHeaders(HttpProtocol):
             self._deadline = None
 
     def _expire(self) -> None:
-        """Close, with a word where a request had begun; a connection that became a websocket is no longer ours."""
+        """Close the connection, with 408 if a request had begun; a websocket connection stays open."""
         if self not in self.connections:
             return
         if self._num_bytes:

@@ -1,4 +1,4 @@
-"""Limits of connections: a flood of them takes neither the files of the process nor the disk of its log."""
+"""Limits on connections, so that a flood exhausts neither the process's open files nor the disk of its log."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CONNECTIONS = 2048
-"""Most open connections, where the limit of open files allows as many."""
+"""Most open connections, if the limit of open files allows as many."""
 MAX_BACKLOG = 128
-"""Most connections that wait to be accepted, which may be all at once beside the open ones."""
+"""Most connections that wait to be accepted, in addition to the open ones."""
 RESERVED_FILES = 64
 """Files for everything but connections."""
 REPORT_SECONDS = 60.0
@@ -23,7 +23,7 @@ class ConnectionLimits:
     """Most connections of a server.
 
     Args:
-        open: connections that are served; a further one is told 503 and closed.
+        open: connections that are served; a further one gets 503 and is closed.
         backlog: connections that wait to be accepted.
     """
 
@@ -32,7 +32,7 @@ class ConnectionLimits:
 
     @classmethod
     def of_process(cls) -> ConnectionLimits:
-        """The limits that the most files of this process allow, which is raised as far as the system lets it."""
+        """Limits for this process's open files, after raising their limit as far as the system allows."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             try:
@@ -44,7 +44,7 @@ class ConnectionLimits:
 
     @classmethod
     def of_files(cls, files: int) -> ConnectionLimits:
-        """The limits for so many open files.
+        """Limits for this number of open files.
 
         Example:
             >>> ConnectionLimits.of_files(1024)

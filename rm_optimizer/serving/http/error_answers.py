@@ -1,4 +1,4 @@
-"""Every failure as the same typed JSON body, whoever noticed it: we, FastAPI, or nobody."""
+"""Typed JSON bodies of all failures: of this package, of FastAPI, and of uncaught exceptions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _HINTS = {
 
 
 def error_answer(error: ApiError) -> JSONResponse:
-    """The HTTP answer of a failure."""
+    """HTTP answer of a failure."""
     return JSONResponse(error.body().model_dump(), error.status, headers=dict(error.headers))
 
 
 def install_error_answers(app: FastAPI) -> None:
-    """Give every kind of failure its typed body."""
+    """Install the handlers that give every failure its typed body."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(EngineUnavailable, _unavailable)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -41,7 +41,7 @@ def install_error_answers(app: FastAPI) -> None:
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """The failures of a route, for its documentation."""
+    """Failures of a route, for its documentation."""
     return {status: {"model": ErrorBody} for status in statuses}
 
 
@@ -55,7 +55,7 @@ def _unavailable(request: Request, error: Exception) -> JSONResponse:
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """Return the first thing that is wrong with the body."""
+    """Return the first error of the body."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     context = first.get("ctx", {})
@@ -72,7 +72,7 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 def _is_place(place: object) -> bool:
-    """Whether it is a field or an index, and not the tag of a union's member."""
+    """True for a field or an index, False for the tag of a union's member."""
     return isinstance(place, int) or not str(place).startswith("(")
 
 

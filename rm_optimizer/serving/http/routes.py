@@ -1,4 +1,4 @@
-"""What is answered where."""
+"""Routes of scoring, health and information."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before it was answered."""
+    """The client closed its connection before the answer."""
 
 
 def _service(request: Request) -> RewardService:
@@ -53,10 +53,10 @@ Service = Annotated[RewardService, Depends(_service)]
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled as soon as the client leaves.
+    """Return the result of the work, cancelling it as soon as the client disconnects.
 
     Raises:
-        ClientLeft: if it does.
+        ClientLeft: if the client disconnects.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(request))
     try:
@@ -75,7 +75,7 @@ async def _disconnection(request: Request) -> None:
 
 
 def _numbers(rewards: Sequence[float], use_activation: bool | None) -> list[float]:
-    """What the client asked for: rewards, or one sigmoid of each."""
+    """Rewards, or the sigmoid of each if the request asks for it."""
     return [sigmoid(reward) for reward in rewards] if use_activation else list(rewards)
 
 
@@ -94,7 +94,7 @@ async def _scored(
 
 
 async def _sequences(body: ClassifyRequest, service: RewardService) -> list[TokenSequence]:
-    """Token ids of what is to be classified; only text waits for a tokenizer."""
+    """Token ids of a request's input; only text waits for a tokenizer."""
     reader, value = service.reader, body.input
     if (messages := body.messages) is not None:
         return await service.read(num_characters(body), lambda: reader.conversation(messages))
@@ -161,7 +161,7 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
 @router.get("/ping", responses=_READING)
 @router.get("/health", responses=_READING)
 async def health(service: Service) -> dict[str, str]:
-    """200 while the server lives, also while it loads; whether it may answer is `/ready`'s to say."""
+    """200 while the server runs, also while it loads; `/ready` reports if it can answer."""
     engine = service.engine
     return {"status": "alive", "version": engine.version, "revision": str(engine.revision)}
 
@@ -192,7 +192,7 @@ async def models(service: Service) -> ModelList:
 
 @router.get("/rm/info", responses=_READING)
 async def info(service: Service) -> InfoResponse:
-    """What a client checks before it trusts the numbers."""
+    """Properties of the server that a client verifies."""
     return service.info()
 
 

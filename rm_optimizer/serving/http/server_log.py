@@ -1,4 +1,4 @@
-"""The log of a server: what changes while it runs, on standard error, with the time."""
+"""Log of a running server: its changes of state on standard error, with the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def show_server_log() -> None:
-    """Write the package's log from INFO on, so that new weights leave a line; a second call does nothing."""
+    """Write the package's log from level INFO, which includes weight updates; a second call does nothing."""
     log = logging.getLogger("rm_optimizer")
     if not log.handlers:
         handler = logging.StreamHandler()

@@ -1,1 +1,1 @@
-"""The scoring service: requests to token ids, the queue, parity, and failures as typed answers."""
+"""Scoring service: tokenization of requests, the queue, parity checks, and typed failures."""

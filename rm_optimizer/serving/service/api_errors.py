@@ -1,4 +1,4 @@
-"""Failures of a request: an HTTP status, and a typed body that says what to do."""
+"""Failures of a request, each with an HTTP status and a typed body that states the remedy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
 
 MAX_HEADER_BYTES = 16 * 2**10
-"""Of a request line and its headers; h11's own limit while they are not whole."""
+"""Most bytes of a request line and its headers; h11's own limit for incomplete ones."""
 MAX_QUOTED = 1000
 """Most characters of a message, and of a field's name."""
 
 
 class ApiError(RMOptimizerError):
-    """A request that is not answered.
+    """Failure of a request.
 
     Args:
-        message: what was expected, what was got, what to do.
-        param: the field at fault.
+        message: expected value, value found and remedy.
+        param: field at fault.
     """
 
     status = 400
@@ -45,7 +45,7 @@ class InvalidRequest(ApiError):
 
 
 class TooLong(ApiError):
-    """A sequence has more tokens than the model reads; nothing is ever cut without a word."""
+    """A sequence has more tokens than the model reads; it is refused, not truncated."""
 
     kind = "TooLong"
 
@@ -68,7 +68,7 @@ class UnknownModel(ApiError):
 
 
 class TooLarge(ApiError):
-    """One request alone holds more than the server ever accepts; it must be split."""
+    """A request exceeds the limits of the server; it must be split."""
 
     status, kind = 413, "TooLarge"
 
@@ -83,23 +83,23 @@ class HeadersTooLarge(ApiError):
 
 
 class ServerFailed(ApiError):
-    """The engine will not answer again, and the server ends."""
+    """The engine failed for good, and the server ends."""
 
     status, kind = 500, "ServerFailed"
 
 
 class NonFiniteScore(ApiError):
-    """The model gave NaN or infinity for a sequence; that request has no answer."""
+    """The model returned NaN or infinity for a sequence, so the request has no answer."""
 
     status, kind = 500, "NonFiniteScore"
 
 
 class Overloaded(ApiError):
-    """The queue is full; the same request succeeds later.
+    """The queue is full; the same request may succeed later.
 
     Args:
-        message: how full it is.
-        retry_after_seconds: when to try again.
+        message: state of the queue.
+        retry_after_seconds: seconds until the next attempt.
     """
 
     status, kind = 503, "Overloaded"
@@ -110,7 +110,7 @@ class Overloaded(ApiError):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """When to try again."""
+        """`Retry-After` header."""
         return {"Retry-After": str(self.retry_after_seconds)}
 
 
@@ -121,12 +121,12 @@ class NotReady(Overloaded):
 
 
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> ErrorBody:
-    """The body of an answer that is not a success; what it quotes of the request is cut to `MAX_QUOTED` characters."""
+    """Body of an unsuccessful answer; its quotes of the request are cut to `MAX_QUOTED` characters."""
     param = None if param is None else _encodable(param)
     return ErrorBody(error=ErrorDetail(message=_encodable(message), type=kind, param=param, code=status))
 
 
 def _encodable(text: str) -> str:
-    """The text, cut, with question marks for halves of surrogate pairs."""
+    """Text cut to the limit, with question marks for halves of surrogate pairs."""
     short = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]} …"
     return short.encode("utf-8", "replace").decode()

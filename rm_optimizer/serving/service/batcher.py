@@ -1,4 +1,4 @@
-"""The queue between requests and the engine: bounded by tokens, fair between requests, grouped by common starts."""
+"""Queue between requests and the engine: bounded by tokens, fair between requests, grouped by common starts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
 LEAST_BATCH_TOKENS = 1024
-"""Tokens given to the engine at once, at least: it cuts them into passes itself."""
+"""Least number of tokens of a full batch; the engine divides it into passes."""
 IN_FLIGHT = 2
-"""Batches with the engine at a time, so that the next one waits in its pipe while it computes."""
+"""Batches in the engine at a time, so that the next one waits in its pipe while it computes."""
 MOST_ROUNDS = 10
-"""Times that a request is scored because new weights came while it was being answered."""
+"""Most times that a request is scored again because of weight updates."""
 
 
 @dataclass(eq=False)
@@ -53,20 +53,20 @@ class _Unit:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is still to be computed for somebody."""
+        """True while a caller waits for it and it is not computed."""
         return not self.is_taken and not self.request.answer.done()
 
 
 class Batcher:
-    """Accepts requests until `max_queued_tokens` wait, and gives them to the engine in batches.
+    """Queue that accepts requests up to `max_queued_tokens` and passes them to the engine in batches.
 
-    The order is start-time fair queuing (Goyal et al., 1996) over tokens: a unit's place is the place being served when
-    its request came, plus the request's tokens before it. So a small request does not wait for all of a large one.
+    The order is start-time fair queuing (Goyal et al., 1996) over tokens. A unit's place is the place being served when
+    its request arrived, plus the request's tokens before it. A small request does not wait for all of a large one.
 
     Args:
-        engine: answers the batches.
-        max_queued_tokens: most tokens that wait or are being computed.
-        metrics: counts.
+        engine: engine that scores the batches.
+        max_queued_tokens: most tokens that wait or are being scored.
+        metrics: counters of the server.
     """
 
     def __init__(self, engine: Engine, *, max_queued_tokens: int, metrics: ServerMetrics) -> None:
@@ -84,11 +84,11 @@ class Batcher:
         self._runners: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to give batches to the engine."""
+        """Begin to pass batches to the engine."""
         self._runners = [asyncio.create_task(self._run(), name=f"rm-batcher-{i}") for i in range(IN_FLIGHT)]
 
     async def stop(self) -> None:
-        """Stop; whoever still waits is told so."""
+        """Stop, and fail the requests that still wait."""
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
@@ -96,7 +96,7 @@ class Batcher:
             _fail(unit.request, EngineUnavailable("the server is stopping"))
 
     async def score(self, sequences: Sequence[tuple[int, ...]]) -> ScoredBatch:
-        """Rewards of a request, all of one version of the weights. Cancelling it drops what was not yet computed.
+        """Rewards of a request, all of one version of the weights. Cancellation removes its unscored sequences.
 
         Raises:
             TooLarge: if the request alone exceeds the queue.
@@ -114,13 +114,13 @@ class Batcher:
             self._enqueue(request, range(count))
             return await answer
         finally:
-            answer.cancel()  # of no effect once it is answered
+            answer.cancel()  # no effect once it is answered
             self.queued_tokens -= tokens
             self.metrics.queued_tokens.set(self.queued_tokens)
             self._sweep(request)
 
     def require_room(self) -> None:
-        """Refuse a request of unknown length before it is read.
+        """Refuse a request of unknown length before reading it.
 
         Raises:
             Overloaded: if the queue has no room for one token.
@@ -129,11 +129,11 @@ class Batcher:
 
     @property
     def is_alive(self) -> bool:
-        """Whether batches are given to the engine."""
+        """True while batches are passed to the engine."""
         return bool(self._runners) and not any(runner.done() for runner in self._runners)
 
     def _sweep(self, request: _Request) -> None:
-        """Take the units of clients that left out of the queue, once they are most of it."""
+        """Remove the units of disconnected clients once they are most of the queue."""
         self._abandoned += request.open_units
         if self._abandoned > len(self._heap) // 2:
             for unit in self._heap:
@@ -192,7 +192,7 @@ class Batcher:
                 await self._work.wait()
 
     def _next_batch(self) -> list[_Unit]:
-        """The next units in order, and those that start as the first of them does, up to a batch's tokens."""
+        """Next units in order, and those with the same start as the first, up to a batch's tokens."""
         batch: list[_Unit] = []
         room = self._batch_tokens
         while self._heap and room > 0:
@@ -209,7 +209,7 @@ class Batcher:
         return batch
 
     def _companions(self, unit: _Unit, room: int) -> list[_Unit]:
-        """Other requests' units with the same start, as many as there is room for."""
+        """Units of other requests with the same start, up to the batch's remaining tokens."""
         found: list[_Unit] = []
         if unit.start and self.engine.description.shares_prompts:
             for other in self._starts.get(unit.start, ()):
@@ -249,7 +249,7 @@ class Batcher:
             self._finish(unit.request, scored)
 
     def _finish(self, request: _Request, last: ScoredBatch) -> None:
-        """Answer a request whose last unit is done; what older weights computed is computed again first."""
+        """Answer a request whose last unit is done, after rescoring units computed by older weights."""
         request.open_units -= 1
         if request.open_units or request.answer.done():
             return
@@ -263,7 +263,7 @@ class Batcher:
 
 
 def _abandon(batch: list[_Unit]) -> None:
-    """Tell whoever waits for a batch that was given up half-way; of no effect on one that was computed."""
+    """Fail the requests of an abandoned batch; no effect on a batch that was computed."""
     for unit in batch:
         if not unit.is_computed:
             _fail(unit.request, EngineUnavailable("the server is stopping"))
@@ -275,20 +275,20 @@ def _fail(request: _Request, error: EngineUnavailable) -> None:
 
 
 def _unit_tokens(indices: Sequence[int], sequences: Sequence[tuple[int, ...]]) -> int:
-    """Tokens of sequences that start alike, the common ones counted once."""
+    """Tokens of sequences with a common start, which counts once."""
     lengths = [len(sequences[index]) for index in indices]
     depth = _common([sequences[index] for index in indices]) if len(indices) > 1 else 0
     return sum(lengths) - depth * (len(indices) - 1)
 
 
 def _common(sequences: Sequence[tuple[int, ...]]) -> int:
-    first, last = min(sequences), max(sequences)  # of sorted sequences, these two differ first
+    first, last = min(sequences), max(sequences)  # sorted neighbors share longer starts
     shortest = min(map(len, sequences))
     return next((place for place in range(shortest) if first[place] != last[place]), shortest)
 
 
 def _cut(group: list[int], sequences: Sequence[tuple[int, ...]], most_tokens: int) -> list[list[int]]:
-    """A group in parts of at most `most_tokens` tokens, so that no unit keeps the others waiting for long."""
+    """Parts of a group of at most `most_tokens` tokens, so that no unit delays the others for long."""
     depth = _common([sequences[index] for index in group]) if len(group) > 1 else 0
     parts, room = list[list[int]](), 0
     for index in group:

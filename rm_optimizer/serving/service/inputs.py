@@ -1,4 +1,4 @@
-"""Requests to token ids, checked: what a model cannot read is refused by name, and nothing is cut without a word."""
+"""Conversion of requests to checked token ids. Invalid fields are refused by name, and nothing is cut silently."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, To
 from rm_optimizer.serving.service.rendered_texts import RenderedTexts
 
 MAX_CHARACTERS_A_TOKEN = 64
-"""A text longer than this many characters for each token the model reads is refused before it is tokenized."""
+"""Most characters of a text for each token of the model's limit; a longer text is refused before tokenization."""
 SLICE_CHARACTERS = 2**18
-"""Characters that are tokenized at once, beside those of one text: what is too long is seen after each slice."""
+"""Characters that are tokenized at once, one text at least; lengths are checked after each slice."""
 
 TokenSequence = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class InputReader:
-    """Turns what requests hold into token ids, by the model's own tokenizer and rendering.
+    """Converter of requests to token ids by the model's own tokenizer and rendering.
 
     Args:
-        tokenizer: the model's.
-        renderer: its rendering of conversations, with room for one token more than the model reads, so that what is too
-            long is seen.
+        tokenizer: tokenizer of the model.
+        renderer: renderer of the model with a limit of one token more than the model reads, so that longer sequences
+            are detected.
         max_length: most tokens that the model reads.
-        vocab_size: ids are below it.
+        vocab_size: exclusive upper bound of the token ids.
         max_request_tokens: most tokens of all sequences of a request.
     """
 
@@ -53,14 +53,14 @@ class InputReader:
 
     @classmethod
     def of(cls, description: EngineDescription, max_request_tokens: int) -> InputReader:
-        """The reader of an engine's model.
+        """Reader for an engine's model.
 
         Args:
-            description: of the engine.
+            description: description of the engine's model.
             max_request_tokens: most tokens of all sequences of a request.
 
         Raises:
-            CheckpointError: if conversations are not rendered as the engine's model renders them.
+            CheckpointError: if conversations are rendered differently than by the engine's model.
         """
         tokenizer = AutoTokenizer.from_pretrained(description.tokenizer_folder)
         renderer = ConversationRenderer(tokenizer, description.max_length + 1)
@@ -150,8 +150,8 @@ class InputReader:
     def rendered(self, texts: Sequence[str]) -> list[Encoding]:
         """Token ids of conversations that the client has rendered, as OpenRLHF sends them.
 
-        They are those of `items` for the same conversations, whatever padding and special tokens stand around the
-        texts. An over-long text loses tokens from its left, as an over-long prompt does in training.
+        They equal those of `items` for the same conversations, for any padding and special tokens around the texts. An
+        over-long text loses tokens from its left, as an over-long prompt does in training.
 
         Raises:
             InvalidRequest: if a text is empty.
@@ -191,7 +191,7 @@ class InputReader:
     def _in_slices(
         self, sizes: Sequence[int], tokenize: Callable[[slice], Sequence[Sequence[int]]], names: Sequence[str]
     ) -> list[TokenSequence]:
-        """All rows, checked slice by slice, so that what is refused is not tokenized to its end."""
+        """Tokenize all rows, checked slice by slice, so that a refused request is not tokenized to its end."""
         rows = list[TokenSequence]()
         total = 0
         for part in _slices(sizes):
@@ -239,11 +239,11 @@ class InputReader:
 
 
 def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:
-    """Refuse sequences that a client wants cut: servers differ in which end they cut, and in the reward that is left.
+    """Refuse sequences that a client wants truncated, since servers truncate different ends with different rewards.
 
     Args:
-        sequences: as they were read.
-        most: tokens that the client wants of each; None and -1 ask for no cut below the model's own limit.
+        sequences: token ids before any truncation.
+        most: requested length of each in tokens; None and -1 request no truncation below the model's own limit.
 
     Raises:
         TooLong: naming the first longer one.
@@ -259,7 +259,7 @@ def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether the text is made of characters; JSON can also spell halves of surrogate pairs."""
+    """True if the text consists of characters; JSON can also encode halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -268,7 +268,7 @@ def is_encodable(text: str) -> bool:
 
 
 def num_characters(body: ClassifyRequest | ScoreRequest | OpenRLHFRequest) -> int:
-    """Characters of a request that are to be tokenized."""
+    """Number of characters of a request to tokenize."""
     if isinstance(body, OpenRLHFRequest):
         return sum(map(len, body.query))
     if isinstance(body, ScoreRequest):
@@ -287,7 +287,7 @@ def _num_characters(prompt: str | Sequence[Message | WireMessage]) -> int:
 
 
 def _slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Neighbors, as many as have `SLICE_CHARACTERS` together."""
+    """Adjacent texts of up to `SLICE_CHARACTERS` characters together."""
     start = total = 0
     for index, size in enumerate(sizes):
         if index > start and total + size > SLICE_CHARACTERS:

@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus."""
+"""Prometheus metrics of a server, served at `/metrics`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServerMetrics:
         self.batch_tokens.observe(unique_tokens)
 
     def count_refusal(self, status: int) -> None:
-        """Count a request that was refused before it was one."""
+        """Count a request that was refused before it was complete."""
         self.requests.labels(OTHER_ROUTE, str(status)).inc()
 
     def text(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Whether the served model scores as its certificate says: the question behind `/ready`."""
+"""Parity of the served rewards with the model's certificate, the condition of `/ready`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rm_optimizer.serving.service.inputs import InputReader
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Served rewards against those that were certified at export.
+    """Comparison of served rewards with those certified at export.
 
     Args:
         max_difference: largest |served - certified|.
         relative_difference: largest |served - certified| / max(1, |certified|).
-        tolerance: the most that `relative_difference` may be.
-        num_conversations: how many were compared.
-        same_tokens: whether the server renders the conversations to the certified token ids.
-        flipped_pairs: pairs of them, of `num_pairs`, that the served rewards put in another order.
+        tolerance: largest accepted `relative_difference`.
+        num_conversations: number of compared conversations.
+        same_tokens: True if the server renders the conversations to the certified token ids.
+        flipped_pairs: pairs, of `num_pairs`, that the served rewards order differently.
         num_pairs: pairs with different certified rewards.
-        version: of the weights that were compared.
+        version: version of the compared weights.
     """
 
     max_difference: float
@@ -37,7 +37,7 @@ class ParityReport:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the server may answer; a reward that is not finite fails."""
+        """True if the server may answer; a reward that is not finite fails."""
         return self.same_tokens and self.relative_difference <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
@@ -47,11 +47,11 @@ class ParityReport:
 
 
 async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str, Any]) -> ParityReport | None:
-    """Score the certificate's conversations; None where the checkpoint has no certificate.
+    """Score the certificate's conversations; None if the checkpoint has no certificate.
 
     Args:
-        engine: with the checkpoint's own weights.
-        reader: renders the conversations.
+        engine: engine with the checkpoint's own weights.
+        reader: renderer of the conversations.
         export: the checkpoint's `export.json`.
     """
     if "certificate" not in export:

@@ -1,7 +1,7 @@
-"""Conversations that a client rendered itself, brought back to the text that training rendered.
+"""Restoration of conversations rendered by a client to the text that training rendered.
 
-A trainer such as OpenRLHF decodes its samples: the special tokens at their ends are doubled or missing, what the chat
-template writes after the last of them is gone, and padding stands on either side. None of this may change a reward.
+A trainer such as OpenRLHF decodes its samples. This doubles or drops the special tokens at their ends, drops the chat
+template's text after the last of them, and adds padding on either side. None of this may change a reward.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 
 _RESPONSE = "rmopt response"
-"""Response of the probe whose rendering shows what stands around a conversation."""
+"""Response of the probe whose rendering shows the text around a conversation."""
 
 
 class RenderedTexts:
-    """Restores the beginning and the end of texts as the renderer writes them.
+    """Restorer of the beginning and the end of texts as the renderer writes them.
 
     Args:
-        renderer: of the model.
+        renderer: renderer of the served model.
     """
 
     def __init__(self, renderer: ConversationRenderer) -> None:
@@ -33,7 +33,7 @@ class RenderedTexts:
         self._has_gap = self._writes_gap(tokenizer, renderer, rendered)
 
     def restored(self, text: str) -> str:
-        """The text as training rendered it; empty where nothing stands between the special tokens."""
+        """Text as training rendered it; empty if nothing stands between the special tokens."""
         start = self._start(text)
         if self._has_gap and start and text[start : start + 1] == " ":
             start += 1
@@ -69,12 +69,12 @@ class RenderedTexts:
         return end
 
     def _writes_gap(self, tokenizer: PreTrainedTokenizerBase, renderer: ConversationRenderer, rendered: str) -> bool:
-        """Whether decoding writes a blank between the first special token and the text that it frames."""
+        """True if decoding writes a blank between the first special token and the text that follows."""
         decoded = tokenizer.decode(list(renderer.encode("Hi.", _RESPONSE).ids))
         start = self._start(decoded)
         return start > 0 and decoded[start : start + 1] == " " and not rendered[self._start(rendered) :].startswith(" ")
 
 
 def _marks(tokens: list[str | None]) -> tuple[str, ...]:
-    """The distinct tokens, longest first, so that none hides behind its own beginning."""
+    """Distinct tokens, longest first, so that no token is matched by its own prefix."""
     return tuple(sorted({token for token in tokens if token}, key=len, reverse=True))

@@ -1,4 +1,4 @@
-"""What new weights must show before they answer anybody: the rewards that their sender has, or at least finite ones."""
+"""Check of new weights before they are served: the sender's rewards, or at least finite ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF_TOLERANCE = 2.0**-2
 
 
 def probe_sequences(probe: WeightProbe | None, max_length: int) -> list[list[int]]:
-    """The probe's token ids; without a probe, a few that every model reads."""
+    """Token ids of the probe; without a probe, a few ids of every vocabulary."""
     return probe.input_ids if probe else [list(range(min(8, max_length)))]
 
 
@@ -21,12 +21,12 @@ def check_rewards(rewards: Sequence[float], probe: WeightProbe | None, dtype: st
     """Compare the new weights' rewards of `probe_sequences` with the sender's.
 
     Args:
-        rewards: as the new weights give them.
-        probe: the sender's.
+        rewards: rewards of the new weights.
+        probe: probe of the sender, or None.
         dtype: type that the served backbone computes in.
 
     Raises:
-        WeightsRefused: if one is not finite, or not the sender's.
+        WeightsRefused: if a reward is not finite, or differs from the sender's.
     """
     if not all(map(math.isfinite, rewards)):
         raise WeightsRefused(f"the new weights give a reward that is not finite: {list(rewards)}")

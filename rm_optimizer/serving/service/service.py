@@ -1,4 +1,4 @@
-"""A served model: engine, queue, rendering and parity, and whether the whole of it may answer."""
+"""Served model: engine, queue, rendering, parity and readiness."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from rm_optimizer.serving.service.parity import ParityReport, check_parity
 from rm_optimizer.serving.service.reward_probe import probe_sequences
 
 DEFAULT_QUEUED_TOKENS = 131_072
-"""Most tokens that wait: at 2,000 tokens a second, a minute's work."""
+"""Most queued tokens: one minute's work at 2,000 tokens a second."""
 MAX_WAITING_CHARACTERS = 16 * 2**20
-"""Characters of text that wait for a tokenizer: some seconds' work."""
+"""Most characters that wait for tokenization: some seconds' work."""
 _log = logging.getLogger("rm_optimizer")
 T = TypeVar("T")
 
 
 class RewardService:
-    """What the routes talk to.
+    """Service behind the routes.
 
     Args:
         engine: not yet started.
-        model_name: what requests call the model.
+        model_name: name of the model in requests.
         max_queued_tokens: most tokens of unanswered requests, hence of one request.
     """
 
@@ -80,7 +80,7 @@ class RewardService:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the server is not ready, in words; None where it is."""
+        """Reason that the server is not ready, in words; None if it is ready."""
         if self._reader is None:
             return "the model is loading"
         if self.parity is not None and not self.parity.is_passed:
@@ -95,17 +95,17 @@ class RewardService:
         return None if self.engine.is_up else "the worker process is restarting"
 
     def require_updatable(self) -> None:
-        """Refuse an update before the served model was compared with its certificate, which is of its own weights.
+        """Refuse an update before the checkpoint's own weights were compared with their certificate.
 
         Raises:
-            NotReady: if the model is loading, restarting, or was found to be another than the certificate's.
+            NotReady: if the model is loading, restarting, or differs from its certificate.
         """
         if self._reader is None or not self.engine.is_up or not (self.parity is None or self.parity.is_passed):
             raise NotReady(f"no update is taken yet: {self.obstacle or 'the model is loading'}")
 
     @property
     def reader(self) -> InputReader:
-        """What reads requests.
+        """Reader of requests.
 
         Raises:
             NotReady: if the model is loading, failed its parity probe, or gives rewards that are not finite.
@@ -125,11 +125,11 @@ class RewardService:
             raise UnknownModel(f"expected the model {self.model_name!r}, got {name!r}", "model")
 
     async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
-        """Tokenize beside the event loop, two requests at a time.
+        """Tokenize in threads beside the event loop, two requests at a time.
 
         Args:
-            num_characters: of the request.
-            tokenize: reads it.
+            num_characters: characters of the request.
+            tokenize: function that tokenizes the request.
 
         Raises:
             Overloaded: if the engine's queue is full, or too much text waits.
@@ -170,7 +170,7 @@ class RewardService:
         return scored
 
     async def _probe(self, revision: int | None) -> None:
-        """Find out, once for each revision, whether the weights or a sequence make a reward that is not finite."""
+        """Determine, once for each revision, if the weights or a sequence cause rewards that are not finite."""
         if revision in (self._broken_revision, self._sound_revision):
             return
         probe = await self.engine.score(probe_sequences(None, self.engine.description.max_length))
@@ -206,7 +206,7 @@ class RewardService:
         return ModelList(data=[card])
 
     def info(self) -> InfoResponse:
-        """What a client checks before it trusts the numbers.
+        """Properties of the server that a client verifies.
 
         Raises:
             NotReady: if the model is loading.

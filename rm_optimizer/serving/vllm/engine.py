@@ -1,4 +1,4 @@
-"""The engine inside vLLM's server: rewards from its scheduler, one version to an answer, new weights between them."""
+"""Engine inside vLLM's server: rewards from its scheduler, one version an answer, and weight updates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """Scores through vLLM's own engine client.
+    """Engine that scores through vLLM's own engine client.
 
     Args:
-        client: the engine client of the server that this runs in.
-        settings: what is served.
+        client: engine client of the surrounding vLLM server.
+        settings: settings of the served model.
     """
 
     def __init__(self, client: EngineClient, settings: VllmSettings) -> None:
@@ -69,20 +69,20 @@ class VllmEngine:
 
     @property
     def is_up(self) -> bool:
-        """Whether the engine's processes live."""
+        """True while the engine's processes run."""
         return not self._is_stopped and self._pooling.is_up
 
     @property
     def failure(self) -> None:
-        """None: an engine that can answer no more ends its server, and the supervisor starts another."""
+        """None: a failed engine ends its server, and the supervisor starts another."""
 
     async def start(self) -> None:
-        """Make the checkpoint's own weights answer; vLLM has loaded them."""
+        """Serve the checkpoint's own weights, which vLLM has loaded."""
         await self._swap.start()
         self._watcher = asyncio.create_task(self._pooling.watch(), name="rm-vllm-watch")
 
     async def restore(self) -> None:
-        """Put the updates that an earlier process of this server took on top of the checkpoint.
+        """Apply the updates of an earlier process of this server to the checkpoint.
 
         Raises:
             WeightsRefused: if vLLM cannot load them.
@@ -91,7 +91,7 @@ class VllmEngine:
             await self._swap.restore()
 
     async def stop(self) -> None:
-        """Take no more batches; vLLM's server ends the engine."""
+        """Accept no more batches; vLLM's server ends the engine."""
         self._is_stopped = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -145,14 +145,14 @@ class VllmEngine:
                 raise
 
     async def rollback(self) -> None:
-        """Drop what is staged; the weights that serve stay."""
+        """Discard the staged weights; the served weights stay."""
         self._require_up()
         async with self._updating:
             self._drop_file()
             await self._swap.drop()
 
     async def _check(self, probe: WeightProbe | None, serving: Serving) -> None:
-        """Score a probe, past the lock: whoever checks holds it, or needs none."""
+        """Score a probe without the lock, which the caller holds or does not need."""
         rewards = await self._pooling.rewards(probe_sequences(probe, self.description.max_length), serving.adapter)
         check_rewards(rewards, probe, self.description.dtype)
 

@@ -1,4 +1,4 @@
-"""A model as vLLM can load it: a plain classifier's folder, and beside it an adapter that may be exchanged."""
+"""Models in a form that vLLM loads: the folder of a plain classifier, and an exchangeable adapter."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from rm_optimizer.serving.protocol import RewardModelTrainingMode
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_specs
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""`model_type`s that `--engine auto` gives to vLLM: causal decoders that it pools at the last token, as we do."""
+"""`model_type`s that `--engine auto` serves with vLLM: causal decoders that it pools at the last token."""
 
 
 @dataclass(frozen=True)
 class VllmModel:
-    """What vLLM loads.
+    """Model in the form that vLLM loads.
 
     Args:
-        folder: a classifier with one label and its tokenizer.
-        adapter: the LoRA adapter that serves on it, in peft's form; None serves the folder alone.
-        rank: of the adapter; 0 without one.
-        description: the model; the token budget is not known yet.
+        folder: folder of a classifier with one label and its tokenizer.
+        adapter: folder of the served LoRA adapter, in peft's form; None serves the classifier alone.
+        rank: rank of the adapter; 0 without one.
+        description: description of the model without its token budget.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class VllmModel:
 
 
 def suits_vllm(checkpoint: str) -> bool:
-    """Whether the checkpoint is a folder with a decoder of `FAMILIES`; others are left to the transformers engine."""
+    """True for a folder with a decoder of `FAMILIES`; the transformers engine serves all others."""
     if adapter_folder(checkpoint) is not None:
         return False
     source = resolve_source(checkpoint)
@@ -56,12 +56,12 @@ def suits_vllm(checkpoint: str) -> bool:
 def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
     """Find the folder that vLLM can load, or write one.
 
-    An export of ours is loaded as it is. An adapter is served on its base, so that it can be exchanged alone; anything
-    else is exported first.
+    A folder written by `rm-opt export` is loaded directly. An adapter is served on its base, so that it can be
+    exchanged alone. Anything else is exported first.
 
     Args:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
-        work: where to write.
+        work: folder for an exported model.
         dtype: type that vLLM computes in.
 
     Raises:
@@ -80,7 +80,7 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
 
 
 def _export_of_ours(checkpoint: str) -> Path | None:
-    """The folder that the checkpoint means, if our export wrote it."""
+    """Folder of the checkpoint, if `rm-opt export` wrote it."""
     if adapter_folder(checkpoint) is not None:
         return None
     source = resolve_source(checkpoint)
@@ -90,7 +90,7 @@ def _export_of_ours(checkpoint: str) -> Path | None:
 
 
 def _from_files(folder: Path, dtype: str) -> VllmModel:
-    """The description from the folder's configuration and `export.json`; the weights are read, not loaded.
+    """Description from the folder's configuration and `export.json`; the weights are read, not loaded.
 
     Raises:
         CheckpointError: if the weights are not those that were exported, or some are missing.
@@ -109,7 +109,7 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
 
 
 def _stored_places(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of the folder."""
+    """File of each tensor in the folder."""
     places: dict[str, Path] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as stored:
@@ -142,7 +142,7 @@ def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: 
 
 
 def _base_classifier(model: PreTrainedModel) -> PreTrainedModel:
-    """The adapted model's frozen weights, with its head, as a plain classifier; they are shared, not copied."""
+    """Plain classifier of the adapted model's frozen weights and its head; the tensors are shared, not copied."""
     state = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in model.state_dict().items()

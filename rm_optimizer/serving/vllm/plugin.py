@@ -1,7 +1,7 @@
-"""The plugin that turns vLLM's server into ours: vLLM starts and schedules, our application answers.
+"""vLLM plugin that replaces the server's HTTP application: vLLM starts and schedules, this application answers.
 
-Two entry points bring it in (`vllm.general_plugins`, `vllm.endpoint_plugins`), the second only where `VLLM_PLUGINS`
-names it. vLLM's own routes are taken away: they would answer past the API key, and without the version of the weights.
+Two entry points load it (`vllm.general_plugins`, `vllm.endpoint_plugins`), the second only if `VLLM_PLUGINS` names it.
+vLLM's own routes are removed: they would bypass the API key and omit the version of the weights.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 NAME = "rm_optimizer"
-"""Of both entry points, hence in `VLLM_PLUGINS`."""
+"""Name of both entry points, hence in `VLLM_PLUGINS`."""
 DRAIN_SECONDS = 20.0
-"""Time that accepted requests have to be answered when the server is stopped."""
+"""Seconds to answer accepted requests when the server stops."""
 
 
 def register() -> None:
-    """Let each process of a server of ours end with the one that started it.
+    """Let each process of a server of `rm-opt serve` end with its parent.
 
-    vLLM calls this in all its processes, of anybody's server; those that are not ours stay as they are.
+    vLLM calls this in the processes of every server; servers that `rm-opt serve` did not start stay unchanged.
     """
     if SETTINGS_VARIABLE in os.environ:
         end_with_parent()
 
 
 class RewardEndpoint:
-    """vLLM's endpoint plugin: starts our service on its engine."""
+    """vLLM's endpoint plugin, which starts the service on its engine."""
 
     name = NAME
     required_tasks = ("classify",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Take all of vLLM's routes away; `RewardApplication` answers every path."""
+        """Remove all of vLLM's routes; `RewardApplication` answers every path."""
         app.router.routes.clear()
 
     async def init_state(self, engine_client: EngineClient, state: State, args: Namespace) -> None:
-        """Compare the loaded model with its certificate, and bring back the updates it had taken.
+        """Compare the loaded model with its certificate, and restore its earlier updates.
 
         Raises:
-            RMOptimizerError: if conversations would be rendered in another way, or an update cannot be loaded again.
+            RMOptimizerError: if conversations would be rendered differently, or an update cannot be loaded again.
         """
         settings = VllmSettings.read()
         engine = VllmEngine(engine_client, settings)
@@ -97,14 +97,14 @@ def _greeting(service: RewardService, settings: VllmSettings) -> str:
 
 
 class RewardApplication:
-    """vLLM's outermost middleware (`--middleware`): our application answers every request.
+    """vLLM's outermost middleware (`--middleware`), whose application answers every request.
 
-    Its server has no option for the HTTP protocol, so ours is set here, before it listens. SIGTERM is taken over too:
-    what was accepted is answered before vLLM hears of it. vLLM's own way to drain fails on a pooling engine that is
-    given another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
+    vLLM's server has no option for the HTTP protocol, so `BoundedHeaders` is installed here before it listens. SIGTERM
+    is handled here too: accepted requests are answered before vLLM receives it. vLLM's own drain fails on a pooling
+    engine that receives another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
 
     Args:
-        app: vLLM's, which keeps its start and its end.
+        app: vLLM's application, which keeps its startup and shutdown.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -113,7 +113,7 @@ class RewardApplication:
         self._ending: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to our application, unless the server is stopping."""
+        """Pass the request to the service's application, unless the server is stopping."""
         if scope["type"] == "lifespan":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
             state = scope["app"].state
@@ -138,7 +138,7 @@ class RewardApplication:
             self._ending = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
-        """Wait for open requests, then let vLLM end by the signal it has kept."""
+        """Wait for open requests, then pass the signal on to vLLM."""
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 WATCH_SECONDS = 5.0
-"""Time between two questions whether the engine is alive."""
+"""Seconds between two checks that the engine is alive."""
 SILENCE_SECONDS = 60.0
-"""Longest that it may take to answer one, as it answers between two passes."""
+"""Longest time for its answer in seconds, since it answers between two passes."""
 HUNG_EXIT_CODE = 70
 UPDATE_SECONDS = 600.0
-"""Longest that the workers may take for one step of an update."""
+"""Time limit of the workers for one step of an update, in seconds."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -30,7 +30,7 @@ class Pooling:
     """vLLM's engine as a function from token ids to raw rewards.
 
     Args:
-        client: vLLM's own engine client.
+        client: vLLM's engine client.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -40,30 +40,30 @@ class Pooling:
 
     @property
     def is_up(self) -> bool:
-        """Whether the engine's processes live, with weights that may answer."""
+        """True while the engine's processes run with valid weights."""
         return not self._is_given_up and not self.client.errored
 
     def give_up(self) -> None:
-        """Answer nobody any more and end the server, whose weights are unknown; its supervisor starts another."""
+        """End the server, whose weights are in an unknown state; its supervisor starts another."""
         self._is_given_up = True
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def watch(self, every: float = WATCH_SECONDS, silence: float = SILENCE_SECONDS) -> None:
-        """End this process, for its supervisor to start another, when the engine does not answer any more.
+        """End this process when the engine does not answer any more; its supervisor starts another.
 
-        A stopped or hung engine is none that vLLM notices, and its orderly shutdown would wait for it. The question is
-        one to the workers, as the engine's core answers for itself while they stand still.
+        vLLM does not detect a stopped or hung engine, and its orderly shutdown would wait for it. The check calls the
+        workers, since the engine's core still answers while they hang.
 
         Args:
-            every: seconds between two questions.
-            silence: seconds that an answer may take.
+            every: seconds between two checks.
+            silence: longest time for an answer, in seconds.
         """
         while self.is_up:
             await asyncio.sleep(every)
             asked = asyncio.ensure_future(self.client.collective_rpc("rm_alive"))
             await asyncio.wait({asked}, timeout=silence)
             if asked.done():
-                asked.exception()  # seen; a dead engine ends the loop
+                asked.exception()  # marks the exception as retrieved; a dead engine ends the loop
             elif not self._num_updating:
                 _log.error("vLLM's engine gave no sign of life for %.0f s; its server ends", silence)
                 os._exit(HUNG_EXIT_CODE)
@@ -74,7 +74,7 @@ class Pooling:
         When this returns or raises, none of the sequences is in the engine any more.
 
         Raises:
-            EngineUnavailable: if the engine has died or was given up.
+            EngineUnavailable: if the engine has died or was ended.
         """
         if not self.is_up:
             raise EngineUnavailable("vLLM's engine has stopped; its supervisor starts another")
@@ -102,18 +102,18 @@ class Pooling:
         raise EngineUnavailable("vLLM's engine ended a sequence without its reward")
 
     async def drained(self) -> None:
-        """Wait until nothing is computed, admit nothing more, and forget cached prefixes.
+        """Stop admission, wait until nothing is computed, and clear the prefix cache.
 
         Mode `abort`, vLLM's default, ends an engine that pools.
         """
         await self.client.pause_generation(mode="wait", clear_cache=True)
 
     async def resumed(self) -> None:
-        """Compute again."""
+        """Resume computation."""
         await self.client.resume_generation()
 
     async def ask_workers(self, method: str, *arguments: Any) -> str | None:
-        """Call a method of `RewardWorkerExtension` in every worker; the first complaint, or None.
+        """Call a method of `RewardWorkerExtension` in every worker; return the first error, or None.
 
         Raises:
             TimeoutError: if a worker did not come to an end.

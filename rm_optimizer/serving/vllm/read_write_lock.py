@@ -1,4 +1,4 @@
-"""Who may use the model: many who score, or the one who changes its weights."""
+"""Read-write lock of a served model: many requests score, or one update changes the weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 
 class ReadWriteLock:
-    """A lock for many readers or one writer; a writer who waits keeps new readers out, so it comes soon.
+    """Lock for many readers or one writer, with precedence for a waiting writer.
 
-    What a reader sees between entering and leaving is of one version: the writer drains, changes, and admits again.
+    A reader sees one version of the weights from its entrance to its exit.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class ReadWriteLock:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Among the readers, once no writer waits."""
+        """Hold the lock as a reader, once no writer waits."""
         async with self._change:
             await self._change.wait_for(lambda: not self._writers)
             self._readers += 1
@@ -33,7 +33,7 @@ class ReadWriteLock:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Alone: the readers have left, and new ones wait."""
+        """Hold the lock as the only writer, once the readers have left; new readers wait."""
         self._writers += 1
         try:
             async with self._change:

@@ -1,4 +1,4 @@
-"""What `rm-opt serve` tells the vLLM server that it starts, in a file that only its user may read."""
+"""Settings that `rm-opt serve` passes to its vLLM server in a file that only its user may read."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rm_optimizer.serving.engine import EngineDescription
 from rm_optimizer.serving.staged_json import description_from_json, description_to_json
 
 SETTINGS_VARIABLE = "RM_OPTIMIZER_VLLM_SETTINGS"
-"""Environment variable with the file's path; where it is missing, the plugin leaves vLLM as it is."""
+"""Environment variable with the file's path; without it the plugin leaves vLLM unchanged."""
 RESTARTS_VARIABLE = "RM_OPTIMIZER_VLLM_RESTARTS"
-"""Times that the supervisor has restarted the server."""
+"""Environment variable with the number of restarts by the supervisor."""
 _FILE = "settings.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """A served model and how to answer for it.
+    """Settings of a served model.
 
     Args:
         work: folder of this server, kept over restarts.
-        folder: the model that vLLM loads.
-        adapter: the first LoRA adapter, in peft's form; None serves the model alone.
-        description: the model; the token budget is vLLM's to say.
-        model_name: what requests call it.
-        url: where it answers.
-        api_key: what every request must bring; None asks for nothing.
-        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
-        takes_updates: whether weights may be replaced at all.
+        folder: folder of the model that vLLM loads.
+        adapter: folder of the first LoRA adapter, in peft's form; None serves the model alone.
+        description: description of the model without its token budget, which vLLM determines.
+        model_name: name of the model in requests.
+        url: address of the server.
+        api_key: key that every request must carry; None requires no key.
+        update_key: key for weight updates in its place; None requires the `api_key` there too.
+        takes_updates: True if weights may be replaced.
         transport_names: transports of weight updates.
-        checks_host: whether requests must name this machine.
+        checks_host: True if the `Host` of requests must be this machine.
         max_queued_tokens: most tokens of unanswered requests.
-        weights_root: folder below which weight updates may name files; None allows none.
-        num_restarts: times that the server was restarted.
+        weights_root: folder for the files of weight updates by path; None allows none.
+        num_restarts: number of restarts of the server.
     """
 
     work: Path
@@ -57,17 +57,17 @@ class VllmSettings:
 
     @property
     def history_folder(self) -> Path:
-        """Where updates are kept for restarts."""
+        """Folder of the updates that restarts load."""
         return self.work / "history"
 
     @property
     def adapters_folder(self) -> Path:
-        """Where the adapters of updates are written."""
+        """Folder of the adapters made by updates."""
         return self.work / "adapters"
 
     @property
     def started_file(self) -> Path:
-        """Exists once the server has answered its parity probe."""
+        """File that exists once the server has passed its parity check."""
         return self.work / "started"
 
     def write(self) -> Path:
@@ -81,10 +81,10 @@ class VllmSettings:
 
     @classmethod
     def read(cls) -> VllmSettings:
-        """The settings that the environment points to.
+        """Settings from the file that the environment names.
 
         Raises:
-            ConfigError: if it does not.
+            ConfigError: if the environment names none.
         """
         if SETTINGS_VARIABLE not in os.environ:
             raise ConfigError("vLLM's plugin rm_optimizer is started by `rm-opt serve CHECKPOINT --engine vllm` alone")

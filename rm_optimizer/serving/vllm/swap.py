@@ -1,4 +1,4 @@
-"""Two ways to new weights in a running vLLM: reload the model between two batches, or put another adapter beside it."""
+"""Weight updates of a running vLLM: reload of the model between two batches, or a further adapter beside it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 KEPT_ADAPTERS = 8
-"""Adapters kept on disk: vLLM reads one again where a batch needs it that others have pushed out."""
+"""Adapters kept on disk, since vLLM reads an evicted one again when a batch needs it."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What answers a batch.
+    """Weights that answer a batch.
 
     Args:
-        version: name of its weights.
+        version: name of the weights.
         revision: their serial number.
-        adapter: vLLM's handle of them; None where they are the model's own.
+        adapter: vLLM's handle of the adapter; None for the model's own weights.
     """
 
     version: str
@@ -44,20 +44,20 @@ class Serving:
 
 
 Check = Callable[[Serving], Awaitable[None]]
-"""Scores an update's probe with what would serve; raises `WeightsRefused`."""
+"""Function that scores an update's probe with the new weights; raises `WeightsRefused`."""
 
 
 class Swap(Protocol):
-    """Holds what serves, and exchanges it."""
+    """Holder of the served weights, which exchanges them."""
 
     serving: Serving
 
     async def start(self) -> None:
-        """Make what serves first available."""
+        """Make the first weights available."""
         ...
 
     async def restore(self) -> None:
-        """Put the updates of the history on top of it."""
+        """Apply the updates of the history."""
         ...
 
     async def stage(self, weights: StagedWeights) -> None:
@@ -65,23 +65,23 @@ class Swap(Protocol):
         ...
 
     async def commit(self, weights: StagedWeights, check: Check) -> None:
-        """Exchange, or leave all as it was and raise `WeightsRefused`."""
+        """Exchange the weights, or leave them unchanged and raise `WeightsRefused`."""
         ...
 
     async def drop(self) -> None:
-        """Forget what is staged."""
+        """Discard the staged weights."""
         ...
 
 
 class ReloadSwap:
-    """Loads tensors into the model: drain, load, forget cached prefixes, admit.
+    """Update by reload: drain, load the tensors, clear the prefix cache, admit.
 
     Args:
         pooling: the engine.
-        lock: what scoring passes through.
-        history: updates that serve.
-        checkpoint: the served folder.
-        version: of its weights.
+        lock: lock that scoring holds as a reader.
+        history: updates that are served.
+        checkpoint: folder of the served model.
+        version: version of its weights.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ReloadSwap:
         self._checkpoint = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
 
     async def start(self) -> None:
-        """The server has loaded the checkpoint itself."""
+        """Do nothing: the server has loaded the checkpoint itself."""
 
     async def restore(self) -> None:
         """Load the checkpoint with the updates on top."""
@@ -110,12 +110,12 @@ class ReloadSwap:
         _require(await self._pooling.ask_workers("rm_stage", str(weights.file), specs))
 
     async def commit(self, weights: StagedWeights, check: Check) -> None:
-        """Load between two batches; nothing is answered meanwhile.
+        """Load between two batches; no request is answered meanwhile.
 
-        An engine that neither took the new weights nor has its old ones again is ended: its supervisor starts another.
+        An engine with neither the new weights nor its old ones is ended; its supervisor starts another.
 
         Raises:
-            WeightsRefused: if vLLM cannot load them or the check fails; the old ones serve then.
+            WeightsRefused: if vLLM cannot load them or the check fails; the old weights are served then.
         """
         async with self._lock.writing():
             is_sound = False
@@ -150,21 +150,21 @@ class ReloadSwap:
         return complaint
 
     async def drop(self) -> None:
-        """Let every worker forget what it read."""
+        """Let every worker discard the weights it has read."""
         await self._pooling.ask_workers("rm_drop")
 
 
 class AdapterSwap:
-    """Loads a LoRA adapter for each version; batches under way end with the adapter they began with.
+    """Update by LoRA adapters, one for each version; a batch ends with the adapter it began with.
 
-    An adapter's name is its version and a number, as vLLM finds cached prefixes again by the name.
+    An adapter's name is its version and a number, since vLLM looks up cached prefixes by the name.
 
     Args:
         pooling: the engine.
         adapter: folder of the first adapter, in peft's form.
-        folder: where those of updates are written; what an earlier process left there is removed.
-        history: updates that serve.
-        version: of the first.
+        folder: folder for the adapters of updates; files of an earlier process are removed.
+        history: updates that are served.
+        version: version of the first adapter.
     """
 
     def __init__(self, pooling: Pooling, history: WeightHistory, *, adapter: Path, folder: Path, version: str) -> None:
@@ -193,7 +193,7 @@ class AdapterSwap:
         self._staged = await asyncio.to_thread(lambda: dict(checked_tensors(weights.file, weights.tensors)))
 
     async def commit(self, weights: StagedWeights, check: Check) -> None:
-        """Load another adapter: the one that serves with the update's tensors in it.
+        """Load a further adapter: the served one with the update's tensors in it.
 
         Raises:
             WeightsRefused: if vLLM cannot load it or the check fails.
@@ -210,7 +210,7 @@ class AdapterSwap:
         self._remove_old()
 
     async def _added(self, weights: StagedWeights, tensors: Mapping[str, Tensor]) -> Serving:
-        """Another adapter beside those that are loaded: the one that serves with these tensors in it."""
+        """Load a further adapter beside the others: the served one with these tensors in it."""
         request = self._request(weights.version, self._written(tensors))
         await self._load(request)
         return Serving(weights.version, weights.revision, request)
@@ -220,7 +220,7 @@ class AdapterSwap:
         _require(await self._pooling.ask_workers("rm_add_adapter", *arguments))
 
     def _written(self, tensors: Mapping[str, Tensor]) -> Path:
-        """The folder of an adapter: what serves, with these tensors in it."""
+        """Folder of a new adapter: the served one with these tensors in it."""
         assert self.serving.adapter is not None
         served = Path(self.serving.adapter.lora_path)
         folder = self._folder / str(self._count + 1)
@@ -231,13 +231,13 @@ class AdapterSwap:
         return folder
 
     def _remove_old(self) -> None:
-        """Remove adapters of which no batch can be under way any more."""
+        """Remove adapters that no batch can use any more."""
         for folder in self._folder.iterdir():
             if int(folder.name) <= self._count - KEPT_ADAPTERS:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def drop(self) -> None:
-        """Forget what was read."""
+        """Discard the staged tensors."""
         self._staged = {}
 
     def _request(self, version: str, folder: Path) -> LoRARequest:

@@ -1,7 +1,7 @@
-"""What vLLM's worker learns: to check new weights beside its model, to load all of them, or to have its old ones again.
+"""Extension of vLLM's worker: check new weights beside the model, load all of them, or restore the old ones.
 
-Loading into the live model by parts would leave a mixture where a part fails, and on a CPU it always does, since the
-linear layers are packed. So everything is read and checked first, and loaded through vLLM's own reload.
+Loading into the live model by parts would leave a mixture if a part fails, which always happens on a CPU, since the
+linear layers are packed. Therefore everything is read and checked first, and loaded through vLLM's own reload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rm_optimizer.serving.weights.live_weights import checked_tensors
 
 
 def latest_tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the files by name; where two files hold one, the later file's.
+    """Tensors of the files by name; a later file takes precedence.
 
     Args:
         files: safetensors, oldest first.
@@ -37,13 +37,13 @@ def latest_tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
 class RewardWorkerExtension:
     """Methods that vLLM adds to its worker (`--worker-extension-cls`); the server calls them by `collective_rpc`.
 
-    They answer None, or in words why not: an exception in a worker ends the engine.
+    They return None, or the reason of a failure in words: an exception in a worker ends the engine.
     """
 
     _rm_staged: Mapping[str, Tensor] | None = None
 
     def rm_stage(self, file: str, specs: list[dict[str, Any]]) -> str | None:
-        """Read and check new weights; the model stays as it is."""
+        """Read and check new weights; the model stays unchanged."""
         self._rm_staged = None
         try:
             self._rm_staged = dict(checked_tensors(Path(file), [TensorSpec(**spec) for spec in specs]))
@@ -52,7 +52,7 @@ class RewardWorkerExtension:
         return None
 
     def rm_commit(self) -> str | None:
-        """Load what is staged; where that fails, the model is a mixture until `rm_restore`."""
+        """Load the staged weights; after a failure the model is a mixture until `rm_restore`."""
         tensors, self._rm_staged = self._rm_staged, None
         if tensors is None:
             return "no weights are staged; begin the update again"
@@ -63,7 +63,7 @@ class RewardWorkerExtension:
         return None
 
     def rm_restore(self, last_good: list[str]) -> None:
-        """Load what served before.
+        """Load the weights that were served before.
 
         Args:
             last_good: safetensors files, oldest first.
@@ -82,10 +82,10 @@ class RewardWorkerExtension:
         return None
 
     def rm_alive(self) -> None:
-        """Answer, between two passes."""
+        """Return between two passes, as a sign of life."""
 
     def rm_drop(self) -> None:
-        """Forget what is staged."""
+        """Discard the staged weights."""
         self._rm_staged = None
 
     def _rm_load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
