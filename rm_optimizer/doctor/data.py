@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from rm_optimizer.core.metrics.estimate import wilson_interval
 from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
-from rm_optimizer.core.pairs.trained_pairs import folded_prompt_id
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, folded_prompt_id
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
 
@@ -55,6 +55,30 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     explanation = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
     status = Status.fail if num_exact else Status.warn
     return Check("split_leakage", status, num_alike, "prompts", expected, explanation, details)
+
+
+def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | None) -> Check:
+    """Share of the pairs that the model was trained on, by the record kept with the model.
+
+    Args:
+        data: the data sets.
+        trained: the record; None if the model has none.
+    """
+    expected = "0"
+    if trained is None:
+        return skipped("unseen_pairs", expected, "the model has no record of what it was trained on")
+    seen = {name: trained.count(dataset.pairs).num_pairs for name, dataset in data.items()}
+    num_pairs = sum(len(dataset) for dataset in data.values())
+    share = sum(seen.values()) / num_pairs
+    details: dict[str, Measured] = {name: count / len(data[name]) for name, count in seen.items()}
+    status, explanation = Status.ok, "no pair was trained on"
+    if share:
+        status = Status.warn
+        explanation = (
+            f"{sum(seen.values()):,} of {num_pairs:,} pairs were trained on, so label_agreement, beats_length and the "
+            "probes of hidden states are too good; give pairs that were held out"
+        )
+    return Check("unseen_pairs", status, share, "share of pairs", expected, explanation, details)
 
 
 def audit_checks(audit: DataAudit) -> list[Check]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
 from rm_optimizer.doctor import label_signal
@@ -24,6 +25,7 @@ Stage = tuple[str, Callable[[], Iterable[Check]]]
 
 _NEEDS_DATA = (
     "split_leakage",
+    "unseen_pairs",
     "labels",
     "margins",
     "repeated_pairs",
@@ -46,6 +48,7 @@ def diagnose(
     data: Mapping[str, PreferenceDataset] | None = None,
     *,
     seed: int,
+    trained: TrainedPairs | None = None,
     max_pairs: int = 256,
     max_audited_pairs: int = 4000,
     token_budget: int = 8192,
@@ -61,6 +64,7 @@ def diagnose(
         model: the model, on its device.
         data: data sets by name; two or more are compared for leaks. None makes the checks of the model alone.
         seed: of samples, folds, random labels and bootstraps.
+        trained: record of the pairs that the model was trained on; None if there is none.
         max_pairs: pairs, over all data sets, whose rewards are computed.
         max_audited_pairs: pairs of each data set whose tokens are counted.
         token_budget: tokens, padding included, of one pass over pairs.
@@ -74,7 +78,7 @@ def diagnose(
     for name, dataset in data.items():
         if not len(dataset):
             raise DataError(f"{name}: has no pairs to check")
-    examined = _Examination(model, data, seed, max_pairs, max_audited_pairs, token_budget)
+    examined = _Examination(model, data, seed, trained, max_pairs, max_audited_pairs, token_budget)
     stages = [*examined.model_stages(), *(examined.data_stages() if data else examined.stages_without_data())]
     checks: list[Check] = []
     for done, (what, checks_of) in enumerate(stages):
@@ -99,11 +103,12 @@ class _Examination:
         model: BradleyTerryRM,
         data: Mapping[str, PreferenceDataset],
         seed: int,
+        trained: TrainedPairs | None,
         max_pairs: int,
         max_audited_pairs: int,
         token_budget: int,
     ) -> None:
-        self.model, self.data, self.seed = model, data, seed
+        self.model, self.data, self.seed, self.trained = model, data, seed, trained
         self.max_pairs, self.max_audited_pairs, self.token_budget = max_pairs, max_audited_pairs, token_budget
         self.probe = probe_ids(model)
         self.num_scored: Mapping[str, int] = {}
@@ -151,7 +156,9 @@ class _Examination:
         ]
 
     def _splits(self) -> list[Check]:
-        return [doctor_data.split_leakage(self.data), doctor_data.labels(self.data), doctor_data.margins(self.data)]
+        data = self.data
+        seen = doctor_data.unseen_pairs(data, self.trained)
+        return [doctor_data.split_leakage(data), seen, doctor_data.labels(data), doctor_data.margins(data)]
 
     def _audit(self) -> list[Check]:
         renderer, most = self.model.renderer, self.max_audited_pairs

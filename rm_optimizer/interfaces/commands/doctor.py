@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.doctor.diagnosis import Diagnosis
 from rm_optimizer.doctor.doctor import diagnose
 from rm_optimizer.errors import ConfigError
@@ -57,7 +58,8 @@ def diagnose_and_print(
     data = _datasets(sources, pair_options)
     model = load_local(checkpoint, max_length=max_length, input_form=input_form, seed=seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
-    diagnosis = _with_progress(model, data, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
+    trained = TrainedPairs.recorded(checkpoint)
+    diagnosis = _with_progress(model, data, trained, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
     with printed_beside(json_file):
         print_diagnosis(diagnosis, show_all=show_all)
         if dropped := [row for dataset in data.values() for row in dataset.skipped]:
@@ -78,7 +80,13 @@ def _datasets(sources: Sequence[str], pair_options: PairOptions) -> dict[str, Pr
 
 
 def _with_progress(
-    model: BradleyTerryRM, data: dict[str, PreferenceDataset], *, max_pairs: int, token_budget: int, seed: int
+    model: BradleyTerryRM,
+    data: dict[str, PreferenceDataset],
+    trained: TrainedPairs | None,
+    *,
+    max_pairs: int,
+    token_budget: int,
+    seed: int,
 ) -> Diagnosis:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -87,6 +95,7 @@ def _with_progress(
             model,
             data,
             seed=seed,
+            trained=trained,
             max_pairs=max_pairs,
             token_budget=token_budget,
             on_stage=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
