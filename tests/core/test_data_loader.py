@@ -259,7 +259,7 @@ def test_many_prompts_are_grouped_in_linear_time() -> None:
 
 
 def test_prompts_are_folded_alike_in_this_process_and_in_all() -> None:
-    prompts = ["Why so?", " why  SO?\n", "why\nso?", "why so", "", (Message("user", "WHY so?"),)]
+    prompts = ["Why so?", " why  SO?\n", "why\nso?", "why so", "how so", (Message("user", "WHY so?"),)]
     prompts += [
         (Message("system", "Why so?"), Message("user", "b")),
         (Message("user", "Why so?"), Message("user", "b")),

@@ -131,7 +131,7 @@ def test_training_alone_asks_for_a_new_head() -> None:
     root = Path(rm_optimizer.__file__).parent
     asking = [path for path in root.rglob("*.py") if re.search(r"new_head=True", path.read_text())]
     assert {str(path.relative_to(root)) for path in asking} == {
-        "core/model_files.py",
-        "core/loading.py",
+        "core/storage/loading.py",
+        "errors.py",
         "training/run.py",
     }

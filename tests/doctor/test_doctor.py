@@ -21,7 +21,9 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model import reward_model as reward_model_module
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.tokens.padding import PadChoice, set_pad_token_id
+from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
 from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
@@ -98,7 +100,7 @@ def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
     stages: list[tuple[int, int]] = []
     diagnosis = diagnose(model, data, seed=0, on_stage=lambda _, done, total: stages.append((done, total)))
     assert (diagnosis.verdict, diagnosis.exit_code) == (Status.ok, 0), failed(diagnosis) | warned(diagnosis)
-    assert diagnosis.names(Status.skipped) == ["template_date"]
+    assert diagnosis.names(Status.skipped) == ["template_date", "unseen_pairs"]
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     assert [check.name for check in diagnosis.checks if f"`{check.name}`" not in page] == []
     assert model.training
@@ -114,7 +116,8 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
     diagnosis = diagnose(model, data, seed=0, max_pairs=60)
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
-    skipped = {"label_agreement", "beats_length", "reward_length"} | ({"prefix_sharing"} if family == "bert" else set())
+    skipped = {"unseen_pairs", "label_agreement", "beats_length", "reward_length"}
+    skipped |= {"prefix_sharing"} if family == "bert" else set()
     assert set(diagnosis.names(Status.skipped)) == skipped
 
 
@@ -126,6 +129,15 @@ def test_a_stored_model_is_fresh_until_its_head_moves(tmp_path):
     with torch.no_grad():
         again.reward_head.weight[0, 0] += 1e-4
     assert not doctor_head.is_head_fresh(again)
+
+
+def test_pairs_that_were_trained_on_are_told(data):
+    record = TrainedPairs.of(pair_fingerprints(data["train"].pairs))
+    check = doctor_data.unseen_pairs(data, record)
+    assert (check.status, check.measured, check.details) == (Status.warn, 0.5, {"train": 1.0, "val": 0.0})
+    assert "60 of 120 pairs were trained on" in check.explanation
+    assert doctor_data.unseen_pairs({"val": data["val"]}, record).status is Status.ok
+    assert doctor_data.unseen_pairs(data, None).status is Status.skipped
 
 
 def test_without_pairs_their_checks_are_skipped_with_the_reason(model):
@@ -268,7 +280,7 @@ def on_pairs(
 ) -> Diagnosis:
     """What `diagnose` finds on pairs; the checks of the model alone are left out for speed."""
     replaced = {name: PreferenceDataset.from_pairs(pairs) for name, pairs in changed.items()}
-    examined = _Examination(model, {**data, **replaced}, 0, 256, 4000, 8192)
+    examined = _Examination(model, {**data, **replaced}, 0, None, 256, 4000, 8192)
     checks = tuple(check for _, checks_of in examined.data_stages() for check in checks_of())
     return Diagnosis("", 0, {}, {}, {}, 0.0, checks)
 

@@ -132,7 +132,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_scoring import LengthScorer
+from test_score_file import LengthScorer
 from rm_optimizer.evaluation.score_file import score_file
 def stop(rows):
     if rows >= 12:

@@ -179,7 +179,7 @@ RACER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_tokens import renderer, some_pairs
+from test_cache import renderer, some_pairs
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 parent, pairs, render = Path(sys.argv[1]), some_pairs(1000), renderer()
 (parent / f"ready-{sys.argv[3]}").touch()

@@ -213,7 +213,11 @@ def test_a_chat_response_too_long_keeps_eos_and_the_blank_after_it() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(prompt=st.text(min_size=1, max_size=80), response=st.text(min_size=1, max_size=80), limit=st.integers(8, 120))
+@given(
+    prompt=st.text(min_size=1, max_size=80).filter(str.strip),
+    response=st.text(min_size=1, max_size=80),
+    limit=st.integers(8, 120),
+)
 def test_cutting_conserves_tokens_and_never_exceeds_the_limit(prompt: str, response: str, limit: int) -> None:
     whole = LONG.encode(prompt, response)
     LONG.max_length = limit
