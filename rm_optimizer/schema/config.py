@@ -311,6 +311,16 @@ class LoggerConfig:
     """Offline writes files that `wandb sync` uploads later."""
     project: str = "rm-optimizer"
     """W&B project."""
+    name: str | None = None
+    """Name of the run in W&B; null takes the run folder's name."""
+    group: str | None = None
+    """W&B group, under which runs of one study stand together."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags of the run, each of 1 to 64 characters: [baseline, seed0]."""
+
+    def __post_init__(self) -> None:
+        for tag in self.tags:
+            require(1 <= len(tag) <= 64, "logger.tags", "hold tags of 1 to 64 characters, as W&B demands", repr(tag))
 
 
 @dataclass(kw_only=True)

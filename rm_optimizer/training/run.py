@@ -344,9 +344,9 @@ def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
     if config.tensorboard:
         loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
     if config.wandb:
-        loggers.append(
-            WandbLogger(project=config.project, name=run_dir.name, save_dir=str(run_dir), mode=config.wandb_mode.value)
-        )
+        named = {"project": config.project, "group": config.group, "tags": config.tags or None}
+        name, mode = config.name or run_dir.name, config.wandb_mode.value
+        loggers.append(WandbLogger(name=name, save_dir=str(run_dir), mode=mode, **named))
     return loggers
 
 

@@ -56,18 +56,25 @@ def leveldb_records(data: bytes, header: int = 7, block: int = 32768) -> Iterato
             whole = b""
 
 
-def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
+def wandb_records(run_dir: Path, kind: str) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     [path] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    history = []
+    records = []
     for data in leveldb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            history.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
-    return history
+        if record.WhichOneof("record_type") == kind:
+            records.append(getattr(record, kind))
+    return records
+
+
+def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
+    histories = wandb_records(run_dir, "history")
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+        for history in histories
+    ]
 
 
 def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +89,12 @@ def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pyt
 
 
 def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:
+    named = ["logger.name=first", "logger.group=study-1", "logger.tags=[baseline,seed0]"]
     train_reward_model(
-        small_config(tmp_path, "logger=wandb", "logger.tensorboard=false", *WATCHED), observers=OBSERVERS
+        small_config(tmp_path, "logger=wandb", "logger.tensorboard=false", *named, *WATCHED), observers=OBSERVERS
     )
+    run = wandb_records(tmp_path, "run")[0]
+    assert (run.display_name, run.run_group, list(run.tags)) == ("first", "study-1", ["baseline", "seed0"])
     history = wandb_history(tmp_path)
     accuracies = [row["val/accuracy"] for row in history if "val/accuracy" in row]
     rows = [row for row in read_rows(tmp_path / "metrics.csv") if row["eval_acc"]]
