@@ -7,7 +7,7 @@ from typing import Any
 
 _HOME = {
     "RewardModelLightning": "rm_optimizer.training.lightning_module",
-    "PreferenceDataModule": "rm_optimizer.training.datamodule",
+    "PreferenceDataModule": "rm_optimizer.training.data.in_memory",
     "RunResult": "rm_optimizer.training.folder.result",
     "evaluate_checkpoint": "rm_optimizer.evaluation.saved_model",
     "train_reward_model": "rm_optimizer.training.run",

@@ -56,7 +56,8 @@ from rm_optimizer.training.callbacks.loop import Checkpoints, Evaluation, StepPr
 from rm_optimizer.training.callbacks.observers import Observers, csv_loggers, watching
 from rm_optimizer.training.callbacks.progress import ProgressLines, shows_bars
 from rm_optimizer.training.compiling import compile_backbone
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
+from rm_optimizer.training.data.run_data import data_module, load_data
 from rm_optimizer.training.devices import cluster_plugins, strategy_of
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_step, periodic_checkpoints
@@ -67,7 +68,6 @@ from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunRes
 from rm_optimizer.training.folder.start import begin, finished_result, finished_sentence, require_same_data
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.processes import require_devices
-from rm_optimizer.training.streaming import data_module, fingerprints, load_data
 
 log = logging.getLogger("rm_optimizer")
 
@@ -149,8 +149,8 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW) -> _Run:
     started = time.perf_counter()
     if is_toy(config.model.path, config.data.train):
         log.warning(TOY_WARNING, config.model.name)
-    data = load_data(config.data, config.training.max_steps)
-    train, val = fingerprints(data)
+    data = load_data(config)
+    train, val = data.fingerprints
     require_same_data(start, train, val)
     require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
@@ -162,16 +162,7 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW) -> _Run:
     if count := add_adapter(model.model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
     require_trainable_head(model.train().model)
-    datamodule = data_module(
-        data,
-        config=config.data,
-        batching=config.batching,
-        seed=config.seed,
-        epochs=config.training.epochs,
-        max_steps=config.training.max_steps,
-        model=model,
-        pin_memory=config.hardware.pin_memory,
-    )
+    datamodule = data_module(data, config, model)
     dropped = [*datamodule.data.train.skipped, *datamodule.data.val.skipped]
     if len(dropped) > len(data.train.skipped) + len(data.val.skipped):  # by the chat template
         _list_skipped(dropped, run_dir)

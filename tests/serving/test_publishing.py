@@ -30,8 +30,8 @@ from rm_optimizer.train import observers
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.observers import Observers
 from rm_optimizer.training.callbacks.publishing import PublishWeights, run_name
+from rm_optimizer.training.data.run_data import load_data
 from rm_optimizer.training.folder.record import RunRecord
-from rm_optimizer.training.streaming import load_data
 from tests.serving.running import serve_process
 
 SMALL = [
@@ -97,7 +97,7 @@ def evaluated_accuracy(run_dir: Path, version: str) -> float:
 
 
 def run_publishing(config: TrainConfig, recorder: Recorder) -> Path:
-    recorder.pairs = load_data(config.data, config.training.max_steps).val.pairs
+    recorder.pairs = load_data(config).val.pairs
     train_reward_model(config, observers=Observers(open_publisher=lambda options: recorder))
     return Path(config.output_dir)
 

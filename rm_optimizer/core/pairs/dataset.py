@@ -300,6 +300,11 @@ class TrainVal:
     val_origin: str
     ceiling: float | None = None
 
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        """Digests of the training and of the validation pairs."""
+        return self.train.fingerprint, self.val.fingerprint
+
     def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
         """Sentences on what a user may not expect: columns, labels, unused margins, conversations in both splits.
 

@@ -19,7 +19,7 @@ from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureC
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.config import HessianConfig
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.folder.resume import random_state, set_random_state
 from rm_optimizer.training.lightning_module import RewardModelLightning
 

@@ -14,7 +14,7 @@ from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.optim import optimizer_info
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 log = logging.getLogger("rm_optimizer")
 

@@ -28,7 +28,7 @@ from rm_optimizer.training.callbacks.evaluation_plan import EvaluationPlan
 from rm_optimizer.training.callbacks.interrupt import StopSignal
 from rm_optimizer.training.callbacks.log_media import log_histogram
 from rm_optimizer.training.callbacks.progress import ProgressLines
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.folder.resume import random_states, set_random_states

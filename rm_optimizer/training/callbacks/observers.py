@@ -16,7 +16,7 @@ from rm_optimizer.training.callbacks.curvature import CURVATURE_COLUMNS, Hessian
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
 from rm_optimizer.training.callbacks.publishing import OpenPublisher, PublishWeights, require_publishable
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.folder.recorder import COLUMNS, MetricsCSV
 
 

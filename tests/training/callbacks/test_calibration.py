@@ -12,9 +12,10 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.reporting.plots import plot_reliability
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import RunResult, datamodule, train_reward_model
+from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.calibration import calibration_values
 from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.data import in_memory
 from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
@@ -29,8 +30,8 @@ def test_the_numbers_are_those_of_the_evaluations_and_nothing_is_scored_again(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[int] = []
-    score = datamodule.score_pairs
-    monkeypatch.setattr(datamodule, "score_pairs", lambda *a, **k: (scored.append(1), score(*a, **k))[1])
+    score = in_memory.score_pairs
+    monkeypatch.setattr(in_memory, "score_pairs", lambda *a, **k: (scored.append(1), score(*a, **k))[1])
     train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"), observers=OBSERVERS)
     rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv") if row["calibration_ece"]}
     assert list(rows) == ["0", "3", "6"]

@@ -19,9 +19,10 @@ from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.errors import Interrupted
 from rm_optimizer.evaluation import pair_rewards as evaluate
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import RunResult, datamodule, train_reward_model
+from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal
 from rm_optimizer.training.callbacks.loop import Checkpoints
+from rm_optimizer.training.data import in_memory
 
 
 def wait_for_rows(path: Path, rows: int, process: subprocess.Popen[str]) -> None:
@@ -94,7 +95,7 @@ def signaled_at(number: signal.Signals, evaluation: int, monkeypatch: pytest.Mon
 
         return score(*args, **kwargs, after_batch=signals)
 
-    monkeypatch.setattr(datamodule, "score_pairs", scored)
+    monkeypatch.setattr(in_memory, "score_pairs", scored)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run whose training pairs are streamed from files by Ray; validation stays in memory."""
+"""Training pairs that Ray streams from files; validation stays in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import TrainVal, distinct_prompts, load_pairs, load_training_data
+from rm_optimizer.core.pairs.dataset import TrainVal, distinct_prompts, load_pairs
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
@@ -17,23 +17,27 @@ from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition
 from rm_optimizer.core.streaming.tally import StreamTally
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema import BatchingConfig, DataConfig
-from rm_optimizer.schema.data import Streaming
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.schema import DataConfig
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 FIRST_PAIRS = 4096
 """Streamed pairs that are also held in memory: to train a tokenizer, to prove prefix sharing, for the mean weight."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamedTrainVal(TrainVal):
-    """What a streaming run reads; `train` holds the first pairs of the stream only.
+    """Pairs of a streaming run; `train` holds the first pairs of the stream only.
 
     Args:
         stream: all training pairs.
     """
 
-    stream: RayPreferenceDataset | None = None
+    stream: RayPreferenceDataset
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        """Digests of the files that are streamed and of the validation pairs."""
+        return self.stream.fingerprint, self.val.fingerprint
 
     def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
         """Sentences on the pairs, and how many of them were looked at where that is not all of them."""
@@ -44,15 +48,13 @@ class StreamedTrainVal(TrainVal):
         return (*found, f"{looked}; conversations of data.val that continue one of a later pair are not found")
 
 
-def load_data(config: DataConfig, max_steps: int | None) -> TrainVal:
-    """Training and validation pairs as the options say, streamed or in memory.
+def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
+    """Training pairs to be streamed and validation pairs in memory, as the options say.
 
     Raises:
         ConfigError: if streaming lacks an option that it needs, or has one that it cannot follow.
         DataError: if a source or row is bad, or prompts overlap and that is not allowed.
     """
-    if config.streaming == Streaming.off:
-        return load_training_data(config)
     _require_streamable(config, max_steps)
     val = load_pairs(config.val, config)
     stream = RayPreferenceDataset(
@@ -77,12 +79,6 @@ def _require_streamable(config: DataConfig, max_steps: int | None) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"with data.streaming=ray, {option} must {reason}")
-
-
-def fingerprints(data: TrainVal) -> tuple[str, str]:
-    """Digests of the training and of the validation pairs; of the files, where training pairs are streamed."""
-    stream = data.stream if isinstance(data, StreamedTrainVal) else None
-    return (stream or data.train).fingerprint, data.val.fingerprint
 
 
 class StreamLoader:
@@ -119,16 +115,12 @@ class StreamLoader:
 
 
 class StreamingDataModule(PreferenceDataModule):
-    """A run's pairs, those to train on streamed; an epoch ends with the run or with a pass over all rows.
+    """Pairs of a run, those to train on streamed; an epoch ends with the run or with a pass over all rows.
 
     Args:
         data: the streamed pairs and those of validation.
-        config: workers, time-outs and the memory of Ray's object store.
-        batching: pairs a step and tokens a pass.
-        seed: the run's seed; the data order depends on it and on the step alone.
-        max_steps: optimizer steps.
-        model: renders conversations, and says whether prompts can be shared.
-        pin_memory: copy batches into page-locked memory, and to the device while it computes.
+        model: model that renders conversations.
+        options: the other arguments of `PreferenceDataModule`; the run has `max_steps`.
 
     Raises:
         DataError: if a split has no pair left after truncation.
@@ -136,33 +128,14 @@ class StreamingDataModule(PreferenceDataModule):
 
     holds_all_pairs = False
 
-    def __init__(
-        self,
-        data: StreamedTrainVal,
-        *,
-        config: DataConfig,
-        batching: BatchingConfig,
-        seed: int,
-        max_steps: int,
-        model: BradleyTerryRM,
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(
-            data,
-            config=config,
-            batching=batching,
-            seed=seed,
-            epochs=1,
-            max_steps=max_steps,
-            model=model,
-            pin_memory=pin_memory,
-        )
-        assert data.stream is not None, "streamed data has a stream"
+    def __init__(self, data: TrainVal, *, model: BradleyTerryRM, **options: Any) -> None:
+        assert isinstance(data, StreamedTrainVal), "other pairs are in memory"
+        super().__init__(data, model=model, **options)
         self._data_stream = data.stream
         self._renderer = model.renderer
         self._open: MacroBatchStream | None = None
         self._tally = StreamTally()
-        self.steps_per_epoch = min(max_steps, -(-data.stream.num_rows // batching.batch_size))
+        self.steps_per_epoch = min(self.num_steps, -(-data.stream.num_rows // self.batching.batch_size))
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
         """The run's macro-batches, one an optimizer step."""
@@ -225,42 +198,3 @@ class StreamingDataModule(PreferenceDataModule):
     def truncation(self) -> dict[str, Any]:
         """Token and truncation counts of the pairs read, and of validation."""
         return super().truncation() | {"train": asdict(self._tally.report(self._renderer.max_length))}
-
-
-def data_module(
-    data: TrainVal,
-    *,
-    config: DataConfig,
-    batching: BatchingConfig,
-    seed: int,
-    epochs: float,
-    max_steps: int | None,
-    model: BradleyTerryRM,
-    pin_memory: bool,
-) -> PreferenceDataModule:
-    """The module of streamed pairs, or of those in memory.
-
-    Raises:
-        DataError: if a split has no pair left after truncation.
-    """
-    if isinstance(data, StreamedTrainVal):
-        assert max_steps is not None, "load_data has required it"
-        return StreamingDataModule(
-            data,
-            config=config,
-            batching=batching,
-            seed=seed,
-            max_steps=max_steps,
-            model=model,
-            pin_memory=pin_memory,
-        )
-    return PreferenceDataModule(
-        data,
-        config=config,
-        batching=batching,
-        seed=seed,
-        epochs=epochs,
-        max_steps=max_steps,
-        model=model,
-        pin_memory=pin_memory,
-    )

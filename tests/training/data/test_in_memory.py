@@ -11,8 +11,9 @@ import torch
 
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import datamodule, run
-from rm_optimizer.training.datamodule import PreferenceDataModule
+from rm_optimizer.training import run
+from rm_optimizer.training.data import in_memory
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 Build = Callable[..., TrainConfig]
 
@@ -40,7 +41,7 @@ def test_pinning_reaches_the_loader_and_the_transfer(
         asked.append(non_blocking)
         return batch
 
-    monkeypatch.setattr(datamodule, "MacroBatchLoader", Loader)
+    monkeypatch.setattr(in_memory, "MacroBatchLoader", Loader)
     monkeypatch.setattr(MacroBatch, "to", moved)
     module = module_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"), tmp_path / "run")
     batch = next(module.steps(0, 1))

@@ -1,0 +1,1 @@
+"""Pairs of a run: in memory or streamed, loaded and batched."""
