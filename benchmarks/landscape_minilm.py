@@ -23,7 +23,7 @@ from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.callbacks.curvature import HessianCallback
 
 LEARNING_RATE = 5e-5
 EVERY = 50
@@ -65,7 +65,7 @@ def measure_callback(args: argparse.Namespace) -> dict[str, float]:
     fits: list[float] = []
     with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", _timed(pl.Trainer.fit, fits)):
         config = _training(args, Path(folder))
-        train_reward_model(config, observers=Observers(measure_curvature=_watched(readings)))
+        train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, _watched(readings))])
     first, *later = [seconds for seconds, _ in readings]
     step = (fits[0] - first - sum(later)) / args.steps
     warm = fmean(later)

@@ -12,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +22,9 @@ from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job, na
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from pytorch_lightning.callbacks import Callback
 
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.training.callbacks.observers import Observers
     from rm_optimizer.training.folder.result import RunResult
 
 
@@ -78,24 +77,25 @@ def show(result: RunResult) -> None:
     print_run(result)
 
 
-def observers(config: TrainConfig) -> Observers:
-    """What the options that are on need of other floors than training's; the rest is not even imported."""
-    from rm_optimizer.training.callbacks.observers import Observers
-
-    found = Observers()
+def option_callbacks(config: TrainConfig) -> list[Callback]:
+    """Callbacks of the options that are on, with functions of other floors; the rest is not even imported."""
+    found: list[Callback] = []
     if config.training.calibration.enabled:
         from rm_optimizer.reporting.plots import plot_reliability
+        from rm_optimizer.training.callbacks.calibration import CalibrationCallback
 
-        found = replace(found, draw_reliability=plot_reliability)
+        found.append(CalibrationCallback(config.training.calibration, plot_reliability))
     if config.training.hessian.every is not None:
         from rm_optimizer.landscape.training_curvature import measure_curvature
+        from rm_optimizer.training.callbacks.curvature import HessianCallback
 
-        products = config.training.hessian.num_products
-        found = replace(found, measure_curvature=partial(measure_curvature, num_products=products))
+        options = config.training.hessian
+        found.append(HessianCallback(options, partial(measure_curvature, num_products=options.num_products)))
     if config.publish.url is not None:
         from rm_optimizer.serving.weights.publisher import open_publisher
+        from rm_optimizer.training.callbacks.publishing import PublishWeights
 
-        found = replace(found, open_publisher=open_publisher)
+        found.append(PublishWeights(config.publish, open_publisher))
     return found
 
 
@@ -300,7 +300,7 @@ def _trained(config: DictConfig) -> float:
     options = typed(config, TrainConfig)
     ended = finished_result(options) is not None
     with writing(Path(options.output_dir)):
-        result = train_reward_model(options, observers=observers(options))
+        result = train_reward_model(options, callbacks=option_callbacks(options))
         if rank() == 0 and not ended:
             show(result)
     return result.objective

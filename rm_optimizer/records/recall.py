@@ -69,11 +69,16 @@ def _sources(folder: Path) -> dict[str, Any]:
     """The run's `train` and `val` with the absolute paths of its start; empty where they were not recorded.
 
     Raises:
-        ConfigError: if a path is gone.
+        ConfigError: if a path is gone, or the pairs came from memory.
     """
     identity = read_identity(folder)
     if identity is None:
         return {}
+    if not identity.sources:
+        raise ConfigError(
+            f"the run in {folder} was trained on pairs in memory, which no file holds; name pairs with --data PAIRS "
+            "(data.train=PAIRS)"
+        )
     for path in (path for source in identity.sources.values() for path in _paths(source)):
         if os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path):
             raise ConfigError(

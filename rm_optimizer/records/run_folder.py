@@ -33,7 +33,7 @@ class RunIdentity:
     Args:
         run_id: 16 hexadecimal digits that each of its checkpoints carries.
         directory: the working directory that the run was started in.
-        sources: `data.train` and `data.val` with absolute paths.
+        sources: `data.train` and `data.val` with absolute paths; empty where the pairs came from memory.
         train_fingerprint: digest of the training pairs.
         val_fingerprint: digest of the validation pairs.
     """

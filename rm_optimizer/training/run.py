@@ -26,7 +26,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
 from rm_optimizer.core.pairs.audit import length_baseline
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
@@ -53,8 +53,9 @@ from rm_optimizer.training.callbacks.best import require_monitored, warn_of_unme
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH, plan_of
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal
 from rm_optimizer.training.callbacks.loop import Checkpoints, Evaluation, StepProgress
-from rm_optimizer.training.callbacks.observers import Observers, csv_loggers, watching
+from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
 from rm_optimizer.training.callbacks.progress import ProgressLines, shows_bars
+from rm_optimizer.training.callbacks.run_callback import columns_of, require_callbacks
 from rm_optimizer.training.compiling import compile_backbone
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data
@@ -64,6 +65,7 @@ from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_st
 from rm_optimizer.training.folder.extension import extension_at
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start, recorded, write_record
+from rm_optimizer.training.folder.recorder import COLUMNS, MetricsCSV
 from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunResult, RunStatus, is_toy
 from rm_optimizer.training.folder.start import begin, finished_result, finished_sentence, require_same_data
 from rm_optimizer.training.lightning_module import RewardModelLightning
@@ -75,7 +77,9 @@ SKIPPED_FILE = "skipped_rows.txt"
 """Rows that gave no pair, one a line, in the run folder."""
 
 
-def train_reward_model(config: TrainConfig, *, observers: Observers | None = None) -> RunResult:
+def train_reward_model(
+    config: TrainConfig, *, data: TrainVal | None = None, callbacks: Sequence[Callback] = ()
+) -> RunResult:
     """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
 
     The folder holds `identity.json`, `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what
@@ -83,7 +87,9 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
 
     Args:
         config: the composed options, as `rm_optimizer.schema.typed` returns them.
-        observers: drawing and measuring functions that some options need; `rm-opt train` passes them.
+        data: pairs in memory, in place of those that `config.data` names.
+        callbacks: Lightning callbacks, called after the evaluation and before the checkpoint of a step; one may set
+            `trainer.should_stop`. Hooks of Lightning's validation are not called.
 
     Returns:
         The result, with the validation metrics of the best weights.
@@ -96,8 +102,7 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
         Interrupted: if the user stops the run; a checkpoint is left.
         DiskError: if a file cannot be written.
     """
-    observers = observers or Observers()
-    observers.require(config)
+    require_callbacks(config, callbacks)
     check_compatible(config.optimizer, config.hardware, config.schedule)
     require_devices(config.hardware)
     require_wandb_key(config.logger)
@@ -108,18 +113,20 @@ def train_reward_model(config: TrainConfig, *, observers: Observers | None = Non
         if is_first_rank:
             require_usable(config)
         if (result := finished_result(config)) is not None:
+            if data is not None:
+                require_same_data(result.data, data)
             log.info("%s", finished_sentence(result, config))
             return result
         start = begin(config, run_dir, is_first_rank=is_first_rank)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         if config.hardware.num_threads:
             torch.set_num_threads(config.hardware.num_threads)
-        run = _prepare(config, run_dir, start)
+        run = _prepare(config, run_dir, start, data)
         if is_first_rank:
-            write_record(run.record, config.data, run_dir)
+            write_record(run.record, config.data if data is None else None, run_dir)
         with StopSignal() as stop:
             try:
-                return _finish(run, _fit(run, stop, start.checkpoint, observers))
+                return _finish(run, _fit(run, stop, start.checkpoint, callbacks))
             except StopNow:
                 raise Interrupted(_stopped_at_once(run_dir)) from None
 
@@ -145,13 +152,14 @@ class _Run:
     is_first_rank: bool = True
 
 
-def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW) -> _Run:
+def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW, given: TrainVal | None = None) -> _Run:
     started = time.perf_counter()
-    if is_toy(config.model.path, config.data.train):
+    if is_toy(config.model.path, given or config.data.train):
         log.warning(TOY_WARNING, config.model.name)
-    data = load_data(config)
+    data = load_data(config, given)
+    if start.before is not None:
+        require_same_data(start.before, data)
     train, val = data.fingerprints
-    require_same_data(start, train, val)
     require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0)
@@ -235,14 +243,16 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
     )
 
 
-def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observers) -> RunStatus:
+def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[Callback]) -> RunStatus:
     config = run.config
     every = config.training.checkpoint_every or max(
         1, run.datamodule.steps_per_epoch // (config.training.evals_per_epoch or PER_EPOCH)
     )
     is_streamed = config.data.streaming != Streaming.off  # the pairs read are known only as they are
     callbacks: list[Callback] = [
-        *watching(config, observers, run.datamodule, run.evaluation, run.run_dir),
+        *([MemoryProfile(run.run_dir)] if config.profile_memory else []),
+        run.evaluation,
+        *given,
         Checkpoints(
             run.run_dir,
             every=every,
@@ -256,8 +266,11 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
         callbacks += extension_at(checkpoint_step(checkpoint), run.record.extensions, config.schedule)
     if config.training.progress:
         callbacks.append(_progress(run))
-    tables = csv_loggers(config, run.run_dir, checkpoint_step(checkpoint) if checkpoint else None)
-    loggers = tables + build_loggers(config.logger, run.run_dir)
+    resume_step = checkpoint_step(checkpoint) if checkpoint else None
+    loggers: list[Logger] = [MetricsCSV(run.run_dir, resume_step, COLUMNS | columns_of(given))]
+    if config.profile_memory:
+        loggers.append(MetricsCSV(run.run_dir, resume_step, PROFILE_COLUMNS, PROFILE_ROWS))
+    loggers += build_loggers(config.logger, run.run_dir)
     # The data end the run; one step more lets a run that was stopped in its last evaluation start, and make it.
     trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps + 1)
     before = time.perf_counter()
@@ -273,9 +286,9 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, observers: Observ
     run.device = trainer.strategy.root_device
     if trainer.strategy.reduce_boolean_decision(stop.requested, all=False):  # a signal may have reached one process
         raise Interrupted(_stopped(run, " in its evaluation" if run.evaluation.missed else ""))
-    is_whole = run.evaluation.stopped_early or run.steps == run.module.num_steps
-    assert is_whole, f"training ended after step {run.steps} of {run.module.num_steps}"
-    return RunStatus.early_stopped if run.evaluation.stopped_early else RunStatus.finished
+    is_whole = run.steps == run.module.num_steps
+    assert is_whole or trainer.should_stop, f"training ended after step {run.steps} of {run.module.num_steps}"
+    return RunStatus.finished if is_whole and not run.evaluation.stopped_early else RunStatus.early_stopped
 
 
 def _progress(run: _Run) -> Callback:

@@ -26,9 +26,8 @@ from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.publish import OnFailure, PublishConfig
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.weights.publisher import PublishFailed, RMPublisherAdapter, open_publisher
-from rm_optimizer.train import observers
+from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.observers import Observers
 from rm_optimizer.training.callbacks.publishing import PublishWeights, run_name
 from rm_optimizer.training.data.run_data import load_data
 from rm_optimizer.training.folder.record import RunRecord
@@ -98,7 +97,7 @@ def evaluated_accuracy(run_dir: Path, version: str) -> float:
 
 def run_publishing(config: TrainConfig, recorder: Recorder) -> Path:
     recorder.pairs = load_data(config).val.pairs
-    train_reward_model(config, observers=Observers(open_publisher=lambda options: recorder))
+    train_reward_model(config, callbacks=[PublishWeights(config.publish, lambda options: recorder)])
     return Path(config.output_dir)
 
 
@@ -196,10 +195,12 @@ def test_a_run_publishes_under_its_own_name_and_under_another_once_it_was_resume
 
 def test_the_command_wires_the_publisher_where_it_is_asked_for(tmp_path):
     config = options(tmp_path, *BUILT)
-    assert observers(config).open_publisher is None
+    assert option_callbacks(config) == []
     config = replace(config, publish=PublishConfig(url="http://127.0.0.1:9"))
-    assert observers(config).open_publisher is open_publisher
-    with pytest.raises(ConfigError, match=r"publish\.url needs a function"):
+    [callback] = option_callbacks(config)
+    assert isinstance(callback, PublishWeights)
+    assert callback.open_publisher is open_publisher
+    with pytest.raises(ConfigError, match=r"publish\.url needs a callback"):
         train_reward_model(config)
 
 
@@ -228,7 +229,7 @@ def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
 def test_a_mode_that_does_not_send_what_is_trained_is_refused(tmp_path, overrides, message):
     config = options(tmp_path, *BUILT, "publish.url=http://server", *overrides)
     with pytest.raises(ConfigError, match=message):
-        train_reward_model(config, observers=Observers(open_publisher=open_publisher))
+        train_reward_model(config, callbacks=option_callbacks(config))
 
 
 def test_options_out_of_range_are_named():

@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.reporting.plots import plot_reliability
 from rm_optimizer.schema import LoggerConfig, TrainConfig
 from rm_optimizer.schema.config import WandbMode
+from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram
-from rm_optimizer.training.callbacks.observers import Observers
 from rm_optimizer.training.folder.recorder import MetricsCSV, read_rows
 from rm_optimizer.training.run import require_wandb_key
 
 Build = Callable[..., TrainConfig]
-OBSERVERS = Observers(draw_reliability=plot_reliability)
 WATCHED = ["training.calibration.enabled=true", "profile_memory=true"]
 NAMES = {"chosen_reward": "chosen", "rejected_reward": "rejected", "margin": "margin"}
 """Histograms by the loggers' names, and the same values in `reward_distributions.json`."""
@@ -90,9 +88,8 @@ def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pyt
 
 def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:
     named = ["logger.name=first", "logger.group=study-1", "logger.tags=[baseline,seed0]"]
-    train_reward_model(
-        small_config(tmp_path, "logger=wandb", "logger.tensorboard=false", *named, *WATCHED), observers=OBSERVERS
-    )
+    config = small_config(tmp_path, "logger=wandb", "logger.tensorboard=false", *named, *WATCHED)
+    train_reward_model(config, callbacks=option_callbacks(config))
     run = wandb_records(tmp_path, "run")[0]
     assert (run.display_name, run.run_group, list(run.tags)) == ("first", "study-1", ["baseline", "seed0"])
     history = wandb_history(tmp_path)
@@ -125,7 +122,8 @@ def test_tensorboard_holds_pictures_and_histograms(small_config: Build, tmp_path
     from matplotlib.image import imread
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train_reward_model(small_config(tmp_path, "logger.tensorboard=true", *WATCHED), observers=OBSERVERS)
+    config = small_config(tmp_path, "logger.tensorboard=true", *WATCHED)
+    train_reward_model(config, callbacks=option_callbacks(config))
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0, "histograms": 0})
     events.Reload()
     steps = [int(row["step"]) for row in read_rows(tmp_path / "metrics.csv") if row["eval_acc"]]

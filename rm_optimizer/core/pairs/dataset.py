@@ -297,7 +297,7 @@ class TrainVal:
 
     train: PreferenceDataset
     val: PreferenceDataset
-    val_origin: str
+    val_origin: str = "pairs in memory"
     ceiling: float | None = None
 
     @property

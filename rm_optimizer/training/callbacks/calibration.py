@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 
@@ -13,6 +13,7 @@ from rm_optimizer.records.disk import writing
 from rm_optimizer.schema.config import CalibrationConfig
 from rm_optimizer.training.callbacks.log_media import log_figure
 from rm_optimizer.training.callbacks.loop import Evaluation
+from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
@@ -31,21 +32,21 @@ FIGURES = "figures"
 """Folder of the pictures in the run folder."""
 
 
-class CalibrationCallback(pl.Callback):
+class CalibrationCallback(RunCallback):
     """Logs how far preference probabilities are from frequencies, from the evaluations the run makes anyway.
 
-    Stands behind `Evaluation` among the callbacks and takes its last result, so no pair is scored again.
+    Stands behind `Evaluation` among the callbacks and takes its last result, so no pair is scored again. Pictures go
+    to the run folder's `figures/`.
 
     Args:
-        evaluation: the run's evaluations.
-        run_dir: the run folder; pictures go to its `figures/`.
         config: which evaluations are taken.
         draw: draws the reliability picture.
     """
 
-    def __init__(self, evaluation: Evaluation, run_dir: Path, config: CalibrationConfig, draw: DrawReliability) -> None:
-        self.evaluation = evaluation
-        self.run_dir = run_dir
+    option = "training.calibration.enabled"
+    columns: ClassVar = CALIBRATION_COLUMNS
+
+    def __init__(self, config: CalibrationConfig, draw: DrawReliability) -> None:
         self.config = config
         self.draw = draw
 
@@ -61,16 +62,17 @@ class CalibrationCallback(pl.Callback):
         self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
 
     def _log_if_due(self, trainer: pl.Trainer, *, is_last: bool) -> None:
-        latest, step = self.evaluation.latest, trainer.global_step
+        evaluation = next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
+        latest, step = evaluation.latest, trainer.global_step
         if latest is None or latest.step != step or not trainer.is_global_zero:
             return
-        if is_last or (step // self.evaluation.every) % self.config.every == 0:
-            self._log(trainer, latest.metrics, step)
+        if is_last or (step // evaluation.every) % self.config.every == 0:
+            self._log(trainer, latest.metrics, step, evaluation.run_dir / FIGURES)
 
-    def _log(self, trainer: pl.Trainer, metrics: PairwiseMetrics, step: int) -> None:
+    def _log(self, trainer: pl.Trainer, metrics: PairwiseMetrics, step: int, figures: Path) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(calibration_values(metrics), step=step)
-        path = self.run_dir / FIGURES / f"reliability-step-{step:08d}.png"
+        path = figures / f"reliability-step-{step:08d}.png"
         with writing(path):
             log_figure(trainer.loggers, "calibration/reliability", self.draw(metrics, path), step)
 

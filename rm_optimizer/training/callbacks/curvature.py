@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -15,10 +15,12 @@ from torch import nn
 
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature
 from rm_optimizer.optim import set_train_mode
-from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import HessianConfig
+from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.folder.resume import random_state, set_random_state
 from rm_optimizer.training.lightning_module import RewardModelLightning
@@ -35,7 +37,7 @@ CURVATURE_COLUMNS = {
 """Metric name to column of `metrics.csv`, where curvature is watched; its seconds go to the other loggers only."""
 
 
-class HessianCallback(pl.Callback):
+class HessianCallback(RunCallback):
     """Measures the Hessian of the training loss on the same pairs at the start and every so many steps.
 
     The loss is the run's own, in evaluation mode (no dropout), at the weights that evaluation sees: for an optimizer
@@ -44,23 +46,34 @@ class HessianCallback(pl.Callback):
     pairs, so that none waits for another in a reduction.
 
     Args:
-        datamodule: the run's pairs.
         config: how often, and on how many pairs.
-        loss: the loss.
         measure: makes the measurement.
     """
 
-    def __init__(
-        self, datamodule: PreferenceDataModule, config: HessianConfig, loss: LossConfig, measure: MeasureCurvature
-    ) -> None:
-        self.datamodule = datamodule
+    option = "training.hessian.every"
+    columns: ClassVar = CURVATURE_COLUMNS
+
+    def __init__(self, config: HessianConfig, measure: MeasureCurvature) -> None:
         self.config = config
-        self.loss = loss
         self.measure = measure
         self.seconds = 0.0
         self.num_measured = 0
+        self.num_pairs = 0
         self._started = 0.0
         self._take: Callable[[], CurvatureReading] | None = None
+
+    def require(self, config: TrainConfig) -> None:
+        """Refuse runs whose gradient cannot be had at copies of the weights: compiled backbones, sharded weights."""
+        hardware = config.hardware
+        for is_on, option, instead in (
+            (hardware.compile, "hardware.compile=true", "hardware.compile=false"),
+            (hardware.strategy.startswith("fsdp"), f"hardware.strategy={hardware.strategy}", "hardware=ddp"),
+        ):
+            if is_on:
+                raise ConfigError(
+                    f"training.hessian.every does not go with {option}: it takes gradients at copies of the weights; "
+                    f"set {instead} or training.hessian.every=null"
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure the untrained model."""
@@ -81,7 +94,7 @@ class HessianCallback(pl.Callback):
         log.info(
             "curvature: %d measurements on %d pairs took %.1f s, %.1f %% of the training time",
             self.num_measured,
-            min(self.config.num_pairs, len(self.datamodule.train_tokens)),
+            self.num_pairs,
             self.seconds,
             100 * self._share(),
         )
@@ -93,7 +106,9 @@ class HessianCallback(pl.Callback):
             set_train_mode(trainer.optimizers[0], False)
             try:
                 pl_module.model.eval()
-                self._take = self._take or self.measure(pl_module.model, self._probe(pl_module), self.loss)
+                self._take = self._take or self.measure(
+                    pl_module.model, self._probe(trainer, pl_module), pl_module.loss_config
+                )
                 reading = self._take()
             finally:
                 set_train_mode(trainer.optimizers[0], True)
@@ -107,8 +122,10 @@ class HessianCallback(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
-    def _probe(self, module: RewardModelLightning) -> list[AnyPairBatch]:
-        data = self.datamodule
+    def _probe(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, PreferenceDataModule), "a run has its pairs"
+        self.num_pairs = min(self.config.num_pairs, len(data.train_tokens))
         return probe_batches(data, self.config.num_pairs, module.model.renderer.pad_token_id, module.model.device)
 
     def _share(self) -> float:

@@ -119,6 +119,13 @@ class Evaluation(pl.Callback):
         if step % self.every == 0 or step == pl_module.num_steps:
             self._evaluate(trainer, pl_module)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Evaluate the last weights of a run that a callback has ended between two evaluations."""
+        assert isinstance(pl_module, RewardModelLightning)
+        is_ended = trainer.global_step == pl_module.num_steps or self.stopped_early or self.stop.requested
+        if not is_ended and (self.latest is None or self.latest.step != trainer.global_step):
+            self._evaluate(trainer, pl_module)
+
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RewardModelLightning)
         started = time.perf_counter()

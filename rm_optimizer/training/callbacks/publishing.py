@@ -17,6 +17,7 @@ from rm_optimizer.optim import set_train_mode
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.publish import OnFailure, PublishConfig, RewardModelTrainingMode
+from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.folder.record import RunRecord
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
@@ -45,15 +46,13 @@ OpenPublisher: TypeAlias = Callable[[PublishConfig], Publisher]
 """Connects to the server that the options name; raises if it does not answer."""
 
 
-def require_publishable(config: TrainConfig) -> None:
+def require_publishable(mode: RewardModelTrainingMode, config: TrainConfig) -> None:
     """Refuse a mode that does not send what the run trains.
 
     Raises:
         ConfigError: naming the option.
     """
-    if config.publish.url is None:
-        return
-    mode, adapter = config.publish.mode, config.adapter.kind
+    adapter = config.adapter.kind
     if mode is RewardModelTrainingMode.lora and adapter is AdapterKind.none:
         raise ConfigError("publish.mode=lora sends an adapter, but adapter=none; use publish.mode=full or adapter=lora")
     if mode is RewardModelTrainingMode.head_only and adapter is not AdapterKind.none:
@@ -64,7 +63,7 @@ def require_publishable(config: TrainConfig) -> None:
         raise ConfigError("hardware.strategy=fsdp2 publishes with publish.mode=full and adapter=none alone")
 
 
-class PublishWeights(pl.Callback):
+class PublishWeights(RunCallback):
     """Publishes the weights every `every_n_steps` optimizer steps and after the last, as version `RUN-step-N`.
 
     `RUN` begins with the run's id, so that two runs never publish under one name; what a run publishes after it was
@@ -74,8 +73,10 @@ class PublishWeights(pl.Callback):
 
     Args:
         config: when, and what a failure does.
-        open_publisher: connects to the server; called once, before the first step.
+        open_publisher: connects to the server; called before the model is built and before the first step.
     """
+
+    option = "publish.url"
 
     def __init__(self, config: PublishConfig, open_publisher: OpenPublisher) -> None:
         self.config = config
@@ -83,8 +84,13 @@ class PublishWeights(pl.Callback):
         self.open_publisher = open_publisher
         self._publisher: Publisher | None = None
 
+    def require(self, config: TrainConfig) -> None:
+        """Refuse a mode that does not send what the run trains, and an address where no server answers."""
+        require_publishable(self.config.mode, config)
+        self.open_publisher(self.config).close()
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Connect, so that a wrong address is known before an hour of training."""
+        """Connect."""
         if trainer.is_global_zero:
             record = pl_module.record
             assert isinstance(record, RunRecord), "a run has a record before its first step"

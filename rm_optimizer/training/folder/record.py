@@ -96,12 +96,12 @@ def recorded(config: TrainConfig, start: Start, *, train: str, val: str, num_ste
     )
 
 
-def write_record(record: RunRecord, data: DataConfig, run_dir: Path) -> None:
-    """Write `identity.json` and `options.json` into the run folder."""
+def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> None:
+    """Write `identity.json` and `options.json` into the run folder; `data` is None where pairs came from memory."""
     identity = RunIdentity(
         run_id=record.run_id,
         directory=os.getcwd(),
-        sources={"train": absolute_source(data.train), "val": absolute_source(data.val)},
+        sources={name: absolute_source(getattr(data, name)) for name in ("train", "val")} if data else {},
         train_fingerprint=record.train_fingerprint,
         val_fingerprint=record.val_fingerprint,
     )

@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
@@ -22,7 +23,7 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import Resume
 from rm_optimizer.training.folder.checkpoints import checkpoint_step
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start
-from rm_optimizer.training.folder.result import RunResult, RunStatus
+from rm_optimizer.training.folder.result import DataSummary, RunResult, RunStatus
 from rm_optimizer.training.folder.resume import newest_checkpoint
 
 log = logging.getLogger("rm_optimizer")
@@ -113,20 +114,17 @@ def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
     return record
 
 
-def require_same_data(start: Start, train: str, val: str) -> None:
+def require_same_data(before: RunRecord | DataSummary, data: TrainVal) -> None:
     """Refuse to continue a run on other pairs than it was started with.
 
     Args:
-        start: where the run starts.
-        train: digest of the training pairs.
-        val: digest of the validation pairs.
+        before: digests of the pairs that it was started with.
+        data: the pairs of now.
 
     Raises:
         ConfigError: naming the option whose pairs differ.
     """
-    before = start.before
-    if before is None:
-        return
+    train, val = data.fingerprints
     for option, was, now in (
         ("data.train", before.train_fingerprint, train),
         ("data.val", before.val_fingerprint, val),

@@ -10,16 +10,14 @@ import pytest
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.reporting.plots import plot_reliability
 from rm_optimizer.schema import TrainConfig
+from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.calibration import calibration_values
-from rm_optimizer.training.callbacks.observers import Observers
 from rm_optimizer.training.data import in_memory
 from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
-OBSERVERS = Observers(draw_reliability=plot_reliability)
 
 
 def evaluated(run_dir: Path, step: str) -> PairwiseMetrics:
@@ -32,7 +30,8 @@ def test_the_numbers_are_those_of_the_evaluations_and_nothing_is_scored_again(
     scored: list[int] = []
     score = in_memory.score_pairs
     monkeypatch.setattr(in_memory, "score_pairs", lambda *a, **k: (scored.append(1), score(*a, **k))[1])
-    train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"), observers=OBSERVERS)
+    config = small_config(tmp_path, "training.calibration.enabled=true")
+    train_reward_model(config, callbacks=option_callbacks(config))
     rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv") if row["calibration_ece"]}
     assert list(rows) == ["0", "3", "6"]
     assert len(scored) == len(rows) + 1  # and the final evaluation of the best weights
@@ -48,7 +47,8 @@ def test_the_numbers_are_those_of_the_evaluations_and_nothing_is_scored_again(
 
 def test_every_other_evaluation_means_the_first_every_second_and_the_last(small_config: Build, tmp_path: Path) -> None:
     options = ["training.calibration.enabled=true", "training.calibration.every=2", "training.evals_per_epoch=6"]
-    train_reward_model(small_config(tmp_path, *options, "training.max_steps=5"), observers=OBSERVERS)
+    config = small_config(tmp_path, *options, "training.max_steps=5")
+    train_reward_model(config, callbacks=option_callbacks(config))
     taken = [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["calibration_ece"]]
     assert taken == ["0", "2", "4", "5"]
 
@@ -56,13 +56,14 @@ def test_every_other_evaluation_means_the_first_every_second_and_the_last(small_
 def test_weights_are_those_of_a_run_that_is_not_watched(
     small_config: Build, tmp_path: Path, finished_run: RunResult
 ) -> None:
-    train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"), observers=OBSERVERS)
+    config = small_config(tmp_path, "training.calibration.enabled=true")
+    train_reward_model(config, callbacks=option_callbacks(config))
     name = "best/model.safetensors"
     assert (tmp_path / name).read_bytes() == (Path(finished_run.run_dir) / name).read_bytes()
 
 
-def test_without_a_drawing_function_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training\.calibration\.enabled needs .*draw_reliability"):
+def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.calibration\.enabled needs a callback .*option_callbacks"):
         train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"))
 
 

@@ -21,12 +21,11 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading
 from rm_optimizer.schema import LossConfig, TrainConfig
-from rm_optimizer.train import observers
+from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import lightning_module, train_reward_model
 from rm_optimizer.training.callbacks import curvature as training_curvature
 from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.callbacks.curvature import undisturbed
-from rm_optimizer.training.callbacks.observers import Observers
+from rm_optimizer.training.callbacks.curvature import HessianCallback, undisturbed
 from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
@@ -106,7 +105,7 @@ def other_columns(folder: Path) -> list[dict[str, str]]:
 def assert_measuring_changes_nothing(small_config: Build, tmp_path: Path, options: Sequence[str]) -> PowerIteration:
     measure = PowerIteration()
     watched = small_config(tmp_path / "watched", *WATCHED, *options)
-    train_reward_model(watched, observers=Observers(measure_curvature=measure))
+    train_reward_model(watched, callbacks=[HessianCallback(watched.training.hessian, measure)])
     train_reward_model(small_config(tmp_path / "plain", *WATCHED[2:], *options))
     assert len(measure.pairs) == 3
     assert other_columns(tmp_path / "watched") == other_columns(tmp_path / "plain")
@@ -152,7 +151,8 @@ def test_schedule_free_is_measured_at_its_averages(
 
 
 def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_path: Path) -> None:
-    train_reward_model(small_config(tmp_path, *WATCHED), observers=Observers(measure_curvature=PowerIteration()))
+    config = small_config(tmp_path, *WATCHED)
+    train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
     rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv")}
     assert [step for step, row in rows.items() if row["curvature_trace"]] == ["0", "2", "4"]
     first = rows["0"]
@@ -165,7 +165,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
 ) -> None:
     options = [*WATCHED, "model.attn_implementation=sdpa", "training.checkpoint_every=1", "model.dropout=true"]
     whole, cut = (small_config(tmp_path / run, *options) for run in ("whole", "cut"))
-    train_reward_model(whole, observers=observers(whole))
+    train_reward_model(whole, callbacks=option_callbacks(whole))
 
     def dies(run_dir: Path, keep: int) -> None:
         if (run_dir / "checkpoints" / "step-00000002.ckpt").exists():
@@ -174,8 +174,8 @@ def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
     with monkeypatch.context() as patch:
         patch.setattr(callbacks, "prune", dies)
         with pytest.raises(MemoryError):
-            train_reward_model(cut, observers=observers(cut))
-    train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"), observers=observers(cut))
+            train_reward_model(cut, callbacks=option_callbacks(cut))
+    train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"), callbacks=option_callbacks(cut))
     assert other_columns(tmp_path / "whole") == other_columns(tmp_path / "cut")
     left, right = (tmp_path / run / "best" / "model.safetensors" for run in ("whole", "cut"))
     assert left.read_bytes() == right.read_bytes()
@@ -215,21 +215,23 @@ def test_schedule_free_weights_come_back_when_looking_at_them_fails(
         monkeypatch.setattr(callbacks, "evaluation_weights", switched)
     if not watching:
         monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", fails)
-    seen = Observers(measure_curvature=lambda *args: fails) if watching else Observers()
+    config = small_config(tmp_path, *(WATCHED if watching else WATCHED[2:]))
+    seen = [HessianCallback(config.training.hessian, lambda *args: fails)] if watching else []
     with pytest.raises(MemoryError):
-        train_reward_model(small_config(tmp_path, *(WATCHED if watching else WATCHED[2:])), observers=seen)
+        train_reward_model(config, callbacks=seen)
     assert modes == [False, True]
 
 
-def test_without_a_measurement_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training\.hessian\.every needs .*measure_curvature"):
+def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.hessian\.every needs a callback .*option_callbacks"):
         train_reward_model(small_config(tmp_path, *WATCHED))
 
 
 @pytest.mark.parametrize("option", ["hardware.compile=true", "hardware.strategy=fsdp"])
 def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
+    config = small_config(tmp_path, *WATCHED, option)
     with pytest.raises(ConfigError, match=rf"training\.hessian\.every does not go with {option}"):
-        train_reward_model(small_config(tmp_path, *WATCHED, option), observers=Observers())
+        train_reward_model(config, callbacks=option_callbacks(config))
 
 
 def test_generators_gradients_and_modes_come_back_also_after_an_error() -> None:
@@ -260,7 +262,7 @@ def test_the_command_s_own_measurement_changes_nothing_either(
     small_config: Build, tmp_path: Path, options: list[str]
 ) -> None:
     watched = small_config(tmp_path / "watched", *WATCHED, "model.attn_implementation=sdpa", *options)
-    train_reward_model(watched, observers=observers(watched))
+    train_reward_model(watched, callbacks=option_callbacks(watched))
     train_reward_model(small_config(tmp_path / "plain", "model.attn_implementation=sdpa", *WATCHED[3:], *options))
     assert other_columns(tmp_path / "watched") == other_columns(tmp_path / "plain")
     left, right = (tmp_path / run / "best" / "model.safetensors" for run in ("watched", "plain"))

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def assert_same_outcome(left: Path, right: Path) -> None:
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
 
 
-def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
     """Run until just after the checkpoint of `step`, then die without any clean-up of ours."""
     from rm_optimizer.training.callbacks import loop as callbacks
 
@@ -37,7 +38,7 @@ def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(callbacks, "prune", dies)
         with pytest.raises(MemoryError):
-            train_reward_model(config)
+            train_reward_model(config, **given)
 
 
 @pytest.fixture(

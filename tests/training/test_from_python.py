@@ -1,0 +1,140 @@
+"""Pairs in memory and callbacks of a user: the numbers of a run from files, exact on resume, refused where they clash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+
+from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.recall import recalled
+from rm_optimizer.records.run_folder import read_identity
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import RunResult, train_reward_model
+from rm_optimizer.training.callbacks.run_callback import RunCallback
+from rm_optimizer.training.folder.recorder import read_rows
+from rm_optimizer.training.folder.result import RunStatus
+from tests.training.folder.test_resume import stopped_after
+
+Build = Callable[..., TrainConfig]
+FEW = ["training.max_steps=4", "training.checkpoint_every=2", "training.evals_per_epoch=1", "batching.batch_size=6"]
+
+
+def some(name: str, count: int, rejected: str = "no") -> PreferenceDataset:
+    return PreferenceDataset.from_pairs(PreferencePair(f"{name} {i}", f"{i} it is", rejected) for i in range(count))
+
+
+DATA = TrainVal(some("Say", 24), some("Tell", 12))
+
+
+class Steps(RunCallback):
+    """Keeps the steps it has seen, also over a resume, and logs their number."""
+
+    columns: ClassVar = {"mine/seen": "seen_pairs"}
+
+    def __init__(self, last: int = 1_000) -> None:
+        self.last = last
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.global_step)
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.last
+        for logger in trainer.loggers:
+            logger.log_metrics({"mine/seen": len(self.seen)}, step=trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+@pytest.fixture(scope="module")
+def in_memory(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return train_reward_model(small_config(tmp_path_factory.mktemp("memory") / "run", *FEW), data=DATA)
+
+
+def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
+    in_memory: RunResult, small_config: Build, tmp_path: Path
+) -> None:
+    paths = {"train": tmp_path / "train.jsonl", "val": tmp_path / "val.jsonl"}
+    for name, path in paths.items():
+        path.write_text("".join(json.dumps(pair.to_dict()) + "\n" for pair in getattr(DATA, name)))
+    options = [f"data.{name}={path}" for name, path in paths.items()]
+    train_reward_model(small_config(tmp_path / "run", *FEW, *options))
+    here, there = Path(in_memory.run_dir), tmp_path / "run"
+    for name in ("metrics.csv", "best/model.safetensors", "trained_pairs.npz", "pair_rewards.jsonl"):
+        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+    left, right = read_identity(here), read_identity(there)
+    assert left is not None
+    assert right is not None
+    assert (left.train_fingerprint, left.val_fingerprint) == (right.train_fingerprint, right.val_fingerprint)
+    assert in_memory.data.val_origin == "pairs in memory"
+    with pytest.raises(ConfigError, match=r"trained on pairs in memory, .*--data PAIRS"):
+        recalled([f"checkpoint={here}"])
+
+
+def test_a_callback_sees_each_step_and_resumes_with_the_run(
+    in_memory: RunResult, small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_after(2, small_config(tmp_path, *FEW), monkeypatch, data=DATA, callbacks=[Steps()])
+    again = Steps()
+    train_reward_model(small_config(tmp_path, *FEW, "resume=auto"), data=DATA, callbacks=[again])
+    assert again.seen == [1, 2, 3, 4]
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [row.pop("seen_pairs") for row in rows] == ["", "1", "2", "3", "4"]
+    assert rows == read_rows(Path(in_memory.run_dir) / "metrics.csv")
+
+
+def test_a_callback_may_end_the_run(small_config: Build, tmp_path: Path) -> None:
+    result = train_reward_model(small_config(tmp_path, *FEW), data=DATA, callbacks=[Steps(last=3)])
+    assert (result.status, result.steps) == (RunStatus.early_stopped, 3)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_nll"]] == ["0", "3"]
+
+
+@pytest.mark.parametrize("more", [[], ["training.max_steps=6"]])
+def test_a_run_in_memory_does_not_go_on_with_other_pairs(
+    in_memory: RunResult, small_config: Build, more: list[str]
+) -> None:
+    config = small_config(Path(in_memory.run_dir), *FEW, *more, "resume=auto")
+    for changed, option in (
+        (TrainVal(some("Say", 24, "never"), DATA.val), "train"),
+        (TrainVal(DATA.train, some("Tell", 11)), "val"),
+    ):
+        with pytest.raises(ConfigError, match=rf"those of data\.{option} have changed"):
+            train_reward_model(config, data=changed)
+    if not more:
+        assert train_reward_model(config, data=DATA).run_id == in_memory.run_id
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "error", "message"),
+    [
+        (["data.train=a.jsonl"], {}, ConfigError, r"brings the run's pairs, so data\.train must not be set"),
+        (["data.max_pairs=4"], {}, ConfigError, r"so data\.max_pairs must not be set"),
+        ([], {"data": DATA.train}, TypeError, "must be a TrainVal of two PreferenceDatasets"),
+        ([], {"data": TrainVal(DATA.train, DATA.val[:0])}, DataError, "needs validation pairs, got none"),
+        ([], {"data": TrainVal(DATA.train, DATA.train[:3])}, DataError, "3 of 3 validation prompts also stand in"),
+        ([], {"callbacks": [print]}, TypeError, "must be Lightning callbacks, got <built-in function print>"),
+        ([], {"callbacks": [ModelCheckpoint()]}, ConfigError, "hold a ModelCheckpoint; training.checkpoint_every"),
+        ([], {"callbacks": [EarlyStopping("val/nll")]}, ConfigError, "training.early_stopping do their work"),
+    ],
+)
+def test_what_clashes_is_named(
+    small_config: Build,
+    tmp_path: Path,
+    options: list[str],
+    given: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        train_reward_model(small_config(tmp_path, *options), **{"data": DATA, **given})
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock" and path.name != ".lock"]
