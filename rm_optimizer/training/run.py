@@ -27,6 +27,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
 from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
@@ -67,7 +68,13 @@ from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start, recorded, write_record
 from rm_optimizer.training.folder.recorder import COLUMNS, MetricsCSV
 from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunResult, RunStatus, is_toy
-from rm_optimizer.training.folder.start import begin, finished_result, finished_sentence, require_same_data
+from rm_optimizer.training.folder.start import (
+    begin,
+    finished_result,
+    finished_sentence,
+    require_same_data,
+    require_same_order,
+)
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.processes import require_devices
 
@@ -78,7 +85,11 @@ SKIPPED_FILE = "skipped_rows.txt"
 
 
 def train_reward_model(
-    config: TrainConfig, *, data: TrainVal | None = None, callbacks: Sequence[Callback] = ()
+    config: TrainConfig,
+    *,
+    data: TrainVal | None = None,
+    order: PairOrder | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
 
@@ -88,6 +99,7 @@ def train_reward_model(
     Args:
         config: the composed options, as `rm_optimizer.schema.typed` returns them.
         data: pairs in memory, in place of those that `config.data` names.
+        order: order of the training pairs by epoch; None shuffles them by the seed.
         callbacks: Lightning callbacks, called after the evaluation and before the checkpoint of a step; one may set
             `trainer.should_stop`. Hooks of Lightning's validation are not called.
 
@@ -115,13 +127,14 @@ def train_reward_model(
         if (result := finished_result(config)) is not None:
             if data is not None:
                 require_same_data(result.data, data)
+            require_same_order(result.data, order)
             log.info("%s", finished_sentence(result, config))
             return result
         start = begin(config, run_dir, is_first_rank=is_first_rank)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         if config.hardware.num_threads:
             torch.set_num_threads(config.hardware.num_threads)
-        run = _prepare(config, run_dir, start, data)
+        run = _prepare(config, run_dir, start, data, order)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
         with StopSignal() as stop:
@@ -152,14 +165,20 @@ class _Run:
     is_first_rank: bool = True
 
 
-def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW, given: TrainVal | None = None) -> _Run:
+def _prepare(
+    config: TrainConfig,
+    run_dir: Path,
+    start: Start = _ANEW,
+    given: TrainVal | None = None,
+    order: PairOrder | None = None,
+) -> _Run:
     started = time.perf_counter()
     if is_toy(config.model.path, given or config.data.train):
         log.warning(TOY_WARNING, config.model.name)
     data = load_data(config, given)
     if start.before is not None:
         require_same_data(start.before, data)
-    train, val = data.fingerprints
+        require_same_order(start.before, order)
     require_monitored(config.training.monitor, data.val)
     _list_skipped([*data.train.skipped, *data.val.skipped], run_dir)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0)
@@ -170,11 +189,11 @@ def _prepare(config: TrainConfig, run_dir: Path, start: Start = _ANEW, given: Tr
     if count := add_adapter(model.model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
     require_trainable_head(model.train().model)
-    datamodule = data_module(data, config, model)
+    datamodule = data_module(data, config, model, order)
     dropped = [*datamodule.data.train.skipped, *datamodule.data.val.skipped]
     if len(dropped) > len(data.train.skipped) + len(data.val.skipped):  # by the chat template
         _list_skipped(dropped, run_dir)
-    record = recorded(config, start, train=train, val=val, num_steps=datamodule.num_steps)
+    record = recorded(config, start, data, order, datamodule.num_steps)
     module = RewardModelLightning(
         model,
         loss=config.loss,
@@ -348,9 +367,15 @@ def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
     if config.tensorboard:
         loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
     if config.wandb:
-        named = {"project": config.project, "group": config.group, "tags": config.tags or None}
-        name, mode = config.name or run_dir.name, config.wandb_mode.value
-        loggers.append(WandbLogger(name=name, save_dir=str(run_dir), mode=mode, **named))
+        wandb = WandbLogger(
+            project=config.project,
+            name=config.name or run_dir.name,
+            group=config.group,
+            tags=config.tags,
+            save_dir=str(run_dir),
+            mode=config.wandb_mode.value,
+        )
+        loggers.append(wandb)
     return loggers
 
 
@@ -487,4 +512,5 @@ def _data_summary(run: _Run) -> DataSummary:
         length_baseline=length_baseline(data.val.pairs).value,
         ceiling=data.ceiling,
         notes=run.notes,
+        order=run.record.order,
     )

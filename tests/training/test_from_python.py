@@ -1,4 +1,4 @@
-"""Pairs in memory and callbacks of a user: the numbers of a run from files, exact on resume, refused where they clash."""
+"""Pairs in memory, orders and callbacks of a user: exact numbers, exact resumes, and refusals where they clash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.recall import recalled
 from rm_optimizer.records.run_folder import read_identity
@@ -21,7 +23,7 @@ from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.folder.result import RunStatus
-from tests.training.folder.test_resume import stopped_after
+from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
 FEW = ["training.max_steps=4", "training.checkpoint_every=2", "training.evals_per_epoch=1", "batching.batch_size=6"]
@@ -32,6 +34,7 @@ def some(name: str, count: int, rejected: str = "no") -> PreferenceDataset:
 
 
 DATA = TrainVal(some("Say", 24), some("Tell", 12))
+REVERSED = PairOrder("reversed", lambda epoch: range(24)[::-1])
 
 
 class Steps(RunCallback):
@@ -42,9 +45,11 @@ class Steps(RunCallback):
     def __init__(self, last: int = 1_000) -> None:
         self.last = last
         self.seen: list[int] = []
+        self.pairs: list[list[int]] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: MacroBatch, index: int) -> None:
         self.seen.append(trainer.global_step)
+        self.pairs.append(batch.pair_index.tolist())
         trainer.should_stop = trainer.should_stop or trainer.global_step == self.last
         for logger in trainer.loggers:
             logger.log_metrics({"mine/seen": len(self.seen)}, step=trainer.global_step)
@@ -70,7 +75,7 @@ def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
     options = [f"data.{name}={path}" for name, path in paths.items()]
     train_reward_model(small_config(tmp_path / "run", *FEW, *options))
     here, there = Path(in_memory.run_dir), tmp_path / "run"
-    for name in ("metrics.csv", "best/model.safetensors", "trained_pairs.npz", "pair_rewards.jsonl"):
+    for name in ("metrics.csv", "best/model.safetensors", "trained_pairs.npz"):
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
     left, right = read_identity(here), read_identity(there)
     assert left is not None
@@ -99,6 +104,25 @@ def test_a_callback_may_end_the_run(small_config: Build, tmp_path: Path) -> None
     assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_nll"]] == ["0", "3"]
 
 
+def test_a_run_in_an_order_trains_and_resumes_in_it(
+    small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    steps = Steps()
+    result = train_reward_model(small_config(whole, *FEW), data=DATA, order=REVERSED, callbacks=[steps])
+    assert steps.pairs == [list(range(end, end - 6, -1)) for end in (23, 17, 11, 5)]
+    assert result.data.order == REVERSED.identity
+    stopped_after(2, small_config(cut, *FEW), monkeypatch, data=DATA, order=REVERSED, callbacks=[Steps()])
+    auto = small_config(cut, *FEW, "resume=auto")
+    for other in (None, PairOrder("reversed", lambda epoch: range(24))):
+        with pytest.raises(ConfigError, match=r"order was reversed-.*, is (shuffled|reversed-)"):
+            train_reward_model(auto, data=DATA, order=other)
+    train_reward_model(auto, data=DATA, order=REVERSED, callbacks=[Steps()])
+    assert_same_outcome(whole, cut)
+    with pytest.raises(ConfigError, match="is shuffled"):
+        train_reward_model(auto, data=DATA)
+
+
 @pytest.mark.parametrize("more", [[], ["training.max_steps=6"]])
 def test_a_run_in_memory_does_not_go_on_with_other_pairs(
     in_memory: RunResult, small_config: Build, more: list[str]
@@ -122,9 +146,15 @@ def test_a_run_in_memory_does_not_go_on_with_other_pairs(
         ([], {"data": DATA.train}, TypeError, "must be a TrainVal of two PreferenceDatasets"),
         ([], {"data": TrainVal(DATA.train, DATA.val[:0])}, DataError, "needs validation pairs, got none"),
         ([], {"data": TrainVal(DATA.train, DATA.train[:3])}, DataError, "3 of 3 validation prompts also stand in"),
+        (
+            [],
+            {"order": PairOrder("few", lambda epoch: range(8))},
+            ValueError,
+            "'few' must visit 24 pairs an epoch",
+        ),
         ([], {"callbacks": [print]}, TypeError, "must be Lightning callbacks, got <built-in function print>"),
-        ([], {"callbacks": [ModelCheckpoint()]}, ConfigError, "hold a ModelCheckpoint; training.checkpoint_every"),
-        ([], {"callbacks": [EarlyStopping("val/nll")]}, ConfigError, "training.early_stopping do their work"),
+        ([], {"callbacks": [ModelCheckpoint()]}, ConfigError, "of ModelCheckpoint itself; set training.checkpoint"),
+        ([], {"callbacks": [EarlyStopping("val/nll")]}, ConfigError, "set training.early_stopping"),
     ],
 )
 def test_what_clashes_is_named(

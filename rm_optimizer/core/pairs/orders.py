@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+SHUFFLED = "shuffled"
+"""Identity of the order in which the seed shuffles the pairs of each epoch."""
+
+
+@dataclass(frozen=True)
+class PairOrder:
+    """Order in which the epochs visit the training pairs, in place of the shuffle by the seed.
+
+    Args:
+        name: name of the order, which the run's record keeps.
+        positions: positions of the pairs of an epoch, counted from 0 in the data set; a pure function of the epoch,
+            counted from 0. A pair may stand more than once, but there are as many positions as pairs.
+
+    Example:
+        >>> PairOrder("reversed", lambda epoch: range(3)[::-1]).identity
+        'reversed-b3db6650e4598ca5'
+    """
+
+    name: str
+    positions: Callable[[int], Sequence[int] | NDArray[np.int64]]
+
+    @property
+    def identity(self) -> str:
+        """Name, and digest of the first epoch."""
+        first = np.asarray(self.positions(0), dtype="<i8")
+        return f"{self.name}-{hashlib.sha256(first.tobytes()).hexdigest()[:16]}"
 
 
 def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:

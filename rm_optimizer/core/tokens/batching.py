@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rm_optimizer.core.pairs.orders import epoch_order
+from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
 from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
@@ -196,6 +196,7 @@ class PairCollator:
         self.tokenized = tokenized
         self.pad_token_id = pad_token_id
         kept = tokenized.pair_index.tolist()
+        self.num_given = len(tokenized) if isinstance(pairs, PairValues) else len(pairs)
         values = pairs if isinstance(pairs, PairValues) else PairValues.of(pairs[i] for i in kept)
         self.margin, self.label, self.weight = values.margin, values.label, values.weight
 
@@ -255,8 +256,9 @@ def pair_collator(
 class MacroBatches(Dataset[MacroBatch]):
     """Macro-batches by optimizer step, without end: item k is the same whenever and wherever it is asked for.
 
-    Epoch e visits the pairs in `epoch_order(…, seed, e)`, `batch_size` at a time; its last macro-batch may be short and
-    is never dropped. Nothing is remembered between steps, so a run resumes at step k by asking for item k.
+    Epoch e visits the pairs in `epoch_order(…, seed, e)`, or as `order` says, `batch_size` at a time; its last
+    macro-batch may be short and is never dropped. Nothing is remembered between steps, so a run resumes at step k by
+    asking for item k.
 
     Args:
         collator: makes the tensors.
@@ -265,9 +267,11 @@ class MacroBatches(Dataset[MacroBatch]):
         seed: seed of the order, not negative.
         rank: whose share to give, in [0, world_size).
         world_size: number of ranks.
+        order: order of the pairs; None shuffles them by the seed.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of its range, or an epoch of `order` has not as many positions as there are
+            pairs.
         DataError: if there is no pair to train on.
     """
 
@@ -280,6 +284,7 @@ class MacroBatches(Dataset[MacroBatch]):
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        order: PairOrder | None = None,
     ) -> None:
         _check(batch_size >= 1, "batch_size must be at least 1", batch_size)
         _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
@@ -292,7 +297,8 @@ class MacroBatches(Dataset[MacroBatch]):
         self.rank = rank
         self.world_size = world_size
         self._mean_weight = collator.mean_weight
-        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self.order = order
+        self._epoch = (0, self._visited(0))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -314,9 +320,27 @@ class MacroBatches(Dataset[MacroBatch]):
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         epoch, batch = divmod(step, self.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, epoch_order(len(self.collator.tokenized), self.seed, epoch))
-        return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._visited(epoch))
+        return self._epoch[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _visited(self, epoch: int) -> NDArray[np.int64]:
+        """Positions among the tokenized pairs that an epoch visits; pairs that tokenizing dropped are left out."""
+        kept = self.collator.tokenized.pair_index
+        if self.order is None:
+            return epoch_order(len(kept), self.seed, epoch)
+        given = np.asarray(self.order.positions(epoch), dtype=np.int64)
+        places: NDArray[np.int64] = np.searchsorted(kept, given)
+        places = places[kept.take(places, mode="clip") == given]
+        name, num_given = f"order {self.order.name!r}", self.collator.num_given
+        if len(outside := given[(given < 0) | (given >= num_given)]):
+            raise ValueError(f"positions of {name} must lie in [0, {num_given}), got {outside[0]} in epoch {epoch}")
+        if len(places) != len(kept):
+            raise ValueError(
+                f"{name} must visit {len(kept)} pairs an epoch, as many as are trained on, got {len(places)} in epoch "
+                f"{epoch}, without those that are equal after truncation; make it a permutation, or remove those pairs"
+            )
+        return places
 
 
 def macro_batch(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
@@ -88,6 +89,7 @@ def create_dataloader(
     cache_dir: Path | None = None,
     pin_memory: bool = False,
     prefix_sharing: bool = False,
+    order: PairOrder | None = None,
 ) -> DataLoader[MacroBatch]:
     """Tokenize the pairs, or open their cache, and load them as macro-batches of whole pairs.
 
@@ -107,6 +109,7 @@ def create_dataloader(
         cache_dir: folder of tokenized data; None is the user's cache folder.
         pin_memory: put the tensors into page-locked memory.
         prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
+        order: order of the pairs; None shuffles them by the seed.
 
     Raises:
         ValueError: if not exactly one of `epochs` and `num_steps` is given, or a number is out of its range.
@@ -122,6 +125,7 @@ def create_dataloader(
         seed=seed,
         rank=rank,
         world_size=world_size,
+        order=order,
     )
     if epochs is not None:
         num_steps = math.ceil(round(epochs * batches.steps_per_epoch, 6))  # 0.1 x 30 is 3 steps, not 4

@@ -51,7 +51,8 @@ def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> Non
             raise TypeError(f"callbacks must be Lightning callbacks, got {callback!r}")
         for kind, options in OWN.items():
             if isinstance(callback, kind):
-                raise ConfigError(f"callbacks must not hold a {type(callback).__name__}; {options} do its work")
+                name = type(callback).__name__
+                raise ConfigError(f"a run does the work of {name} itself; set {options}, and leave out the callback")
     ours = [callback for callback in callbacks if isinstance(callback, RunCallback)]
     passed = {callback.option for callback in ours}
     for option, is_on in (

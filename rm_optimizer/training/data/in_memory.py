@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
@@ -77,10 +78,12 @@ class PreferenceDataModule(pl.LightningDataModule):
         max_steps: optimizer steps, overriding `epochs`.
         model: renders conversations, and says whether prompts can be shared.
         pin_memory: load batches into page-locked memory and copy them to the device while it computes.
+        order: order of the training pairs; None shuffles them by the seed.
 
     Raises:
         DataError: if a split has no pair left after truncation, or a row that the chat template refuses is not to be
             dropped.
+        ValueError: if the order does not fit the pairs.
 
     Attributes:
         data: the pairs of both splits that can be rendered.
@@ -100,6 +103,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         max_steps: int | None,
         model: BradleyTerryRM,
         pin_memory: bool = False,
+        order: PairOrder | None = None,
     ) -> None:
         super().__init__()
         renderer = model.renderer
@@ -107,6 +111,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         self.batching = batching
         self.seed = seed
         self.pin_memory = pin_memory
+        self.order = order
         cache = Path(config.cache_dir) if config.cache_dir else None
         train, self.train_tokens = _tokenized("training", data.train, renderer, cache)
         val, self.val_tokens = _tokenized("validation", data.val, renderer, cache)
@@ -116,8 +121,16 @@ class PreferenceDataModule(pl.LightningDataModule):
             self.train_tokens, train, renderer.pad_token_id, prefix_sharing=self.shares_prefixes
         )
         self._warn_of_little()
+        if order is not None:
+            self._require_fitting(len(data.train))
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
         self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
+
+    def _require_fitting(self, num_given: int) -> None:
+        """Refuse an order that does not fit the pairs, before the first step."""
+        if len(self.data.train) != num_given:
+            raise DataError("an order needs every training pair, but the chat template refuses some; remove them")
+        self._macro_batches()
 
     def _warn_of_little(self) -> None:
         """Warn where so few pairs, or pairs of such labels, teach or measure next to nothing."""
@@ -146,21 +159,24 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def steps(self, start_step: int, num_steps: int) -> Iterator[MacroBatch]:
         """Macro-batches of steps `start_step` to `num_steps`, this rank's share of each."""
+        yield from MacroBatchLoader(
+            self._macro_batches(),
+            range(start_step, num_steps),
+            num_workers=self.config.num_workers,
+            fetch_timeout=self.config.fetch_timeout,
+            pin_memory=self.pin_memory,
+        )
+
+    def _macro_batches(self) -> MacroBatches:
         trainer = self.trainer
-        batches = MacroBatches(
+        return MacroBatches(
             self._collator,
             batch_size=self.batching.batch_size,
             micro_token_budget=self.batching.micro_token_budget,
             seed=self.seed,
             rank=trainer.global_rank if trainer else 0,
             world_size=trainer.world_size if trainer else 1,
-        )
-        yield from MacroBatchLoader(
-            batches,
-            range(start_step, num_steps),
-            num_workers=self.config.num_workers,
-            fetch_timeout=self.config.fetch_timeout,
-            pin_memory=self.pin_memory,
+            order=self.order,
         )
 
     def score_validation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_training_data, require_disjoint_prompts
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.data import Streaming
@@ -46,12 +47,17 @@ def _require_pairs(data: TrainVal, config: DataConfig) -> None:
         require_disjoint_prompts(data.train, data.val)
 
 
-def data_module(data: TrainVal, config: TrainConfig, model: BradleyTerryRM) -> PreferenceDataModule:
+def data_module(
+    data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None = None
+) -> PreferenceDataModule:
     """Batches of the pairs that `load_data` returned.
 
     Raises:
+        ConfigError: if streamed pairs are to come in an order.
         DataError: if a split has no pair left after truncation.
     """
+    if order is not None and isinstance(data, StreamedTrainVal):
+        raise ConfigError("an order needs pairs in memory; set data.streaming=off, or leave out order")
     kind = StreamingDataModule if isinstance(data, StreamedTrainVal) else PreferenceDataModule
     return kind(
         data,
@@ -62,4 +68,5 @@ def data_module(data: TrainVal, config: TrainConfig, model: BradleyTerryRM) -> P
         max_steps=config.training.max_steps,
         model=model,
         pin_memory=config.hardware.pin_memory,
+        order=order,
     )

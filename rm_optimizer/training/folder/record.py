@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rm_optimizer.core.pairs.dataset import TrainVal
+from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
 from rm_optimizer.core.rows.readers import is_hub_name
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.files import write_text
@@ -33,6 +35,7 @@ class RunRecord:
         num_steps: optimizer steps planned when the checkpoint was saved.
         options: the options of the run.
         extensions: changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
+        order: identity of the order of the training pairs.
     """
 
     run_id: str
@@ -41,6 +44,7 @@ class RunRecord:
     num_steps: int
     options: dict[str, Any]
     extensions: tuple[dict[str, int], ...] = ()
+    order: str = SHUFFLED
 
     def payload(self, step: int) -> dict[str, Any]:
         """The record as values that load without code, with the steps done."""
@@ -65,34 +69,33 @@ class Start:
         return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 
-def recorded(config: TrainConfig, start: Start, *, train: str, val: str, num_steps: int) -> RunRecord:
+def recorded(config: TrainConfig, start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
     """The record of the run that starts now, which its checkpoints carry.
 
     Raises:
         ConfigError: if a resumed run would be shorter than planned.
     """
-    before, options = start.before, options_of(config)
-    if before is None:
-        run_id = secrets.token_hex(8)
-        return RunRecord(
-            run_id=run_id, train_fingerprint=train, val_fingerprint=val, num_steps=num_steps, options=options
-        )
-    if num_steps < before.num_steps:
-        raise ConfigError(
-            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
-            f"{before.num_steps} steps, give {num_steps}; set them back, or choose another hydra.run.dir"
-        )
-    extensions = before.extensions
-    if num_steps > before.num_steps:
-        change = {"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps}
-        extensions = (*extensions, change)
+    before = start.before
+    extensions: tuple[dict[str, int], ...] = ()
+    if before is not None:
+        extensions = before.extensions
+        if num_steps < before.num_steps:
+            raise ConfigError(
+                f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
+                f"{before.num_steps} steps, give {num_steps}; set them back, or choose another hydra.run.dir"
+            )
+        if num_steps > before.num_steps:
+            change = {"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps}
+            extensions = (*extensions, change)
+    train, val = data.fingerprints
     return RunRecord(
-        run_id=before.run_id,
+        run_id=before.run_id if before else secrets.token_hex(8),
         train_fingerprint=train,
         val_fingerprint=val,
         num_steps=num_steps,
-        options=options,
+        options=options_of(config),
         extensions=extensions,
+        order=order.identity if order else SHUFFLED,
     )
 
 

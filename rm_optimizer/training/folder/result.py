@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.pairs.orders import SHUFFLED
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_folder import RESULT_FILE
 
@@ -53,6 +54,7 @@ class DataSummary:
         length_baseline: accuracy on validation of calling the longer response better.
         ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
         notes: sentences on labels, unused margins and conversations that stand in both splits.
+        order: identity of the order of the training pairs.
     """
 
     train_pairs: int
@@ -65,6 +67,7 @@ class DataSummary:
     length_baseline: float
     ceiling: float | None
     notes: tuple[str, ...] = ()
+    order: str = SHUFFLED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from rm_optimizer.core.pairs.dataset import TrainVal
+from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
@@ -101,7 +102,7 @@ def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
     again = "set resume=restart, or choose another hydra.run.dir"
     if content is None:
         raise CheckpointError(f"{path} does not say which run it belongs to, for an earlier version saved it; {again}")
-    known = {name: content[name] for name in RunRecord.__dataclass_fields__}
+    known = {name: content[name] for name in RunRecord.__dataclass_fields__ if name in content}
     record = RunRecord(**{**known, "extensions": tuple(content["extensions"])})
     identity = read_identity(run_dir)
     if identity is not None and identity.run_id != record.run_id:
@@ -114,12 +115,30 @@ def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
     return record
 
 
+def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None) -> None:
+    """Refuse to continue a run in another order than it was started with.
+
+    Args:
+        before: record of the run.
+        order: order of now; None is the shuffle by the seed.
+
+    Raises:
+        ConfigError: naming both orders.
+    """
+    now = order.identity if order else SHUFFLED
+    if before.order != now:
+        raise ConfigError(
+            f"resume=auto continues a run in the order it started with, but order was {before.order}, is {now}; bring "
+            "it back, set resume=restart, or choose another hydra.run.dir"
+        )
+
+
 def require_same_data(before: RunRecord | DataSummary, data: TrainVal) -> None:
     """Refuse to continue a run on other pairs than it was started with.
 
     Args:
-        before: digests of the pairs that it was started with.
-        data: the pairs of now.
+        before: record of the run.
+        data: pairs of now.
 
     Raises:
         ConfigError: naming the option whose pairs differ.

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.classifier.tree_attention import tree_mask
-from rm_optimizer.core.pairs.orders import epoch_order
+from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens import plan as packing
 from rm_optimizer.core.tokens.batching import (
@@ -80,6 +80,22 @@ def macro_batches(
 ) -> MacroBatches:
     collator = make(*data, PAD)
     return MacroBatches(collator, batch_size=8, micro_token_budget=budget, seed=3, rank=rank, world_size=world_size)
+
+
+def test_an_order_visits_the_pairs_it_names_and_leaves_dropped_ones_out(
+    data: tuple[TokenizedPairs, list[PreferencePair]],
+) -> None:
+    orders = [list(range(24))[::-1], list(range(24)), [0] * 22 + [7, 5], [0] * 23 + [24], [0] * 24]
+    order = PairOrder("mine", lambda epoch: orders[epoch])
+    macro = MacroBatches(PairCollator(*data, PAD), batch_size=8, micro_token_budget=400, seed=3, order=order)
+    visited = [int(i) for step in range(6) for i in macro[step].pair_index]
+    assert visited == [i for positions in orders[:2] for i in positions if i != 5]
+    assert len(visited) == 46
+    assert [int(i) for step in range(6, 9) for i in macro[step].pair_index] == [0] * 22 + [7]
+    with pytest.raises(ValueError, match=r"positions of order 'mine' must lie in \[0, 24\), got 24 in epoch 3"):
+        macro[9]
+    with pytest.raises(ValueError, match=r"'mine' must visit 23 pairs an epoch, .* got 24 in epoch 4"):
+        macro[12]
 
 
 def indices(batch: MacroBatch) -> list[int]:
