@@ -1,7 +1,7 @@
-"""Tensors from a trainer to a server over a process group of the two: gloo between CPUs, NCCL between GPUs.
+"""Transfer of tensors from a trainer to a server over a process group of the two: gloo for CPUs, NCCL for GPUs.
 
-The group stands beside any group that the trainer has already, which it leaves alone. The sender opens a store and
-waits in it; the receiver connects to it before it answers that it is ready, so nobody sleeps and hopes.
+The group is independent of any group that the trainer has already. The sender opens a store and waits in it. The
+receiver connects to it before it answers that it is ready, so neither end waits for a fixed time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SENDER, RECEIVER = 0, 1
 PIECE_BYTES = 64 * 2**20
 """Bytes sent at once, and held at once by the receiver."""
 PIECE_SECONDS = 60.0
-"""Longest that one piece may take, as gloo's wait cannot be interrupted."""
+"""Time limit of one piece in seconds, since gloo's wait cannot be interrupted."""
 CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0005
 _KEY_SECONDS = 0.02
@@ -34,11 +34,11 @@ _SENDER_KEY = "sender"
 
 
 class TransferFailed(RMOptimizerError):
-    """The group did not form or fell apart; nothing was changed."""
+    """The group did not form or broke; nothing was changed."""
 
 
 class Group(Protocol):
-    """What both kinds of process group can do."""
+    """Interface of both kinds of process group."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> object:
         """Begin to send."""
@@ -49,12 +49,12 @@ class Group(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give up what has begun."""
+        """Abandon the transfers in progress."""
         ...
 
 
 def open_store(host: str, timeout_seconds: float) -> TCPStore:
-    """The sender's store, listening at a free port of `host`.
+    """Store of the sender, which listens at a free port of `host`.
 
     Raises:
         TransferFailed: if it cannot listen there.
@@ -66,17 +66,17 @@ def open_store(host: str, timeout_seconds: float) -> TCPStore:
 
 
 def connect_store(rendezvous: str, timeout_seconds: float) -> TCPStore:
-    """The receiver's connection to a sender's store at `host:port`.
+    """Connection of the receiver to a sender's store at `host:port`.
 
     Raises:
-        TransferFailed: if nobody listens there; in the same words whatever the reason, as a server connects for others.
+        TransferFailed: if nothing listens there. The text is the same for every reason, so that it reveals no host.
     """
     host, _, port = rendezvous.rpartition(":")
     if not host or not port.isdigit():
         raise TransferFailed(f"rendezvous must be host:port, got {rendezvous!r}")
     try:
         seconds = min(CONNECT_SECONDS, timeout_seconds)
-        socket.create_connection((host, int(port)), timeout=seconds).close()  # TCPStore insists long
+        socket.create_connection((host, int(port)), timeout=seconds).close()  # TCPStore retries for long
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     except (DistError, OSError, OverflowError, ValueError):
         raise TransferFailed(f"no sender can be reached at {rendezvous}") from None
@@ -85,15 +85,15 @@ def connect_store(rendezvous: str, timeout_seconds: float) -> TCPStore:
 
 
 def wait_for_sender(store: TCPStore, timeout_seconds: float, is_given_up: Callable[[], bool]) -> None:
-    """Return once the sender has begun to form the group, which nothing could interrupt.
+    """Return once the sender has begun to form the group, which cannot be interrupted.
 
     Args:
-        store: of `connect_store`.
-        timeout_seconds: longest wait.
-        is_given_up: asked all the time; the update was dropped.
+        store: store from `connect_store`.
+        timeout_seconds: longest wait, in seconds.
+        is_given_up: function that returns True once the update was abandoned; called repeatedly.
 
     Raises:
-        TransferFailed: if it does not come, or the update was given up.
+        TransferFailed: if it does not come, or the update was abandoned.
     """
     deadline = time.monotonic() + timeout_seconds
     try:
@@ -106,13 +106,13 @@ def wait_for_sender(store: TCPStore, timeout_seconds: float, is_given_up: Callab
 
 
 class GroupLink:
-    """One end of a group of two.
+    """One end of a process group of two.
 
     Args:
-        store: of `open_store` or `connect_store`.
+        store: store from `open_store` or `connect_store`.
         rank: `SENDER` or `RECEIVER`.
         transport: `gloo` or `nccl`.
-        timeout_seconds: in which the whole transfer must end.
+        timeout_seconds: time limit of the whole transfer, in seconds.
 
     Raises:
         TransferFailed: if the other end does not come.
@@ -156,7 +156,7 @@ class GroupLink:
             writer.write(spec.name, whole.numpy().data)
 
     def _finish(self, work: object, name: str) -> None:
-        """Wait for one piece. NCCL's own timeout would end the process, so it is polled and given up by ourselves."""
+        """Wait for one piece. It is polled, since NCCL's own timeout would end the process."""
         try:
             if self.device.type == "cpu":
                 left = min(PIECE_SECONDS, max(0.001, self.deadline - time.monotonic()))
@@ -172,7 +172,7 @@ class GroupLink:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's contiguous bytes, flat."""
+    """Contiguous bytes of a tensor, flat."""
     flat = tensor.detach().contiguous().flatten()
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -198,7 +198,7 @@ def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Group:
 
     nccl: Any = distributed_c10d.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timeout + timedelta(seconds=60)  # later than our own, after which the group is given up
+    options._timeout = timeout + timedelta(seconds=60)  # later than the poll's, after which the group is aborted
     group: Group = nccl(store, rank, 2, options)
     return group
 

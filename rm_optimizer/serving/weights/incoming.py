@@ -1,4 +1,4 @@
-"""The receiving end of each transport: where the tensors land, and when they are all there."""
+"""Receiving end of each transport."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from rm_optimizer.serving.weights.weight_file import check_weight_file, most_hea
 COPIED_BYTES = 8 * 2**20
 """Bytes that are copied at once."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-"""Errors of the file that is written, not of the one that is read."""
+"""Errors of the written file, not of the read one."""
 
 
 class Incoming(Protocol):
-    """One update on its way in."""
+    """Receiving end of one update."""
 
     async def stand(self) -> None:
         """Return once the sender may transfer.
 
         Raises:
-            RMOptimizerError: if it never may.
+            RMOptimizerError: if it cannot.
         """
         ...
 
     async def file(self) -> Path:
-        """The file with everything that was sent; waits for what is under way.
+        """File with all tensors, after waiting for the transfer.
 
         Raises:
-            RMOptimizerError: if it did not come whole.
+            RMOptimizerError: if the transfer is incomplete.
         """
         ...
 
     def drop(self) -> None:
-        """Remove what came."""
+        """Remove the received file."""
         ...
 
 
 def incoming(begin: Begin, *, root: Path | None, spool: Path) -> Incoming:
-    """The receiving end that an update asks for.
+    """Receiving end for an update's transport.
 
     Args:
-        begin: the announcement.
-        root: where files of the transport `path` must lie; None has no such transport.
-        spool: folder for what arrives.
+        begin: announcement of the update.
+        root: folder for the files of the transport `path`; None disables this transport.
+        spool: folder for received files.
 
     Raises:
-        WeightsRefused: if the announcement lacks what its transport needs, or the path is not allowed.
+        WeightsRefused: if the announcement lacks a field of its transport, or the path is not allowed.
     """
     landing = spool / f"{uuid.uuid4().hex}.safetensors"
     if begin.transport is Transport.path:
@@ -63,12 +63,12 @@ def incoming(begin: Begin, *, root: Path | None, spool: Path) -> Incoming:
 
 
 class FromPath:
-    """A file that the sender has put below the weights root, copied, as its sender may write it again in place.
+    """Transport by a file below the weights root, copied because the sender may overwrite it.
 
     Args:
-        begin: the announcement.
-        root: of the weights.
-        landing: the file it is copied to.
+        begin: announcement of the update.
+        root: weights root.
+        landing: path of the copy.
 
     Raises:
         WeightsRefused: if there is no root, or the path is not below it.
@@ -84,10 +84,10 @@ class FromPath:
         checked_path(self._root, self._path)
 
     async def stand(self) -> None:
-        """The file is read at the commit; there is nothing to wait for."""
+        """Return at once: the file is read at the commit."""
 
     async def file(self) -> Path:
-        """A copy of the file, which is looked at once more.
+        """Copy of the file, after a second check of its path.
 
         Raises:
             WeightsRefused: if it cannot be copied; nothing of the copy is left then.
@@ -106,16 +106,16 @@ class FromPath:
         return self._landing
 
     def drop(self) -> None:
-        """Remove the copy; the file is its sender's."""
+        """Remove the copy; the file belongs to its sender."""
         self._is_dropped = True
         self._landing.unlink(missing_ok=True)
 
 
 def checked_path(root: Path, path: str) -> Path:
-    """A safetensors file below the root, reached without `..` and without links.
+    """Path of a safetensors file below the root, without `..` and without links.
 
     Raises:
-        WeightsRefused: if it is anything else. The answer is the same whether or not a file outside exists.
+        WeightsRefused: if it is anything else. The text does not reveal if a file outside exists.
     """
     base = root.resolve()
     given = Path(path) if Path(path).is_absolute() else base / path
@@ -127,7 +127,7 @@ def checked_path(root: Path, path: str) -> Path:
         raise WeightsRefused(f"path must end with .safetensors, got {own.name!r}")
     try:
         is_direct, is_there = own.resolve() == own, own.is_file()
-    except (OSError, ValueError) as error:  # a name that the file system does not take
+    except (OSError, ValueError) as error:  # a name that the file system rejects
         raise WeightsRefused("path is no name of a file here") from error
     if not is_direct:
         raise WeightsRefused("path must not lead through a link")
@@ -137,11 +137,11 @@ def checked_path(root: Path, path: str) -> Path:
 
 
 class FromBody:
-    """A safetensors body of an HTTP request.
+    """Transport by the safetensors body of an HTTP request.
 
     Args:
-        begin: the announcement.
-        landing: the file it is written to.
+        begin: announcement of the update.
+        landing: path of the received file.
     """
 
     def __init__(self, begin: Begin, landing: Path) -> None:
@@ -151,10 +151,10 @@ class FromBody:
         self._whole = False
 
     async def stand(self) -> None:
-        """The route is always there."""
+        """Return at once: the route is always available."""
 
     async def receive(self, chunks: AsyncIterator[bytes]) -> int:
-        """Write the body; a repeated one replaces the first. The bytes that came.
+        """Write the body and return its size; a repeated body replaces the first.
 
         Raises:
             WeightsRefused: if it is no safetensors file with the manifest's tensors, or the disk has no room for it.
@@ -174,10 +174,10 @@ class FromBody:
         return size
 
     async def file(self) -> Path:
-        """The body as a file.
+        """File with the body.
 
         Raises:
-            WeightsRefused: if none came whole.
+            WeightsRefused: if no complete body was received.
         """
         if not self._whole:
             raise WeightsRefused("no whole body was uploaded before the commit")
@@ -189,11 +189,11 @@ class FromBody:
 
 
 class FromGroup:
-    """Tensors through a process group, received by a thread that a dead sender cannot keep from ending.
+    """Transport by a process group, received in a thread that ends even if the sender dies.
 
     Args:
-        begin: the announcement.
-        landing: the file they are written to.
+        begin: announcement of the update.
+        landing: path of the received file.
 
     Raises:
         WeightsRefused: if it names no rendezvous.
@@ -210,16 +210,16 @@ class FromGroup:
         self._dropped = False
 
     async def stand(self) -> None:
-        """Connect to the sender's store; the thread then waits in the group.
+        """Connect to the sender's store, then start the receiving thread.
 
         Raises:
-            TransferFailed: if nobody listens there.
+            TransferFailed: if nothing listens there.
         """
         threading.Thread(target=self._run, name="rm-weights-receive", daemon=True).start()
         await self._standing
 
     async def file(self) -> Path:
-        """The tensors as a file.
+        """File with the tensors.
 
         Raises:
             TransferFailed: if the sender went away or was too slow.
@@ -270,4 +270,4 @@ def _done(future: asyncio.Future[None]) -> None:
 def _failed(future: asyncio.Future[None], error: RMOptimizerError) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # seen, should nobody wait for it
+        future.exception()  # marks the exception as retrieved

@@ -1,4 +1,4 @@
-"""The weights of a served model: what an update must bring, reading and checking it, and the swap."""
+"""Weights of a served model: the tensors of each update mode, their checks, and the swap."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors that score, by name, as they are held."""
+    """Tensors that compute rewards, by name, without copies."""
     return dict(model.state_dict(keep_vars=True))
 
 
 def names_of_mode(model: PreTrainedModel, mode: RewardModelTrainingMode) -> frozenset[str]:
-    """Names of the tensors that an update of this mode brings, all of them and no other.
+    """Names of the tensors in an update of this mode.
 
     Raises:
         WeightsRefused: if the model has no adapter and the mode is `lora`.
@@ -50,7 +50,7 @@ def names_of_mode(model: PreTrainedModel, mode: RewardModelTrainingMode) -> froz
 
 
 def tensor_specs(model: PreTrainedModel, mode: RewardModelTrainingMode) -> tuple[TensorSpec, ...]:
-    """What an update of this mode brings, by name; empty where the model has no such tensors."""
+    """Specifications of the tensors in an update of this mode, by name; empty if the model has none."""
     if mode is RewardModelTrainingMode.lora and not has_adapter(model):
         return ()
     state = state_tensors(model)
@@ -61,12 +61,12 @@ def tensor_specs(model: PreTrainedModel, mode: RewardModelTrainingMode) -> tuple
 
 
 def checkpoint_version(model: PreTrainedModel, folder: Path | None, record: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits that tell checkpoints apart.
+    """Fingerprint of a checkpoint, 16 hexadecimal digits.
 
     Args:
-        model: the loaded checkpoint, whose values are hashed where there are no files.
-        folder: holds all of its weights; None where they are not in one folder.
-        record: the folder's `export.json`, with the digests of the files in newer ones.
+        model: loaded checkpoint, whose values are hashed if there are no files.
+        folder: folder with all of its weights; None if they are not in one folder.
+        record: `export.json` of the folder; newer ones hold the digests of the files.
     """
     digests = record.get(DIGESTS) or (weight_digests(folder) if folder is not None else {})
     if not digests:
@@ -82,11 +82,11 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Update:
-    """New tensors beside the old, ready to be swapped in.
+    """New tensors beside the old ones, ready for the swap.
 
     Args:
-        tensors: by name, in the type and on the device of those they replace.
-        packed: oneDNN's copies of them, by the name of their layer.
+        tensors: new tensors by name, in the type and on the device of those they replace.
+        packed: oneDNN's copies of the tensors, by name of the layer.
     """
 
     tensors: Mapping[str, Tensor]
@@ -96,7 +96,7 @@ class Update:
 def read_update(
     model: PreTrainedModel, file: Path, specs: Sequence[TensorSpec], mode: RewardModelTrainingMode
 ) -> Update:
-    """Read and check a safetensors file against its manifest and the model, which stays as it is.
+    """Read a safetensors file and check it against its manifest and the model, which stays unchanged.
 
     Raises:
         WeightsRefused: naming what is missing, extra, of another shape or type, altered or not finite.
@@ -108,7 +108,7 @@ def read_update(
 
 
 def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file that is what its manifest says, all values finite, one at a time.
+    """Tensors of a file one at a time, checked against its manifest and for finite values.
 
     Raises:
         WeightsRefused: naming what is missing, extra, of another shape or type, altered, cut off or not finite.
@@ -128,7 +128,7 @@ def _checked(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _fitting(name: str, tensor: Tensor, target: Tensor) -> Tensor:
-    """A copy in the type and on the device of what it replaces."""
+    """Copy in the type and on the device of the tensor that it replaces."""
     if tensor.shape != target.shape:
         raise WeightsRefused(f"{name}: expected shape {list(target.shape)}, got {list(tensor.shape)}")
     if tensor.is_floating_point() != target.is_floating_point():
@@ -146,7 +146,7 @@ def _packed(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 @torch.no_grad()
 def swap(model: PreTrainedModel, update: Update) -> Update:
-    """Put an update in and return what it replaced; pointers move, no number is copied."""
+    """Swap in an update and return the replaced tensors; only pointers move."""
     state = state_tensors(model)
     replaced = Update(
         {name: state[name].data for name in update.tensors},

@@ -1,4 +1,4 @@
-"""The sending end of each transport."""
+"""Sending end of each transport."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rm_optimizer.serving.weights.weight_file import Layout, write_weight_file
 
 @dataclass(frozen=True)
 class Payload:
-    """What is sent.
+    """Tensors of one update.
 
     Args:
-        tensors: by name.
-        specs: their manifest, in the order in which they go.
+        tensors: tensors by name.
+        specs: manifest of the tensors, in the order of the transfer.
     """
 
     tensors: Mapping[str, Tensor]
     specs: Sequence[TensorSpec]
 
     def body(self) -> Iterator[bytes]:
-        """The tensors as one safetensors body, piece by piece."""
+        """Pieces of one safetensors body with the tensors."""
         layout = Layout.of(self.specs)
         yield layout.head
         for name in sorted(layout.starts, key=layout.starts.__getitem__):
@@ -41,46 +41,46 @@ class Payload:
 
 
 class Upload(Protocol):
-    """Puts a body to the server, for an update of its id."""
+    """Function that uploads a body for an update."""
 
     def __call__(self, body: Iterator[bytes], size: int) -> None:
-        """Put it."""
+        """Upload the body."""
         ...
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The sending end of one update, standing.
+    """Open sending end of one update.
 
     Args:
-        path: for `Begin.path`.
-        rendezvous: for `Begin.rendezvous`.
+        path: value of `Begin.path`.
+        rendezvous: value of `Begin.rendezvous`.
     """
 
     path: str | None = None
     rendezvous: str | None = None
 
     def send(self, payload: Payload, upload: Upload) -> None:
-        """Transfer, once the receiver is ready."""
+        """Transfer the tensors, once the receiver is ready."""
 
 
 @dataclass(frozen=True)
 class ByBody(Outgoing):
-    """One HTTP body."""
+    """Transport by one HTTP body."""
 
     def send(self, payload: Payload, upload: Upload) -> None:
-        """Put the body."""
+        """Upload the body."""
         upload(payload.body(), Layout.of(payload.specs).size)
 
 
 @dataclass(frozen=True)
 class ByGroup(Outgoing):
-    """A process group.
+    """Transport by a process group.
 
     Args:
-        store: open, where the receiver comes.
+        store: open store of the sender.
         transport: `gloo` or `nccl`.
-        timeout_seconds: of the transfer.
+        timeout_seconds: seconds for the transfer.
     """
 
     store: TCPStore = field(kw_only=True)
@@ -88,7 +88,7 @@ class ByGroup(Outgoing):
     timeout_seconds: float = field(kw_only=True)
 
     def send(self, payload: Payload, upload: Upload) -> None:
-        """Form the group and send in the manifest's order.
+        """Form the group and send the tensors in the manifest's order.
 
         Raises:
             TransferFailed: if the receiver goes away.
@@ -100,14 +100,14 @@ class ByGroup(Outgoing):
 def outgoing(
     transport: Transport, payload: Payload, status: WeightStatus, *, host: str, timeout_seconds: float
 ) -> AbstractContextManager[Outgoing]:
-    """The sending end; leaving the block removes what it made.
+    """Sending end of a transport; leaving the block removes its files and store.
 
     Args:
-        transport: how to send.
-        payload: what to send.
-        status: the server's, which names its weights root.
-        host: where a group's store listens; the server must reach it.
-        timeout_seconds: of the transfer.
+        transport: channel of the transfer.
+        payload: tensors to send.
+        status: status of the server, which names its weights root.
+        host: address of this machine for a group's store, which the server must reach.
+        timeout_seconds: seconds for the transfer.
 
     Raises:
         RMOptimizerError: if the server does not take this transport, or its weights root is not on this machine.

@@ -1,8 +1,8 @@
-"""Linear layers on weights in oneDNN's own layout: on some CPUs twice as fast in float32 as PyTorch's default.
+"""Linear layers with weights in oneDNN's own layout, on some CPUs twice as fast in float32 as PyTorch's default.
 
-PyTorch sends float32 layers to MKL, which leaves AVX-512 unused on AMD; oneDNN does not. Where MKL is as fast, nothing
-is gained, so the layout is used only where it was measured to be faster, and only if its numbers agree. The operators
-are PyTorch's private ones (`torch.ops.mkldnn`), hence the guard.
+PyTorch computes float32 layers with MKL, which does not use AVX-512 on AMD; oneDNN does. The layout is used only if it
+is measured to be faster and its numbers agree. The operators are private to PyTorch (`torch.ops.mkldnn`), hence the
+guard.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 LEAST_GAIN = 1.1
-"""Times that the layout must be faster to be worth a second copy of the weights."""
+"""Least speed-up that is worth a second copy of the weights."""
 TOLERANCE = 1e-4
-"""Largest difference from `F.linear`, relative to the largest output: another order of float32 summation."""
+"""Largest difference from `F.linear` relative to the largest output, from another order of float32 summation."""
 PROBE_ROWS = 256
 
 
 class PackedLinear(nn.Linear):
-    """A float32 linear layer that computes on a packed copy of its weight; its state is that of `nn.Linear`."""
+    """Float32 linear layer that computes with a packed copy of its weight; its state is that of `nn.Linear`."""
 
     packed: Tensor
 
     @classmethod
     def of(cls, plain: nn.Linear) -> PackedLinear:
-        """The layer with the same parameters."""
+        """Packed layer with the same parameters."""
         layer = cls(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
         layer.weight, layer.bias = plain.weight, plain.bias
         layer.packed = pack(plain.weight)
@@ -41,13 +41,13 @@ class PackedLinear(nn.Linear):
 
 
 def pack(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
-    """A copy of the weight in oneDNN's layout."""
+    """Copy of the weight in oneDNN's layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
 
 def packing_gain(layer: nn.Linear) -> float:
-    """How many times faster the layer is packed; 0 where it cannot be, or its numbers differ."""
+    """Speed-up of the packed layer; 0 if it cannot be packed, or its numbers differ."""
     if layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
         return 0.0
     rows = torch.randn(1, PROBE_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
@@ -88,11 +88,11 @@ def packable_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def install_packed_linears(model: nn.Module, *, least_gain: float = LEAST_GAIN) -> bool:
-    """Replace the linear layers by packed ones if the largest of them gains; whether it was done.
+    """Replace the linear layers by packed ones if the largest of them gains; True if they were replaced.
 
     Args:
-        model: changed in place.
-        least_gain: times that the largest layer must be faster.
+        model: model, changed in place.
+        least_gain: least speed-up of the largest layer.
     """
     layers = packable_layers(model)
     largest = max(layers.values(), key=lambda layer: layer.weight.numel(), default=None)

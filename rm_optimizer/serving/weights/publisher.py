@@ -1,4 +1,4 @@
-"""The trainer's side of live weights: what was trained serves on the server, or the trainer is told why not."""
+"""Publisher of live weights from a trainer to a server, with the reason if an update fails."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, we
 from rm_optimizer.serving.weights.update_messages import CommitUnanswered, UpdateMessages
 
 ATTEMPTS = 3
-"""Times that a whole update is tried, where the server forgot it or the transfer broke."""
+"""Most attempts of a whole update, after a lost update or a broken transfer."""
 FORGOTTEN = frozenset({"UnknownUpdate", "UpdateConflict"})
-"""Kinds of refusals after which the update may be begun again: the server forgot it, or other weights came before."""
+"""Kinds of refusals after which the update may start again: the server lost it, or another update came first."""
 STARTING_SECONDS = 3.0
-"""Time that a server has to accept connections before a run begins without a step; it may be starting beside it."""
+"""Seconds for a server to accept connections before a run fails at its start; the server may still be starting."""
 GIVING_UP_SECONDS = 5.0
-"""Time that the server has to say how an update ended that failed here."""
+"""Seconds for the server to report the outcome of an update that failed here."""
 
 _log = logging.getLogger("rm_optimizer")
 
 
 class PublishFailed(RMOptimizerError):
-    """New weights do not serve, and those before do; or whether they do is unknown. The text says which, and why."""
+    """The new weights are not served, or the outcome is unknown; the text states which, and the reason."""
 
 
 class RMPublisherAdapter:
-    """Sends a model's weights to a running reward server.
+    """Publisher of a model's weights to a running reward server.
 
     An update is announced with its manifest, transferred once the server is ready, checked and swapped in whole. Every
-    wait ends, every message may be repeated, and the server checks the new weights by rewards of this model before
-    they answer anybody.
+    wait has a limit and every message may be repeated. The server checks the new weights by rewards of this model
+    before they answer any request.
 
     Args:
-        url: of the server, `http://host:port`.
-        mode: what is sent.
-        transport: how: one HTTP body, a file below the server's weights root on one machine, gloo or NCCL between two.
-        api_key: sent as a bearer token.
-        timeout_seconds: of one update.
+        url: address of the server, `http://host:port`.
+        mode: set of tensors to send.
+        transport: one HTTP body, a file below the server's weights root on one machine, gloo, or NCCL.
+        api_key: bearer token; None sends none.
+        timeout_seconds: seconds for one update.
         host: for gloo and NCCL, an address of this machine that the server reaches.
     """
 
@@ -92,27 +92,27 @@ class RMPublisherAdapter:
         self._published: tuple[str, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments; the copy connects by itself."""
+        """Pickle the arguments; the copy opens its own connections."""
         return _remade, self._arguments
 
     @property
     def _messages(self) -> UpdateMessages:
-        """The messages over this process's open connections; those of the process that forked it are left alone."""
+        """Messages over this process's connections; those of a parent before a fork stay untouched."""
         if not self._opened or self._opened[-1][0] != os.getpid() or self._opened[-1][1].session.is_closed:
             session = httpx.Client(**self._session_options)
             self._opened.append((os.getpid(), UpdateMessages(self.url, session)))
         return self._opened[-1][1]
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
-        """Make the weights serve, and return how that went once they do.
+        """Publish the weights, and return the outcome once they are served.
 
         Args:
-            weights: a model, or the tensors of the mode by name, which are then sent without a probe.
-            version: their name on the server.
+            weights: model, or the tensors of the mode by name, which are sent without a probe.
+            version: name of the weights on the server.
 
         Raises:
-            PublishFailed: if the server refuses them or does not take them in time, so that the old ones serve on; or
-                if it was lost while it swapped them in, which the text then says.
+            PublishFailed: if the server refuses the weights or exceeds the time, so that the old ones stay; or if the
+                connection is lost during the swap, which the text then states.
             ConfigError: if the mode does not suit the model, or the version's name the protocol.
         """
         model = weights if isinstance(weights, BradleyTerryRM) else None
@@ -133,21 +133,21 @@ class RMPublisherAdapter:
         raise AssertionError("the last attempt returns or raises")
 
     def status(self) -> WeightStatus:
-        """What serves and what is under way.
+        """Status of the server: the served weights and the update in progress.
 
         Raises:
-            RMOptimizerError: if the server does not say.
+            RMOptimizerError: if the server does not answer.
         """
         return self._status(Deadline(self.url, self.timeout_seconds))
 
     def wait_reachable(self, seconds: float) -> None:
-        """Return once something accepts connections at the url.
+        """Return once the server accepts connections.
 
         Args:
-            seconds: to wait for it, as it may be starting.
+            seconds: seconds to wait, since the server may be starting.
 
         Raises:
-            RewardServerUnavailable: if nothing does.
+            RewardServerUnavailable: if it does not.
         """
         deadline = Deadline(self.url, seconds)
         while True:
@@ -200,7 +200,7 @@ class RMPublisherAdapter:
         return outcome
 
     def _notice_others(self, status: WeightStatus, version: str) -> None:
-        """Warn where the server serves something else than this publisher left there."""
+        """Warn if the server serves other weights than this publisher left there."""
         if self._published is not None and self._published != (status.version, status.revision):
             _log.warning(
                 "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
@@ -237,7 +237,7 @@ class RMPublisherAdapter:
             raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
 
     def _given_up(self, batch_id: str, version: str, error: RMOptimizerError) -> Outcome | PublishFailed:
-        """Tell the server that nothing more will come; how the update ended, by the best reason that anybody knows."""
+        """Abort the update on the server, and return its outcome with the best known reason."""
         abort = Abort(batch_id=batch_id, reason=str(error)[:500])
         try:
             answer = self._messages.post("abort", abort, Deadline(self.url, GIVING_UP_SECONDS))
@@ -267,7 +267,7 @@ def _pause(deadline: Deadline, failure: PublishFailed) -> float:
 
 
 def _may_help_again(error: RMOptimizerError) -> bool:
-    """Whether the whole update may pass a second time: it broke off, was forgotten, or its worker died."""
+    """True if the whole update may succeed again: it broke off, was lost, or its worker died."""
     died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
     return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") in FORGOTTEN
 
@@ -285,14 +285,14 @@ def create_rm_publisher(
     timeout_seconds: float = 120.0,
     host: str = "127.0.0.1",
 ) -> RMPublisherAdapter:
-    """A publisher from plain words.
+    """Create a publisher from plain strings.
 
     Args:
-        url: of the server, `http://host:port`.
+        url: address of the server, `http://host:port`.
         mode: `full`, `head_only` or `lora`.
         transport: `inline`, `path`, `gloo` or `nccl`.
-        api_key: sent as a bearer token.
-        timeout_seconds: of one update.
+        api_key: bearer token; None sends none.
+        timeout_seconds: seconds for one update.
         host: for gloo and NCCL, an address of this machine that the server reaches.
 
     Raises:
@@ -314,16 +314,16 @@ def create_rm_publisher(
 def _remade(
     url: str, mode: str, transport: str, api_key: str | None, timeout_seconds: float, host: str
 ) -> RMPublisherAdapter:
-    """The publisher of these arguments, in the process that unpickles it."""
+    """Publisher of these arguments, in the process that unpickles it."""
     options: dict[str, Any] = {"api_key": api_key, "timeout_seconds": timeout_seconds, "host": host}
     return create_rm_publisher(url, mode=mode, transport=transport, **options)
 
 
 def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
-    """The publisher that a run's options ask for, once the server has answered.
+    """Publisher of a run's options, once the server has answered.
 
     Args:
-        config: with a url.
+        config: options with a url.
 
     Raises:
         ConfigError: if the variable of the API key is not set.
@@ -357,7 +357,7 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
 
 
 def _first_status(publisher: RMPublisherAdapter) -> WeightStatus:
-    """What the server serves, which is waited for only where there is a server."""
+    """Status of the server, after a wait if it is starting."""
     try:
         publisher.wait_reachable(min(STARTING_SECONDS, publisher.timeout_seconds))
     except RewardServerUnavailable as error:

@@ -1,9 +1,9 @@
-"""Weight updates as a server sees them: one at a time, checked before the model is touched, ended by a deadline.
+"""Receiver of weight updates on a server: one at a time, checked before the model changes, with a time limit.
 
 begin -> ready -> transfer -> commit. The manifest is compared with the served model before a byte moves, the file's
-header before it is read, the tensors' digests and values (by `Engine.stage`) before they replace any; whatever fails,
-the weights that served go on and the sender is told why. An update keeps the id that its sender gave it, so that every
-message may be repeated.
+header before it is read, the tensors' digests and values (by `Engine.stage`) before they replace any; after any
+failure the old weights stay and the sender gets the reason. An update keeps the id of its sender, so that every message
+may be repeated.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from rm_optimizer.serving.weights.served_names import ServedNames
 from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, num_bytes
 
 KEPT_OUTCOMES = 128
-"""Ended updates whose outcome is still known."""
+"""Ended updates whose outcome is kept."""
 MAX_TIMEOUT_SECONDS = 3600.0
 MAX_RETRY_SECONDS = 5
-"""Longest that a sender is told to wait for another one's update, which may end before its time."""
+"""Longest `Retry-After` while another update is in progress, in seconds; that update may end early."""
 SWAP_GRACE_SECONDS = 15.0
-"""Time past an update's own that a commit waits for the swap to end."""
+"""Seconds beyond an update's time limit that a commit waits for the swap."""
 ROLLBACK_SECONDS = 1.0
-"""Longest that an outcome waits for the worker to drop what is staged; the next update waits for it."""
+"""Seconds that an outcome waits for the worker to discard the staged weights; the next update waits longer."""
 DEFAULT_TRANSPORTS = frozenset({Transport.inline, Transport.path})
-"""Those for which the server connects to nobody."""
+"""Transports for which the server opens no connection."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -61,12 +61,12 @@ class UpdateRefused(ApiError):
 
 
 class UpdateConflict(ApiError):
-    """Another update is under way, or other weights serve than the sender believes.
+    """Another update is in progress, or the served weights are not those that the sender expects.
 
     Args:
-        message: which.
-        param: the field at fault.
-        retry_after_seconds: when to try again; None where that would be of no use.
+        message: description of the conflict.
+        param: field at fault.
+        retry_after_seconds: seconds until the next attempt; None if a retry cannot help.
     """
 
     status, kind = 409, "UpdateConflict"
@@ -77,24 +77,24 @@ class UpdateConflict(ApiError):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """When to try again."""
+        """`Retry-After` header."""
         return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
 
 
 class VersionTaken(ApiError):
-    """The name of the new weights has served others here."""
+    """The version name was already used for other weights on this server."""
 
     status, kind = 409, "VersionTaken"
 
 
 class UnknownUpdate(ApiError):
-    """No such update was begun here, or it is long over."""
+    """The server has no update of this id, or no longer."""
 
     status, kind = 404, "UnknownUpdate"
 
 
 class WeightStatus(WireModel):
-    """`GET /rm/weights/status`: what serves, what is under way, how an update ended."""
+    """`GET /rm/weights/status`: the served weights, the update in progress and an outcome."""
 
     version: str = Field(description="Of the weights that serve now.")
     revision: int = Field(description="Their serial number.")
@@ -113,7 +113,7 @@ class Received(WireModel):
 
 @dataclass(eq=False)
 class _Update:
-    """An update under way."""
+    """Update in progress."""
 
     begin: Begin
     incoming: Incoming
@@ -125,12 +125,12 @@ class _Update:
 
 
 class WeightReceiver:
-    """Takes updates into the engine of a service.
+    """Receiver of updates for the engine of a service.
 
     Args:
-        service: whose weights they replace.
-        root: existing folder below which files of the transport `path` must lie; None has no such transport.
-        transports: those that are taken.
+        service: service whose weights the updates replace.
+        root: existing folder for the files of the transport `path`; None disables this transport.
+        transports: accepted transports.
 
     Raises:
         RMOptimizerError: if the root is no folder.
@@ -150,17 +150,17 @@ class WeightReceiver:
         self._names = ServedNames(service.engine)
 
     async def close(self) -> None:
-        """End what is under way and remove what came."""
+        """Abort the update in progress and remove its files."""
         if self._active is not None and self._active.committing is None:
             await self._give_up(self._active, "the server is stopping")
         shutil.rmtree(self._spool, ignore_errors=True)
 
     async def begin(self, begin: Begin) -> Ready:
-        """Announce an update; answers once its receiving end stands.
+        """Announce an update; returns once its receiving end is ready.
 
         Raises:
-            UpdateRefused: if it cannot fit the served model, or asks for what this server does not do.
-            UpdateConflict: if another one is under way, it is over, or `base_version` does not serve.
+            UpdateRefused: if it does not fit the served model, or needs an unsupported transport.
+            UpdateConflict: if another one is in progress, it has ended, or `base_version` is not served.
         """
         active = self._active
         if active is None or active.begin != begin or active.committing is not None:
@@ -179,10 +179,10 @@ class WeightReceiver:
         return Ready(batch_id=begin.batch_id, version=self.engine.version, revision=self.engine.revision)
 
     async def upload(self, batch_id: str, chunks: AsyncIterator[bytes]) -> Received:
-        """Take the body of an `inline` update; a repeated one replaces the first.
+        """Receive the body of an `inline` update; a repeated one replaces the first.
 
         Raises:
-            UnknownUpdate: if no such update is under way.
+            UnknownUpdate: if no such update is in progress.
             UpdateRefused: if it is no inline update, or the body has not the manifest's size.
         """
         update = self._under_way(batch_id)
@@ -195,11 +195,11 @@ class WeightReceiver:
         return Received(batch_id=batch_id, bytes=size)
 
     async def commit(self, commit: Commit) -> Outcome:
-        """Check all, swap, and say how it ended; asked again, the same answer.
+        """Check the tensors, swap, and return the outcome; a repeated request gets the same answer.
 
         Raises:
             UnknownUpdate: if no such update was begun here.
-            NotReady: if the swap takes longer than the update may; it goes on, and may be asked for again.
+            NotReady: if the swap exceeds the time limit; it continues, and the request may be repeated.
         """
         if (ended := self._outcomes.get(commit.batch_id)) is not None:
             return ended
@@ -213,7 +213,7 @@ class WeightReceiver:
             raise NotReady(f"update {commit.batch_id} is still being swapped in; ask again", 1) from None
 
     async def abort(self, abort: Abort) -> Outcome:
-        """Give an update up; one that is being committed ends as it ends.
+        """Abort an update; one that is being committed is not interrupted.
 
         Raises:
             UnknownUpdate: if no such update was begun here.
@@ -226,10 +226,10 @@ class WeightReceiver:
         return await self._give_up(update, abort.reason or "its sender gave it up")
 
     def status(self, batch_id: str | None = None) -> WeightStatus:
-        """What serves and what is under way.
+        """Served weights and update in progress.
 
         Args:
-            batch_id: the update whose outcome is asked for; None is the last one that ended.
+            batch_id: update whose outcome is requested; None is the last one that ended.
         """
         last = next(reversed(self._outcomes.values()), None)
         return WeightStatus(
@@ -242,7 +242,7 @@ class WeightReceiver:
         )
 
     async def _make_room(self, begin: Begin) -> None:
-        """Refuse a second update; a sender that begins its own anew, after a lost connection say, replaces it."""
+        """Refuse a second update; a sender that restarts its own, for example after a lost connection, replaces it."""
         done, active = self._outcomes.get(begin.batch_id), self._active
         if done is not None and done.status is OutcomeStatus.committed:
             raise UpdateConflict(f"update {begin.batch_id} was committed already; choose another batch_id")
@@ -254,7 +254,7 @@ class WeightReceiver:
             )
         if active is not None:
             await self._give_up(active, "its sender began it anew")
-            await self._make_room(begin)  # another may have come meanwhile
+            await self._make_room(begin)  # another update may have begun meanwhile
         self._outcomes.pop(begin.batch_id, None)
 
     def _check(self, begin: Begin) -> None:
@@ -278,7 +278,7 @@ class WeightReceiver:
                 )
 
     def _check_base(self, begin: Begin) -> None:
-        """Refuse an update of other weights than those that serve, and a name that stood for others."""
+        """Refuse an update of other weights than the served ones, and a name used for others."""
         serving, revision = self.engine.version, self.engine.revision
         if begin.base_version not in (None, serving) or begin.base_revision not in (None, revision):
             followed = " ".join(str(base) for base in (begin.base_version, begin.base_revision) if base is not None)
@@ -289,7 +289,7 @@ class WeightReceiver:
             )
 
     def _check_probe(self, begin: Begin) -> None:
-        """Refuse what the model cannot compute, and waits without an end."""
+        """Refuse sequences that the model cannot compute, and unbounded waits."""
         if begin.timeout_seconds > MAX_TIMEOUT_SECONDS:
             raise WeightsRefused(f"timeout_seconds must be at most {MAX_TIMEOUT_SECONDS:.0f}")
         longest, size = self.engine.description.max_length, self.engine.description.vocab_size
@@ -306,7 +306,7 @@ class WeightReceiver:
         return update
 
     def _expire(self, update: _Update) -> None:
-        """What the watchdog does: nobody waits for a sender that died."""
+        """Abort the update after its time limit, for a sender that died."""
         if self._active is update and update.committing is None:
             reason = f"it was not committed within {update.begin.timeout_seconds:.0f} s"
             update.committing = asyncio.ensure_future(self._give_up(update, reason))
@@ -379,7 +379,7 @@ class WeightReceiver:
 
 
 def _seen(rolling: asyncio.Future[None]) -> None:
-    """Raise what a rollback failed with, but for a dead worker: a restart loses what was staged anyway."""
+    """Raise the error of a failed rollback unless the worker died, since a restart loses the staged weights anyway."""
     if not rolling.cancelled() and not isinstance(rolling.exception(), EngineUnavailable):
         rolling.result()
 

@@ -1,4 +1,4 @@
-"""Which tensors of a trainer's model an update brings, and the rewards by which the server knows them again."""
+"""Tensors of a trainer's model for an update, and the rewards by which the server verifies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rm_optimizer.serving.weights.group_transfer import as_bytes
 
 PROBE_TOLERANCE = {"cpu": 1e-4}
 OTHER_TOLERANCE = 1e-3
-"""Where the sender computes on another kind of device than the server may."""
+"""Tolerance of a sender on another kind of device than the CPU."""
 
 
 def sent_tensors(model: BradleyTerryRM, mode: RewardModelTrainingMode) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def manifest(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
 
 
 def weight_probe(model: BradleyTerryRM) -> WeightProbe:
-    """Rewards of short conversations, as the model in memory gives them."""
+    """Probe of short conversations with their rewards by the model in memory."""
     prompts, responses = (list(column) for column in zip(*DEFAULT_PROBE[:4], strict=True))
     return WeightProbe(
         input_ids=[list(encoding.ids) for encoding in model.renderer.encode_batch(prompts, responses)],

@@ -1,4 +1,4 @@
-"""Names that weights of a server have had: one that is used twice must mean the same weights."""
+"""Version names used on a server: a repeated name must denote the same weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rm_optimizer.serving.engine import Engine, StagedWeights
 from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode
 
 KEPT_NAMES = 10_000
-"""Names that are remembered; answers are told apart by their revision, however old a name is."""
+"""Most names kept; answers of older names are still distinguished by their revision."""
 
 
 class ServedNames:
-    """Contents of the served model, as digests, by the name under which each served.
+    """Digests of the served weights by version name.
 
     Args:
-        engine: serves the model.
+        engine: engine of the served model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -25,7 +25,7 @@ class ServedNames:
         self._contents: OrderedDict[str, str | None] = OrderedDict()
 
     def may_be(self, update: Begin | StagedWeights) -> bool:
-        """Whether the update's name is new, or stood for just what the update would make of the model."""
+        """True if the update's name is new, or was used for the same resulting weights."""
         self.note()
         if update.version not in self._contents:
             return True
@@ -33,7 +33,7 @@ class ServedNames:
         return content is not None and content == self._contents[update.version]
 
     def note(self) -> None:
-        """Record the name of what serves now, and the checkpoint's own."""
+        """Record the names of the served weights and of the checkpoint's own."""
         self._contents.setdefault(self._engine.description.version, self._engine.description.version)
         self._contents.setdefault(self._engine.version, _content(self._engine))
         while len(self._contents) > KEPT_NAMES:
@@ -41,8 +41,8 @@ class ServedNames:
 
 
 def _content(engine: Engine, *updates: Begin | StagedWeights) -> str | None:
-    """One digest of the model with further updates; None where a sender gave none of a tensor."""
-    digests: dict[str, str | None] = {"": engine.description.version}  # of all that no update replaces
+    """Digest of the model with further updates; None if a sender omitted a tensor's digest."""
+    digests: dict[str, str | None] = {"": engine.description.version}  # digest of the tensors that no update replaces
     for update in (*engine.committed, *updates):
         kept = {} if update.mode is RewardModelTrainingMode.full else digests
         digests = kept | {spec.name: spec.sha256 and f"{spec.dtype} {spec.sha256}" for spec in update.tensors}

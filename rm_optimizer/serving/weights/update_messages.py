@@ -1,4 +1,4 @@
-"""The messages of a weight update as its sender puts them: repeated while that is safe, in the time that is left."""
+"""Messages of a weight update from its sender, repeated while that is safe and time is left."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rm_optimizer.serving.protocol import Commit, Outcome, WireModel
 from rm_optimizer.serving.weights.group_transfer import TransferFailed
 
 CONFLICT = 409
-"""Status of an update that another one keeps out; with `Retry-After` where waiting helps."""
+"""Status of an update that another one blocks; with `Retry-After` if waiting helps."""
 
 
 class CommitUnanswered(RewardServerUnavailable):
-    """The server was told to swap the weights in, and has not said how that ended."""
+    """The outcome of a commit is unknown: the server has not answered."""
 
 
 class UpdateMessages:
-    """Asks the routes under `/rm/weights` of a server; every message carries the update's id, so it may be repeated.
+    """Client of the routes under `/rm/weights`; every message carries the update's id, so it may be repeated.
 
     Args:
-        url: of the server.
-        session: the HTTP session, its owner's to close.
+        url: address of the server.
+        session: HTTP session, which its owner closes.
     """
 
     def __init__(self, url: str, session: httpx.Client) -> None:
@@ -40,11 +40,11 @@ class UpdateMessages:
         self.session = session
 
     def commit(self, batch_id: str, deadline: Deadline) -> Outcome:
-        """How the update ended.
+        """Commit the update and return its outcome.
 
         Raises:
-            CommitUnanswered: if nobody says.
-            RewardServerRefused: if the server knows no such update, or its engine died.
+            CommitUnanswered: if the server does not answer.
+            RewardServerRefused: if the server has no such update, or its engine died.
         """
         try:
             return Outcome.model_validate(self.post("commit", Commit(batch_id=batch_id), deadline).json())
@@ -56,11 +56,11 @@ class UpdateMessages:
             raise CommitUnanswered(str(error)) from error
 
     def post(self, route: str, message: WireModel, deadline: Deadline) -> httpx.Response:
-        """The answer to a JSON message; see `request`."""
+        """Answer to a JSON message; see `request`."""
         return self.request("POST", route, deadline, json=message.model_dump(mode="json"))
 
     def request(self, method: str, route: str, deadline: Deadline, **content: Any) -> httpx.Response:
-        """An answer that is a success.
+        """Successful answer to a request.
 
         Raises:
             RewardServerRefused: if the server refuses.
@@ -84,7 +84,7 @@ class UpdateMessages:
 
 
 def _may_be_repeated(answer: httpx.Response, deadline: Deadline) -> bool:
-    """Whether the same message may pass later: it was not the update's end, and another update's end is near."""
+    """True if the same message may succeed later: the update has not ended, and the blocking one will soon."""
     if answer.status_code == CONFLICT:
         wait = retry_after(answer)
         return wait is not None and deadline.left >= 2 * wait
@@ -92,7 +92,7 @@ def _may_be_repeated(answer: httpx.Response, deadline: Deadline) -> bool:
 
 
 def _is_outcome(response: httpx.Response) -> bool:
-    """Whether an answer says how an update ended: the same message again gets the same answer."""
+    """True if an answer is the outcome of an update, which a repeated message gets again."""
     try:
         Outcome.model_validate_json(response.content)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, and their headers compared with a manifest.
+"""Safetensors files: writing tensor by tensor, and checks of their headers against a manifest.
 
 Reference: https://huggingface.co/docs/safetensors (eight bytes of header size, a JSON header, the tensors' bytes).
 """
@@ -33,14 +33,14 @@ CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Our names of types and the format's."""
+"""Names of types in the format, by the names used here."""
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _SIZE = struct.Struct("<Q")
 Buffer: TypeAlias = bytes | memoryview
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor.
+    """Number of bytes of a tensor.
 
     Raises:
         WeightsRefused: if its type is none of `CODES`.
@@ -52,10 +52,10 @@ def num_bytes(spec: TensorSpec) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a file stands.
+    """Positions of the tensors in a file.
 
     Args:
-        head: what comes before the tensors.
+        head: bytes before the tensors.
         starts: first byte of each tensor in the file, by name.
         size: bytes of the whole file.
     """
@@ -66,7 +66,7 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> Layout:
-        """The layout of a file with these tensors; wide types come first, so that every tensor is aligned."""
+        """Layout of a file with these tensors; wide types come first, so that every tensor is aligned."""
         entries: dict[str, Any] = {}
         place = 0
         for spec in sorted(specs, key=lambda spec: (-_BYTES.get(CODES.get(spec.dtype, ""), 0), spec.name)):
@@ -81,11 +81,11 @@ class Layout:
 
 
 class WeightFileWriter:
-    """Writes one file under a temporary name, tensors in any order, and gives it its name once all have come.
+    """Writer of one file under a temporary name, tensors in any order; the file is renamed once it is complete.
 
     Args:
-        path: the file.
-        specs: the tensors.
+        path: path of the file.
+        specs: specifications of the tensors.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
@@ -129,14 +129,14 @@ def _private(path: str, flags: int) -> int:
 
 
 def write_weight_file(path: Path, specs: Sequence[TensorSpec], data: Iterable[tuple[str, Buffer]]) -> None:
-    """Write a whole file; it is there with all its tensors or not at all."""
+    """Write a whole file atomically."""
     with WeightFileWriter(path, specs) as writer:
         for name, content in data:
             writer.write(name, content)
 
 
 def most_header_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Most bytes of a header with these tensors, whoever wrote the file: other writers pad and describe otherwise."""
+    """Most bytes of a header with these tensors by any writer, since others pad and describe differently."""
     return 2**20 + sum(256 + 2 * len(spec.name.encode()) + 24 * len(spec.shape) for spec in specs)
 
 
@@ -158,10 +158,10 @@ def check_weight_file(path: Path, specs: Sequence[TensorSpec]) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, whose header is read and compared with its size.
+    """Open a safetensors file after a check of its header against its size.
 
     Raises:
-        WeightsRefused: if it is none, or was cut off; also if a tensor cannot be read in the block.
+        WeightsRefused: if it is no such file, is cut off, or a tensor cannot be read in the block.
     """
     try:
         with safe_open(path, framework="pt") as stored:
@@ -171,7 +171,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def check_names(expected: set[str], got: set[str], what: str) -> None:
-    """Refuse tensors that are missing or not asked for.
+    """Refuse missing and unknown tensors.
 
     Raises:
         WeightsRefused: naming up to three of them.

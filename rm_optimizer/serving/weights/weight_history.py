@@ -1,4 +1,4 @@
-"""The updates that a server has taken, on disk: what a restarted process loads on top of its checkpoint."""
+"""Updates of a server on disk, which a restarted process applies to its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class WeightHistory:
     """Committed updates in a folder that outlives the process with the model.
 
     Args:
-        folder: made where it is missing; what an earlier process left there is taken over.
-        is_listed: also keep a list of the updates in the folder, for a process that cannot be given one.
+        folder: folder of the updates, created if missing; updates of an earlier process are kept.
+        is_listed: also keep a list of the updates in the folder, for a process that receives none.
     """
 
     def __init__(self, folder: Path, *, is_listed: bool = True) -> None:
@@ -32,11 +32,11 @@ class WeightHistory:
 
     @property
     def files(self) -> list[str]:
-        """The updates' files, oldest first."""
+        """Files of the updates, oldest first."""
         return [str(weights.file) for weights in self.committed]
 
     def keep(self, weights: StagedWeights) -> StagedWeights:
-        """The same update with its file moved into the folder, where nobody else writes it.
+        """Move the update's file into this folder, and return the update with its new path.
 
         Raises:
             WeightsRefused: if the file cannot be moved; nothing of it is left then.
@@ -50,14 +50,14 @@ class WeightHistory:
         return replace(weights, file=target)
 
     def remember(self, weights: StagedWeights) -> None:
-        """Record a kept update as served, and forget those all of whose tensors it replaces."""
+        """Record a kept update as served, and remove earlier ones that it replaces entirely."""
         names = {spec.name for spec in weights.tensors}
         earlier = [kept for kept in self.committed if not names.issuperset(spec.name for spec in kept.tensors)]
         self.committed = (*earlier, replace(weights, probe=None))
         self._record()
 
     def clear(self) -> None:
-        """Forget all updates, so that the checkpoint alone is left."""
+        """Remove all updates, so that only the checkpoint remains."""
         self.committed = ()
         self._record()
 
@@ -67,7 +67,7 @@ class WeightHistory:
         self._remove_others()
 
     def forget(self, weights: StagedWeights) -> None:
-        """Remove the file of a kept update that will not serve."""
+        """Remove the file of a kept update that is not served."""
         weights.file.unlink(missing_ok=True)
 
     def _remove_others(self) -> None:

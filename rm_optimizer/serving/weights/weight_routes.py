@@ -29,16 +29,16 @@ _BINARY = {
 
 
 def weight_router(receiver: WeightReceiver) -> APIRouter:
-    """The routes under `/rm/weights`; authentication is the application's.
+    """Router of `/rm/weights`; the application authenticates.
 
     Args:
-        receiver: takes the updates; close it when the application ends.
+        receiver: receiver of the updates, to close when the application ends.
     """
     router = APIRouter(prefix="/rm/weights", tags=["weights"])
 
     @router.post("/begin", responses=_FAILURES)
     async def begin(body: Begin) -> Ready:
-        """Announce an update. The answer says that its receiving end stands."""
+        """Announce an update; the answer confirms that its receiving end is ready."""
         return await receiver.begin(body)
 
     @router.put("/upload/{batch_id}", responses=_FAILURES, openapi_extra=_BINARY)
@@ -48,24 +48,24 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
 
     @router.post("/commit", responses={**_FAILURES, 400: {"model": Outcome}})
     async def commit(body: Commit, response: Response) -> Outcome:
-        """Check everything that was sent, then swap; 400 with the reason where the old weights serve on."""
+        """Check the tensors, then swap; 400 with the reason if the old weights stay."""
         return _answered(await receiver.commit(body), response)
 
     @router.post("/abort", responses=_FAILURES)
     async def abort(body: Abort) -> Outcome:
-        """Give an update up."""
+        """Abort an update."""
         return await receiver.abort(body)
 
     @router.get("/status", responses=error_responses(401, 503))
     async def status(batch_id: str | None = None) -> WeightStatus:
-        """What serves, what is under way, and how an update ended."""
+        """Served weights, update in progress and outcome of an update."""
         return receiver.status(batch_id)
 
     return router
 
 
 def _answered(outcome: Outcome, response: Response) -> Outcome:
-    """The outcome with the status that belongs to it."""
+    """Outcome with its HTTP status."""
     response.headers[VERSION_HEADER] = outcome.version
     response.headers[REVISION_HEADER] = str(outcome.revision)
     if outcome.status is not OutcomeStatus.committed:
