@@ -1,4 +1,4 @@
-"""Failures a user can cause, and the words they are told in. Imports no torch.
+"""Failures that a caller may catch, and the sentences that report them. Imports no torch.
 
 RMOptimizerError
 ├── ConfigError           an option: unknown, out of range, or in conflict with another
@@ -9,7 +9,20 @@ RMOptimizerError
 ├── MissingExtra          an optional dependency that is not installed
 ├── DiskError             a file that the system does not let us write
 ├── TrainingDiverged      a loss that is not finite
-└── Interrupted           a run the user stopped
+├── Interrupted           a run the user stopped
+├── RewardServerUnavailable   a reward server that did not answer in time
+├── RewardServerRefused   a request that a reward server refuses
+├── HandshakeFailed       a reward server whose rewards cannot be trusted
+├── WrongAnswer           an answer that is not the rewards that were asked for
+├── WrongVersion          an answer from other weights than expected
+├── PublishFailed         new weights that do not serve
+├── TransferFailed        a process group for weights that did not form or broke
+├── WeightsRefused        new weights that an engine did not take
+└── EngineUnavailable     an engine that cannot answer now
+    └── EngineFailed      an engine that will not answer again
+
+The HTTP answers of our own server are `ApiError`s of `rm_optimizer.serving.service.api_errors`; clients see them as
+`RewardServerRefused`.
 """
 
 from __future__ import annotations
@@ -67,6 +80,57 @@ class Interrupted(RMOptimizerError):
     """The user stopped a run; the text names the checkpoint it left."""
 
     exit_code = 130
+
+
+class RewardServerUnavailable(RMOptimizerError):
+    """The reward server did not answer within the given time; no reward is returned in its place."""
+
+
+class RewardServerRefused(RMOptimizerError):
+    """The reward server refused a request; a repetition would be refused too.
+
+    Args:
+        message: the server's error message.
+        status: HTTP status.
+        kind: the error's type.
+    """
+
+    def __init__(self, message: str, status: int, kind: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+class HandshakeFailed(RMOptimizerError):
+    """The server failed the verification of its rewards; the text states the reason."""
+
+
+class WrongAnswer(RMOptimizerError):
+    """A reward server answered with something that is not the rewards that were asked for."""
+
+
+class WrongVersion(RMOptimizerError):
+    """The answer came from another version than the caller expects."""
+
+
+class PublishFailed(RMOptimizerError):
+    """The new weights are not served, or the outcome is unknown; the text states which, and the reason."""
+
+
+class TransferFailed(RMOptimizerError):
+    """The process group for weights did not form or broke; nothing was changed."""
+
+
+class WeightsRefused(RMOptimizerError):
+    """The new weights were rejected and the old ones stay. The text names the tensor or probe at fault."""
+
+
+class EngineUnavailable(RMOptimizerError):
+    """The engine cannot answer now: it is starting, restarting, or has stopped for good."""
+
+
+class EngineFailed(EngineUnavailable):
+    """The engine will not answer again, and its process ends."""
 
 
 def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:

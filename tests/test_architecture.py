@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rm_optimizer"
 FLOORS = (
-    {"errors"},
+    {"errors", "lazy"},
     {"schema"},
     {"records"},
     {"core", "optim"},

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "PreferencePair": "rm_optimizer.core.pairs.pair",
-    "BaseRewardModel": "rm_optimizer.core.pairs.pair",
-    "BradleyTerryRM": "rm_optimizer.core.model.reward_model",
-}
-__all__ = ["BaseRewardModel", "BradleyTerryRM", "PreferencePair"]
+from rm_optimizer.lazy import export_lazily
 
+if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM as BradleyTerryRM
+    from rm_optimizer.core.pairs.pair import BaseRewardModel as BaseRewardModel
+    from rm_optimizer.core.pairs.pair import Message as Message
+    from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
+    from rm_optimizer.core.pairs.pair import Scorer as Scorer
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+export_lazily(globals())

@@ -70,7 +70,7 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
     seen = {name: trained.count(dataset.pairs).num_pairs for name, dataset in data.items()}
     num_pairs = sum(len(dataset) for dataset in data.values())
     share = sum(seen.values()) / num_pairs
-    details: dict[str, Measured] = {name: count / len(data[name]) for name, count in seen.items()}
+    details: dict[str, MeasuredValue] = {name: count / len(data[name]) for name, count in seen.items()}
     status, explanation = Status.ok, "no pair was trained on"
     if share:
         status = Status.warn

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "HessianAnalyzer": "rm_optimizer.landscape.hessian",
-    "HessianSpectrum": "rm_optimizer.landscape.spectrum",
-    "LayerCurvature": "rm_optimizer.landscape.layers",
-    "Slice": "rm_optimizer.landscape.surface.results",
-    "SpectrumComparison": "rm_optimizer.landscape.comparison",
-    "SpectrumOptions": "rm_optimizer.landscape.solve",
-    "Surface": "rm_optimizer.landscape.surface.results",
-    "Trajectory": "rm_optimizer.landscape.surface.results",
-    "compare_spectra": "rm_optimizer.landscape.comparison",
-    "measure_curvature": "rm_optimizer.landscape.training_curvature",
-    "summarize": "rm_optimizer.landscape.quantities",
-}
-__all__ = [
-    "HessianAnalyzer",
-    "HessianSpectrum",
-    "LayerCurvature",
-    "Slice",
-    "SpectrumComparison",
-    "SpectrumOptions",
-    "Surface",
-    "Trajectory",
-    "compare_spectra",
-    "measure_curvature",
-    "summarize",
-]
+from rm_optimizer.lazy import export_lazily
 
+if TYPE_CHECKING:
+    from rm_optimizer.landscape.comparison import SpectrumComparison as SpectrumComparison
+    from rm_optimizer.landscape.comparison import compare_spectra as compare_spectra
+    from rm_optimizer.landscape.hessian import HessianAnalyzer as HessianAnalyzer
+    from rm_optimizer.landscape.layers import LayerCurvature as LayerCurvature
+    from rm_optimizer.landscape.quantities import summarize as summarize
+    from rm_optimizer.landscape.solve import SpectrumOptions as SpectrumOptions
+    from rm_optimizer.landscape.spectrum import HessianSpectrum as HessianSpectrum
+    from rm_optimizer.landscape.surface.results import Slice as Slice
+    from rm_optimizer.landscape.surface.results import Surface as Surface
+    from rm_optimizer.landscape.surface.results import Trajectory as Trajectory
+    from rm_optimizer.landscape.training_curvature import measure_curvature as measure_curvature
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+export_lazily(globals())

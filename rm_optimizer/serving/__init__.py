@@ -5,20 +5,15 @@ Modules are imported by name; the server's need the extra `serve`. The public na
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "AsyncRewardClient": "rm_optimizer.serving.client.async_client",
-    "RMPublisherAdapter": "rm_optimizer.serving.weights.publisher",
-    "RewardClient": "rm_optimizer.serving.client.client",
-    "create_rm_publisher": "rm_optimizer.serving.weights.publisher",
-    "trl_reward": "rm_optimizer.serving.client.reward_function",
-}
-__all__ = ["AsyncRewardClient", "RMPublisherAdapter", "RewardClient", "create_rm_publisher", "trl_reward"]
+from rm_optimizer.lazy import export_lazily
 
+if TYPE_CHECKING:
+    from rm_optimizer.serving.client.async_client import AsyncRewardClient as AsyncRewardClient
+    from rm_optimizer.serving.client.client import RewardClient as RewardClient
+    from rm_optimizer.serving.client.reward_function import trl_reward as trl_reward
+    from rm_optimizer.serving.weights.publisher import RMPublisherAdapter as RMPublisherAdapter
+    from rm_optimizer.serving.weights.publisher import create_rm_publisher as create_rm_publisher
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+export_lazily(globals())

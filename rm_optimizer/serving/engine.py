@@ -12,20 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
-
-
-class EngineUnavailable(RMOptimizerError):
-    """The engine cannot answer now: it is starting, restarting, or has stopped for good."""
-
-
-class EngineFailed(EngineUnavailable):
-    """The engine will not answer again, and its process ends."""
-
-
-class WeightsRefused(RMOptimizerError):
-    """The new weights were rejected and the old ones stay. The text names the tensor or probe at fault."""
 
 
 @dataclass(frozen=True)

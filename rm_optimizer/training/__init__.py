@@ -1,21 +1,15 @@
-"""Fit one reward model: the Lightning module, the run and its evaluation. Names load on first use."""
+"""Fit one reward model: the Lightning module, the data module and the run. Names load on first use."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "RewardModelLightning": "rm_optimizer.training.lightning_module",
-    "PreferenceDataModule": "rm_optimizer.training.data.in_memory",
-    "RunResult": "rm_optimizer.training.folder.result",
-    "evaluate_checkpoint": "rm_optimizer.evaluation.saved_model",
-    "train_reward_model": "rm_optimizer.training.run",
-}
-__all__ = ["PreferenceDataModule", "RewardModelLightning", "RunResult", "evaluate_checkpoint", "train_reward_model"]
+from rm_optimizer.lazy import export_lazily
 
+if TYPE_CHECKING:
+    from rm_optimizer.training.data.in_memory import PreferenceDataModule as PreferenceDataModule
+    from rm_optimizer.training.folder.result import RunResult as RunResult
+    from rm_optimizer.training.lightning_module import RewardModelLightning as RewardModelLightning
+    from rm_optimizer.training.run import train_reward_model as train_reward_model
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+export_lazily(globals())

@@ -157,15 +157,6 @@ def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path) -> None:
         load_training_data(DataConfig(train=path, val=path, max_pairs=1))
 
 
-def test_the_dataloader_is_reached_from_here() -> None:
-    from rm_optimizer.core import data_loader
-    from rm_optimizer.core.tokens import loader as macro_loader
-
-    assert data_loader.create_dataloader is macro_loader.create_dataloader
-    with pytest.raises(AttributeError, match="no_such_name"):
-        data_loader.no_such_name  # noqa: B018
-
-
 @needs_real_data
 @pytest.mark.parametrize(
     ("name", "num_pairs", "num_prompts"),

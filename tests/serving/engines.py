@@ -12,8 +12,9 @@ import numpy as np
 from fastapi import FastAPI
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
-from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, ScoredBatch, StagedWeights
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.service.service import RewardService
 from tests.core.tiny_models import tiny_model, tiny_tokenizer

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.synthetic import COURTEOUS, NEUTRAL, RUDE, synthetic_world
-from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.errors import ConfigError, PublishFailed, RMOptimizerError
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.publish import OnFailure, PublishConfig
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.weights.publisher import PublishFailed, RMPublisherAdapter, open_publisher
+from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, open_publisher
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.publishing import PublishWeights, run_name

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.errors import PublishFailed
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.protocol import MAX_ITEMS, WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version
-from rm_optimizer.serving.weights.publisher import PublishFailed, create_rm_publisher
+from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from tests.serving.engines import exported
 from tests.serving.running import serve_process
 from tests.serving.test_update_faults import assert_whole, is_gone, models_of

@@ -28,14 +28,14 @@ from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.http.auth import OPEN_PATHS
 from rm_optimizer.serving.http.bounded_headers import HEADER_SECONDS
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
-from rm_optimizer.serving.weights.publisher import PublishFailed, create_rm_publisher
+from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from rm_optimizer.serving.weights.sent_tensors import manifest
 from tests.serving.engines import exported
 from tests.serving.running import free_socket

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.errors import EngineUnavailable, MissingExtra, RMOptimizerError, WeightsRefused
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.interfaces.commands.serve_options import ServeOptions
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.service.metrics import ServerMetrics

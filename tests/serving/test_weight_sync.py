@@ -16,11 +16,11 @@ from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.errors import ConfigError, PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.protocol import OutcomeStatus
-from rm_optimizer.serving.weights.publisher import PublishFailed, RMPublisherAdapter, create_rm_publisher
+from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, create_rm_publisher
 from tests.core.tiny_models import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.half_sender import send_half

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.errors import WrongVersion
 from rm_optimizer.serving.client.connection import Connection
 from rm_optimizer.serving.client.handshake import ServerIdentity, shake_hands
 from rm_optimizer.serving.client.requests import ConversationForm, Form, TokenForm, pieces
-from rm_optimizer.serving.client.retries import Deadline, WrongVersion
+from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.engine import ScoredBatch
 
 

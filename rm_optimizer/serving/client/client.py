@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.errors import RewardServerUnavailable
 from rm_optimizer.serving.client.async_client import AsyncRewardClient, ClientArguments
-from rm_optimizer.serving.client.retries import RewardServerUnavailable
 from rm_optimizer.serving.engine import ScoredBatch
 
 SLACK_SECONDS = 10.0

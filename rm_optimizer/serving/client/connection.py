@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from rm_optimizer.errors import DataError
-from rm_optimizer.serving.client.requests import Form, WrongAnswer, finite_numbers
-from rm_optimizer.serving.client.retries import Deadline, RewardServerRefused, bearer, is_loopback
+from rm_optimizer.errors import DataError, RewardServerRefused, WrongAnswer
+from rm_optimizer.serving.client.requests import Form, finite_numbers
+from rm_optimizer.serving.client.retries import Deadline, bearer, is_loopback
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
 

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import HandshakeFailed, RewardServerRefused
 from rm_optimizer.serving.client.connection import Connection
 from rm_optimizer.serving.client.requests import ConversationForm, Form, Limits, TokenForm
-from rm_optimizer.serving.client.retries import Deadline, RewardServerRefused
+from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import PROTOCOL_VERSION, InfoResponse, sigmoid
 
@@ -27,10 +27,6 @@ TOLERANCE = 1e-3
 """Largest difference of two answers of one server, in units of max(1, |reward|): half types round by batch."""
 ROUNDS = 5
 """Most repetitions of a probe after a weight update between its two requests."""
-
-
-class HandshakeFailed(RMOptimizerError):
-    """The server failed the verification of its rewards; the text states the reason."""
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,11 @@ from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import WrongAnswer
 
 TEMPLATE_BYTES = 256
 """Bytes reserved for the chat template's additions to a text, where only the server tokenizes."""
 Conversation: TypeAlias = tuple[Prompt, str]
-
-
-class WrongAnswer(RMOptimizerError):
-    """A reward server answered with something that is not the rewards that were asked for."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,11 @@ import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 
-from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.errors import (
+    MissingExtra,
+    RewardServerRefused,
+    RewardServerUnavailable,
+)
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.protocol import ErrorBody
 
@@ -27,29 +31,6 @@ MOST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0
 if logging.getLogger("httpx").level == logging.NOTSET:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request, over a run's progress
-
-
-class RewardServerUnavailable(RMOptimizerError):
-    """The reward server did not answer within the given time; no reward is returned in its place."""
-
-
-class RewardServerRefused(RMOptimizerError):
-    """The reward server refused a request; a repetition would be refused too.
-
-    Args:
-        message: the server's error message.
-        status: HTTP status.
-        kind: the error's type.
-    """
-
-    def __init__(self, message: str, status: int, kind: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-
-
-class WrongVersion(RMOptimizerError):
-    """The answer came from another version than the caller expects."""
 
 
 def bearer(api_key: str | None) -> dict[str, str]:

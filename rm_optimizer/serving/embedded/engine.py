@@ -11,19 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.embedded.frames import Frame, frame_rewards, sequences_frame
 from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.embedded.worker_link import DEFAULT_LIMITS, WorkerDied, WorkerLimits, WorkerLink
-from rm_optimizer.serving.engine import (
-    EngineDescription,
-    EngineFailed,
-    EngineUnavailable,
-    ScoredBatch,
-    StagedWeights,
-    WeightsRefused,
-    new_revision,
-)
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, new_revision
 from rm_optimizer.serving.restart_limit import RestartLimit
 from rm_optimizer.serving.staged_json import staged_to_json
 from rm_optimizer.serving.weights.weight_history import WeightHistory

@@ -24,12 +24,12 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import adapter_folder
 from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.core.storage.loading import parse_dtype
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import resolve_source
 from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_sequences, rewards_frame
 from rm_optimizer.serving.embedded.passes import Passes, reuse_obstacle
-from rm_optimizer.serving.engine import EngineDescription, StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import EngineDescription, StagedWeights
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
 from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
 from rm_optimizer.serving.staged_json import description_to_json, staged_from_json

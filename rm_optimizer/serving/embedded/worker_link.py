@@ -14,10 +14,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from rm_optimizer.errors import CheckpointError, RMOptimizerError
+from rm_optimizer.errors import CheckpointError, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.embedded.frames import Frame
 from rm_optimizer.serving.embedded.worker import WorkerOptions, run_worker
-from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import EngineDescription, StagedWeights
 from rm_optimizer.serving.staged_json import description_from_json, staged_to_json
 
 

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from rm_optimizer.serving.engine import EngineFailed, EngineUnavailable
+from rm_optimizer.errors import EngineFailed, EngineUnavailable
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.api_errors import (
     ApiError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.serving.protocol import WeightProbe
 
 HALF_TOLERANCE = 2.0**-2

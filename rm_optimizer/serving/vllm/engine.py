@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rm_optimizer.serving.engine import EngineDescription, EngineUnavailable, ScoredBatch, StagedWeights, WeightsRefused
+from rm_optimizer.errors import EngineUnavailable, WeightsRefused
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.protocol import WeightProbe
 from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
 from rm_optimizer.serving.vllm.pooling import Pooling

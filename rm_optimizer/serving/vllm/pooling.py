@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.serving.engine import EngineUnavailable
+from rm_optimizer.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rm_optimizer.core.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
-from rm_optimizer.serving.engine import StagedWeights, WeightsRefused, new_revision
+from rm_optimizer.errors import WeightsRefused
+from rm_optimizer.serving.engine import StagedWeights, new_revision
 from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.worker import latest_tensors

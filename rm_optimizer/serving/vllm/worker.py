@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.serving.protocol import TensorSpec
 from rm_optimizer.serving.weights.live_weights import checked_tensors
 

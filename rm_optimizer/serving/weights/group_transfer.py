@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, ProcessGroupGloo
 
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import TransferFailed
 from rm_optimizer.serving.protocol import TensorSpec, Transport
 from rm_optimizer.serving.weights.weight_file import WeightFileWriter, num_bytes
 
@@ -31,10 +31,6 @@ CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0005
 _KEY_SECONDS = 0.02
 _SENDER_KEY = "sender"
-
-
-class TransferFailed(RMOptimizerError):
-    """The group did not form or broke; nothing was changed."""
 
 
 class Group(Protocol):

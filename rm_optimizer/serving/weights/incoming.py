@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
 
-from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.protocol import Begin, Transport
 from rm_optimizer.serving.weights.weight_file import check_weight_file, most_header_bytes, num_bytes
 

@@ -15,17 +15,18 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
-from rm_optimizer.schema.checks import require_key
-from rm_optimizer.schema.publish import PublishConfig
-from rm_optimizer.serving.client.retries import (
-    RETRIED_STATUSES,
-    Deadline,
+from rm_optimizer.errors import (
+    ConfigError,
+    PublishFailed,
     RewardServerRefused,
     RewardServerUnavailable,
-    bearer,
-    is_loopback,
+    RMOptimizerError,
+    TransferFailed,
+    did_you_mean,
 )
+from rm_optimizer.schema.checks import require_key
+from rm_optimizer.schema.publish import PublishConfig
+from rm_optimizer.serving.client.retries import RETRIED_STATUSES, Deadline, bearer, is_loopback
 from rm_optimizer.serving.protocol import (
     Abort,
     Begin,
@@ -35,7 +36,6 @@ from rm_optimizer.serving.protocol import (
     Transport,
     WeightProbe,
 )
-from rm_optimizer.serving.weights.group_transfer import TransferFailed
 from rm_optimizer.serving.weights.outgoing import Outgoing, Payload, outgoing
 from rm_optimizer.serving.weights.receiver import WeightStatus
 from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
@@ -51,10 +51,6 @@ GIVING_UP_SECONDS = 5.0
 """Seconds for the server to report the outcome of an update that failed here."""
 
 _log = logging.getLogger("rm_optimizer")
-
-
-class PublishFailed(RMOptimizerError):
-    """The new weights are not served, or the outcome is unknown; the text states which, and the reason."""
 
 
 class RMPublisherAdapter:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.engine import EngineUnavailable, StagedWeights, WeightsRefused, new_revision
+from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
+from rm_optimizer.serving.engine import StagedWeights, new_revision
 from rm_optimizer.serving.protocol import (
     Abort,
     Begin,

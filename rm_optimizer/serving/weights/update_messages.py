@@ -8,16 +8,9 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from rm_optimizer.serving.client.retries import (
-    RETRIED_STATUSES,
-    Deadline,
-    RewardServerRefused,
-    RewardServerUnavailable,
-    broken,
-    retry_after,
-)
+from rm_optimizer.errors import RewardServerRefused, RewardServerUnavailable, TransferFailed
+from rm_optimizer.serving.client.retries import RETRIED_STATUSES, Deadline, broken, retry_after
 from rm_optimizer.serving.protocol import Commit, Outcome, WireModel
-from rm_optimizer.serving.weights.group_transfer import TransferFailed
 
 CONFLICT = 409
 """Status of an update that another one blocks; with `Retry-After` if waiting helps."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
-from rm_optimizer.serving.engine import WeightsRefused
+from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.serving.protocol import TensorSpec
 
 CODES = {

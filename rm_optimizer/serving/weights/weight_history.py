@@ -7,8 +7,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.records.files import write_text
-from rm_optimizer.serving.engine import StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.staged_json import staged_from_json, staged_to_json
 
 LIST_FILE = "committed.json"

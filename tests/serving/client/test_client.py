@@ -21,13 +21,20 @@ import torch
 from rm_optimizer import core, landscape, serving, training
 from rm_optimizer.core.pairs.pair import Message, Scorer
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import (
+    ConfigError,
+    DataError,
+    HandshakeFailed,
+    RewardServerRefused,
+    RewardServerUnavailable,
+    WrongAnswer,
+    WrongVersion,
+)
 from rm_optimizer.serving import trl_reward
 from rm_optimizer.serving.client.async_client import AsyncRewardClient
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.client.handshake import HandshakeFailed
-from rm_optimizer.serving.client.requests import ConversationForm, WrongAnswer
-from rm_optimizer.serving.client.retries import RewardServerRefused, RewardServerUnavailable, WrongVersion, retry_after
+from rm_optimizer.serving.client.requests import ConversationForm
+from rm_optimizer.serving.client.retries import retry_after
 from rm_optimizer.serving.protocol import sigmoid
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from tests.core.tiny_models import decoder_tokenizer
@@ -550,5 +557,5 @@ def test_trls_reward_goes_to_another_process_with_its_name():
 
 @pytest.mark.parametrize("package", [core, landscape, serving, training])
 def test_what_loads_on_first_use_is_not_hidden_by_a_module_of_its_name(package):
-    names = set(package._HOME)
+    names = set(package.__all__)
     assert not names & {module.name for module in pkgutil.iter_modules(package.__path__)}

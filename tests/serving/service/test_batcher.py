@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rm_optimizer.serving.engine import EngineUnavailable
+from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
 from rm_optimizer.serving.service.batcher import LEAST_BATCH_TOKENS, Batcher
 from rm_optimizer.serving.service.metrics import ServerMetrics

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rm_optimizer.errors import TransferFailed
 from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.weights.group_transfer import (
     PIECE_BYTES,
     RECEIVER,
     SENDER,
     GroupLink,
-    TransferFailed,
     connect_store,
     open_store,
     wait_for_sender,

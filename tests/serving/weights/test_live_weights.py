@@ -6,8 +6,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.serving.embedded.worker import Worker
-from rm_optimizer.serving.engine import StagedWeights, WeightsRefused
+from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_sha256, tensor_specs
 from tests.core.tiny_models import tiny_model, tiny_tokenizer

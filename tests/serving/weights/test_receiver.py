@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from rm_optimizer.serving.engine import EngineUnavailable, WeightsRefused
+from rm_optimizer.errors import EngineUnavailable, WeightsRefused
 from rm_optimizer.serving.protocol import Begin, OutcomeStatus, RewardModelTrainingMode, TensorSpec, Transport
 from rm_optimizer.serving.weights import receiver
 from rm_optimizer.serving.weights.incoming import FromPath, checked_path

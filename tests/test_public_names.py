@@ -1,0 +1,67 @@
+"""The public names load on first use, keep their types, and stand in one documented list."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import rm_optimizer
+from rm_optimizer import PUBLIC_MODULES, errors
+from rm_optimizer.interfaces.public_names import BEGIN, END, public_names
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_a_public_module_lists_its_names_and_loads_each(module):
+    loaded = import_module(module)
+    assert set(loaded.__all__) <= set(dir(loaded))
+    for name in loaded.__all__:
+        assert getattr(getattr(loaded, name), "__name__", name) == name
+    with pytest.raises(AttributeError, match=f"'{module}' has no attribute 'BradleyTeryRM'"):
+        loaded.BradleyTeryRM  # noqa: B018
+
+
+def test_errors_stand_in_one_tree_and_are_exported():
+    tree = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    assert set(re.findall(r"──+ (\w+) ", errors.__doc__ or "")) == set(tree) - {"RMOptimizerError"}
+    assert [name for name, kind in tree.items() if getattr(rm_optimizer, name, None) is not kind] == []
+    classes = [
+        found
+        for path in (ROOT / "rm_optimizer").rglob("*.py")
+        for found in re.findall(r"^class (\w+)\((\w+)\):", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert [name for name, base in classes if base in tree and name not in tree] == ["ApiError"]
+
+
+def test_the_tables_of_public_names_are_those_of_the_code():
+    page = (ROOT / "docs" / "public-names.md").read_text(encoding="utf-8")
+    assert page.partition(BEGIN)[2].partition(END)[0].strip() == public_names().strip(), (
+        "run python -m rm_optimizer.interfaces.public_names and paste what it prints between the marks"
+    )
+
+
+@pytest.mark.slow
+def test_a_misspelt_method_of_a_public_name_is_a_type_error(tmp_path):
+    lines = ["import rm_optimizer", *(f"import {module}" for module in PUBLIC_MODULES[1:])]
+    first = len(lines) + 1
+    for module in PUBLIC_MODULES:
+        loaded = import_module(module)
+        for name in loaded.__all__:
+            argument, value = "", f"{module}.{name}"
+            if inspect.isclass(getattr(loaded, name)):
+                argument, value = f"value: {value}", "value"
+            lines.append(f"def misspell_{len(lines)}({argument}) -> None: {value}.misspelt()")
+    program = tmp_path / "program.py"
+    program.write_text("\n".join([*lines, "rm_optimizer.BradleyTeryRM"]) + "\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(program)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    found = {int(number) for number in re.findall(r"program\.py:(\d+): error", done.stdout)}
+    assert found == set(range(first, len(lines) + 2)), done.stdout + done.stderr
