@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
 from rm_optimizer.interfaces.exits import one_exit
+from rm_optimizer.interfaces.hydra_entry import launch
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,11 +34,10 @@ log = logging.getLogger("rm_optimizer")
 
 def main() -> None:
     """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     with one_exit():
         sys.argv[1:] = completed(sys.argv[1:])
         check_command(sys.argv[1:])
-        _launch()
+        launch(run, MAIN_FILE)
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
@@ -88,16 +87,11 @@ def check_command(arguments: Sequence[str]) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Analyze what the composed configuration says.
-
-    Raises:
-        SystemExit: with the error's code, after its sentence.
-    """
+    """Analyze what the composed configuration says."""
     from rm_optimizer.schema import typed
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
-    with one_exit():
-        analyze(typed(config, AnalyzeConfig))
+    analyze(typed(config, AnalyzeConfig))
 
 
 def analyze(options: AnalyzeConfig) -> Path:
@@ -255,16 +249,6 @@ def _progress(shown: bool) -> Iterator[OnProgress]:
         yield lambda what, done, total, remark: bar.update(
             task, description=what, completed=done, total=total, remark=remark
         )
-
-
-def _launch() -> None:
-    import hydra
-
-    from rm_optimizer.schema import config_root
-    from rm_optimizer.schema.store import register
-
-    register()
-    hydra.main(version_base="1.3", config_path=config_root(), config_name=MAIN_FILE)(run)()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import this module again, need neither Hydra nor torch.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
 from rm_optimizer.interfaces.exits import one_exit, rank, report
+from rm_optimizer.interfaces.hydra_entry import launch
 from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job, naming_sweep_folder
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ SWEEP = Sweep()
 
 def main() -> None:
     """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     with one_exit():
         sys.argv[1:] = _in_order(sys.argv[1:])
         if (config := check_command(sys.argv[1:])) is not None:
@@ -48,7 +47,7 @@ def main() -> None:
 
         try:
             with nullcontext() if named is None else reserved(named):  # Hydra writes into it before the run does
-                _launch()
+                launch(run, "config")
         finally:
             if SWEEP.jobs:
                 print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
@@ -243,24 +242,10 @@ def _among_processes(arguments: Sequence[str]) -> list[str]:
     return process_overrides(processes, folder, flags.overrides)
 
 
-def _launch() -> None:
-    import hydra
-
-    from rm_optimizer.schema import config_root
-    from rm_optimizer.schema.store import register
-
-    register()
-    hydra.main(version_base="1.3", config_path=config_root(), config_name="config")(run)()
-
-
 def run(config: DictConfig) -> float:
     """Train what the composed configuration says and return what a sweep minimizes.
 
     A job of a sweep that fails ends with its sentence and an infinite objective, and the next one starts.
-
-    Raises:
-        SystemExit: with the error's code, after its sentence. Hydra lets it pass; an error it would first announce
-            in a line of its own.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -269,10 +254,7 @@ def run(config: DictConfig) -> float:
     if hydra.mode == RunMode.MULTIRUN:
         sweep = Path(hydra.sweep.dir)
         return _job(config, list(hydra.overrides.task), sweep, str(sweep / str(hydra.sweep.subdir)))
-    try:
-        return _trained(config)
-    except RMOptimizerError as error:
-        sys.exit(report(error))
+    return _trained(config)
 
 
 def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> float:

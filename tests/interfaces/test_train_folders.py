@@ -67,13 +67,13 @@ def test_a_finished_run_is_shown_again_and_not_touched(
 def test_hydra_writes_only_into_a_folder_that_no_other_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
 
-    def launch() -> None:
+    def launch(*program: object) -> None:
         with pytest.raises(ConfigError, match="is in use"):
             require_free(tmp_path / "run")
         with run_lock(tmp_path / "run"):
             launched.append(sys.argv[-1])
 
-    monkeypatch.setattr(entry, "_launch", launch)
+    monkeypatch.setattr(entry, "launch", launch)
     arguments = ["train", *FEW, f"hydra.run.dir={tmp_path}/run"]
     monkeypatch.setattr(sys, "argv", list(arguments))
     entry.main()
