@@ -39,7 +39,7 @@ INNER = {
         {"data_loader"},
     ),
     "serving": (
-        {"protocol", "restart_limit", "parent_death"},
+        {"options", "protocol", "restart_limit", "parent_death"},
         {"engine"},
         {"staged_json", "client", "service"},
         {"http"},

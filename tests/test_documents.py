@@ -100,7 +100,7 @@ WAYS: dict[str, Way] = {
     ),
     "make test": Way("make --dry-run test", in_checkout=True, prints="-m pytest"),
     "make check": Way("make --dry-run check", in_checkout=True, prints="mypy"),
-    "rm-opt --help": Way(prints="Commands:"),
+    "rm-opt --help": Way(prints="Train and analyze:"),
     "rm-opt info": Way(prints="presets in"),
     "rm-opt data check pairs.jsonl": Way(f"{PAIRS} && rm-opt data check pairs.jsonl", prints="longer wins"),
     # without a hub the presets that download one are composed, and the embedded one is trained

@@ -13,7 +13,6 @@ import pytest
 
 import rm_optimizer
 from rm_optimizer import PUBLIC_MODULES, errors
-from rm_optimizer.interfaces.public_names import BEGIN, END, public_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,22 +28,19 @@ def test_a_public_module_lists_its_names_and_loads_each(module):
 
 
 def test_errors_stand_in_one_tree_and_are_exported():
-    tree = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    tree = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if getattr(kind, "__module__", "") == errors.__name__ and inspect.isclass(kind)
+    }
     assert set(re.findall(r"──+ (\w+) ", errors.__doc__ or "")) == set(tree) - {"RMOptimizerError"}
     assert [name for name, kind in tree.items() if getattr(rm_optimizer, name, None) is not kind] == []
-    classes = [
-        found
+    elsewhere = [
+        name
         for path in (ROOT / "rm_optimizer").rglob("*.py")
-        for found in re.findall(r"^class (\w+)\((\w+)\):", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in re.findall(r"^class (\w+)\(RMOptimizerError\):", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
-    assert [name for name, base in classes if base in tree and name not in tree] == ["ApiError"]
-
-
-def test_the_tables_of_public_names_are_those_of_the_code():
-    page = (ROOT / "docs" / "public-names.md").read_text(encoding="utf-8")
-    assert page.partition(BEGIN)[2].partition(END)[0].strip() == public_names().strip(), (
-        "run python -m rm_optimizer.interfaces.public_names and paste what it prints between the marks"
-    )
+    assert sorted({*elsewhere} - {*tree}) == ["ApiError"]
 
 
 @pytest.mark.slow

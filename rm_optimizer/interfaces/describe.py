@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING as UNSET
 from omegaconf import OmegaConf
 
+from rm_optimizer.interfaces.public_names import public_names
 from rm_optimizer.schema.compose import PACKAGE, config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -62,6 +63,7 @@ REFERENCES: Mapping[str, Callable[[], str]] = {
     "docs/architecture.md": room_reference,
     "docs/optimizers.md": optimizer_reference,
     "docs/options.md": option_reference,
+    "docs/public-names.md": public_names,
 }
 """Tables by the file that holds them."""
 

@@ -17,7 +17,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 class Commands(TyperGroup):
-    """A group whose unknown commands get a suggestion."""
+    """A group whose commands stand under headings, and whose unknown ones get a suggestion."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the first argument names.
@@ -28,6 +28,18 @@ class Commands(TyperGroup):
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             raise ConfigError(did_you_mean("command", args[0], self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands under the headings that they were given."""
+        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        limit = formatter.width - 6 - max(map(len, commands))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in commands.items():
+            heading = getattr(command, "rich_help_panel", None) or "Commands"
+            sections.setdefault(heading, []).append((name, command.get_short_help_str(limit)))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
 
 class RootCommands(Commands):

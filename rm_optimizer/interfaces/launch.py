@@ -1,4 +1,4 @@
-"""Flags of `rm-opt train` as overrides, and the process it becomes. Imports neither Hydra nor torch."""
+"""Flags of a command as overrides, and the program that it becomes. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
-
-from rm_optimizer.errors import ConfigError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 """Text that Hydra's grammar reads as itself, without quotes."""
@@ -18,76 +16,16 @@ PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 RESERVED = frozenset({"null", "true", "false", "nan", "inf"})
 
 
-def train_overrides(
-    *,
-    model: str | None = None,
-    optimizer: str | None = None,
-    data: str | None = None,
-    epochs: str | None = None,
-    batch_size: str | None = None,
-) -> list[str]:
-    """The overrides that the flags stand for; a flag that was not given adds none.
+def as_overrides(given: Mapping[str, str | None]) -> list[str]:
+    """Overrides of the options that were given, in Hydra's grammar.
 
     Args:
-        model: preset of the model group, or else the path or hub id of a model, written with a slash.
-        optimizer: preset of the optimizer group.
-        data: a file, folder or hub name, or else a preset of the data group.
-        epochs: passes over the training pairs.
-        batch_size: pairs of one optimizer step.
-
-    Raises:
-        ConfigError: if `model` is an override, as after Hydra's own `-m`.
+        given: value of each option; None where the flag was not given.
 
     Example:
-        >>> train_overrides(model="tiny", data="pairs.jsonl")
-        ['model=tiny', 'data.train=pairs.jsonl']
+        >>> as_overrides({"checkpoint": "runs/a", "landscape": None, "landscape.params": "*.layers.0.*"})
+        ['checkpoint=runs/a', "landscape.params='*.layers.0.*'"]
     """
-    if model is not None and "=" in model and not Path(model).exists():
-        raise ConfigError(f"-m takes a model preset or path, got '{model}'; for a sweep write --multirun {model}")
-    given = {
-        "model.path" if model is not None and names_model(model) else "model": model,
-        "optimizer": optimizer,
-        "data.train" if data is not None and names_data(data) else "data": data,
-        "training.epochs": epochs,
-        "batching.batch_size": batch_size,
-    }
-    return [f"{option}={quoted(value)}" for option, value in given.items() if value is not None]
-
-
-def analyze_overrides(
-    *,
-    checkpoint: str | None = None,
-    kind: str | None = None,
-    data: str | None = None,
-    top_k: str | None = None,
-    method: str | None = None,
-    pairs: str | None = None,
-    params: str | None = None,
-) -> list[str]:
-    """The overrides that the flags of `rm-opt analyze` stand for; a flag that was not given adds none.
-
-    Args:
-        checkpoint: run folder, exported folder, `.ckpt` or hub id.
-        kind: preset of the landscape group.
-        data: a file, folder or hub name.
-        top_k: eigenvalues to compute.
-        method: how to compute them.
-        pairs: pairs that the loss is averaged over.
-        params: which parameters.
-
-    Example:
-        >>> analyze_overrides(checkpoint="runs/a", kind="density", params="*.layers.0.*")
-        ['checkpoint=runs/a', 'landscape=density', "landscape.params='*.layers.0.*'"]
-    """
-    given = {
-        "checkpoint": checkpoint,
-        "landscape": kind,
-        "data.train": data,
-        "landscape.top_k": top_k,
-        "landscape.method": method,
-        "landscape.num_pairs": pairs,
-        "landscape.params": params,
-    }
     return [f"{option}={quoted(value)}" for option, value in given.items() if value is not None]
 
 

@@ -6,38 +6,45 @@ import glob
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
-from rm_optimizer.core.rows.readers import data_files, is_saved_folder, source_name
+from typer import Option
+
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
 
 _log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
 class PairOptions:
-    """The reading flags as typed.
+    """The options of every command that reads pairs, each with its flag and help."""
 
-    Args:
-        format: row format, or `auto`.
-        columns: `OURS=THEIRS` items.
-        on_bad_row: `error` or `drop`.
-        winner: values of the winner column as typed, or None.
-        max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
-        kwise_rule: pairs that a list of scored responses gives: all, best_worst or adjacent.
-        label: probability that `chosen` is the better response, for rows that have no label.
-    """
-
-    format: str
-    columns: tuple[str, ...]
-    on_bad_row: str
-    winner: str | None = None
-    max_bad_share: float = MAX_BAD_SHARE
-    kwise_rule: str = KwiseRule.all
-    label: float = 1.0
+    format: Annotated[
+        str, Option("--format", help="Row format: auto, explicit, hh, messages, lists, winner or kwise.")
+    ] = "auto"
+    columns: Annotated[list[str], Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")] = (
+        field(default_factory=list)
+    )
+    on_bad_row: Annotated[str, Option("--on-bad-row", help="What a bad row does: error or drop.")] = "error"
+    winner: Annotated[
+        str | None,
+        Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | between equal ones."),
+    ] = None
+    max_bad_share: Annotated[
+        float, Option("--max-bad-share", min=0, max=1, help="Most bad rows to drop, as a share of a file's rows.")
+    ] = MAX_BAD_SHARE
+    kwise_rule: Annotated[
+        str, Option("--kwise-rule", help="Pairs of a list of responses: all, best_worst or adjacent.")
+    ] = "all"
+    label: Annotated[
+        float, Option("--label", min=0, max=1, help="P(chosen > rejected) of rows without a label; 0.5 for ties.")
+    ] = 1.0
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set.
@@ -49,6 +56,8 @@ class PairOptions:
             ConfigError: if a flag's value is unknown.
             DataError: if the source cannot be used, or a pattern or folder names no file.
         """
+        from rm_optimizer.core.pairs.dataset import PreferenceDataset
+
         for flag, value, kind in (
             ("--on-bad-row", self.on_bad_row, OnBadRow),
             ("--kwise-rule", self.kwise_rule, KwiseRule),
@@ -73,6 +82,9 @@ class PairOptions:
 
     def _part(self, file: str, label: str) -> PreferenceDataset:
         """The pairs of one file, those without a source of their own under `label`."""
+        from rm_optimizer.core.pairs.dataset import PreferenceDataset
+        from rm_optimizer.core.rows.readers import source_name
+
         part = PreferenceDataset.load(
             {"path": file, "label": self.label},
             format=self.format,
@@ -107,6 +119,8 @@ class PairOptions:
 
 def _sources(source: str) -> list[tuple[str, str, list[str]]]:
     """Short name, path and files of what `--data` names: a file, a hub name, a folder of files or a pattern."""
+    from rm_optimizer.core.rows.readers import data_files, is_saved_folder, source_name
+
     path = Path(source).expanduser()
     if path.is_dir() and not is_saved_folder(path):
         if not (files := data_files(path)):

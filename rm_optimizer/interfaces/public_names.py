@@ -1,36 +1,32 @@
-"""The public names as Markdown tables: `python -m rm_optimizer.interfaces.public_names` prints them."""
+"""The public names as Markdown tables."""
 
 from __future__ import annotations
 
 import inspect
-import re
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from rm_optimizer import PUBLIC_MODULES
 
-BEGIN = "<!-- public names: begin -->"
-END = "<!-- public names: end -->"
-
 
 def public_names() -> str:
-    """A table of the names of each public module with what they are."""
-    return "\n".join(_table(module) for module in PUBLIC_MODULES)
+    """A table of the names of `rm_optimizer` with what they are; of the other modules, one of the names they add."""
+    described: set[str] = set()
+    parts = []
+    for module in PUBLIC_MODULES:
+        loaded = import_module(module)
+        again = [f"`{name}`" for name in loaded.__all__ if name in described]
+        rows = [f"| `{name}` | {_meaning(getattr(loaded, name))} |" for name in loaded.__all__ if name not in described]
+        parts += [f"**`{module}`**" + (f", beside {', '.join(again)}" if again and rows else ""), ""]
+        parts += ["| name | meaning |", "| --- | --- |", *rows, ""] if rows else [", ".join(again), ""]
+        described |= set(loaded.__all__)
+    return "\n".join(parts)
 
 
-def _table(module: str) -> str:
-    loaded = import_module(module)
-    rows = [f"| `{name}` | {_summary(getattr(loaded, name))} |" for name in sorted(loaded.__all__)]
-    return "\n".join([f"**`{module}`**", "", "| name | meaning |", "| --- | --- |", *rows, ""])
-
-
-def _summary(value: Any) -> str:
-    """First sentence of a docstring; for a table of values, its keys."""
-    if isinstance(value, dict):
+def _meaning(value: Any) -> str:
+    """First sentence of a docstring; of a table, its keys."""
+    if isinstance(value, Mapping):
         return ", ".join(f"`{key}`" for key in value)
-    first = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:;])\s", first)[0].rstrip(".:;").replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(public_names())
+    paragraph = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".").replace("|", "\\|")

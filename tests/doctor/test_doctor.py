@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from typer import Exit
 
 from rm_optimizer.core.classifier.head import RewardHead
 from rm_optimizer.core.data_loader import PreferenceDataset
@@ -32,8 +33,9 @@ from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.doctor.doctor import _Examination, diagnose
 from rm_optimizer.doctor.probe_conversations import probe_ids
 from rm_optimizer.errors import DataError
-from rm_optimizer.interfaces.commands.doctor import diagnose_and_print
-from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.commands.doctor import doctor
+from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 from tests.core.tiny_models import FAMILIES, decoder_tokenizer, tiny_architecture, tiny_model, tiny_tokenizer
 
@@ -431,12 +433,14 @@ def test_the_command_prints_the_verdict_writes_it_and_returns_its_code(model, da
         rows = "".join(json.dumps(pair.to_dict()) + "\n" for pair in pairs)
         (tmp_path / f"{name}.jsonl").write_text(rows)
     sources = [str(tmp_path / "train.jsonl"), str(tmp_path / "val.jsonl")]
-    reading = Reading(format="auto", columns=(), on_bad_row="error")
-    options = {"max_length": None, "max_pairs": 60, "token_budget": 4096, "seed": 0}
-    clean = diagnose_and_print(str(tmp_path / "model"), sources[:1], reading, json_file=None, **options)
-    assert clean == 0
+    saved, options = SavedModel(str(tmp_path / "model")), {"max_pairs": 60, "token_budget": 4096}
+    with pytest.raises(Exit) as clean:
+        doctor(saved, PairOptions(), sources[:1], **options)
+    assert clean.value.exit_code == 0
     json_file = tmp_path / "diagnosis.json"
-    assert diagnose_and_print(str(tmp_path / "model"), sources, reading, json_file=json_file, **options) == 4
+    with pytest.raises(Exit) as failing:
+        doctor(saved, PairOptions(), sources, json_file=json_file, **options)
+    assert failing.value.exit_code == 4
     written = json.loads(json_file.read_text())
     assert (written["verdict"], written["exit_code"]) == ("fail", 4)
     assert "split_leakage" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_a_failure_keeps_its_exit_code(monkeypatch, error, code):
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(info, "print_info", fail)
+    monkeypatch.setattr(info, "devices", fail)
     result = rm_opt("info")
     assert (result.exit_code, result.stderr) == (code, f"error: {error}\n")
 
@@ -74,7 +74,7 @@ def test_control_c_exits_130(monkeypatch):
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(info, "print_info", stop)
+    monkeypatch.setattr(info, "devices", stop)
     assert rm_opt("info").exit_code == 130
 
 
@@ -82,7 +82,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(info, "print_info", fail)
+    monkeypatch.setattr(info, "devices", fail)
     assert isinstance(rm_opt("info").exception, ZeroDivisionError)
 
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.commands import serve as serve_module
-from rm_optimizer.interfaces.commands.serve_options import ServeOptions, bound_socket, name_of
+from rm_optimizer.interfaces.commands.serve import bound_socket
+from rm_optimizer.serving.options import ServeOptions, name_of
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from tests.serving.engines import exported
 from tests.serving.test_openapi import free_port

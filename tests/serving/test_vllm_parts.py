@@ -23,15 +23,15 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import EngineUnavailable, MissingExtra, RMOptimizerError, WeightsRefused
 from rm_optimizer.interfaces.commands.serve import serve
-from rm_optimizer.interfaces.commands.serve_options import ServeOptions
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.vllm import launch as vllm_launch
 from rm_optimizer.serving.vllm.folder import prepare_model, suits_vllm
-from rm_optimizer.serving.vllm.launch import Supervisor, VllmOptions, command, environment
+from rm_optimizer.serving.vllm.launch import Supervisor, command, environment
 from rm_optimizer.serving.vllm.plugin import RewardApplication
 from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
@@ -167,12 +167,8 @@ def test_a_load_that_fails_half_way_ends_with_the_old_weights(tmp_path):
     assert worker.rm_commit() == "no weights are staged; begin the update again"
 
 
-def options_for(checkpoint: Path, **changes: object) -> VllmOptions:
-    values = {"host": "127.0.0.1", "port": 8123, "api_key": "sesame", "dtype": "float32", "token_budget": None}
-    values |= {"max_queued_tokens": 1000, "weights_root": None, "model_name": "rm", "threads": None}
-    values |= {"update_key": None, "takes_updates": True, "transport_names": ("inline", "path"), "checks_host": False}
-    values |= {"url": "http://127.0.0.1:8123"}
-    return VllmOptions(checkpoint=str(checkpoint), **(values | changes))
+def options_for(checkpoint: Path, **changes: object) -> ServeOptions:
+    return ServeOptions(str(checkpoint), api_key="sesame", **changes)
 
 
 def test_an_export_is_served_as_it_is_and_described_from_its_files(tmp_path):

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typer import Argument, Option
 
-from rm_optimizer.core.pairs.audit import DataAudit, audit_pairs
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, label_note
-from rm_optimizer.core.rows.hub import hub_obstacle
-from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError
-from rm_optimizer.interfaces.json_option import printed_beside, write_json
 from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.reporting.tables import example_table, output_console, print_audit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rm_optimizer.core.pairs.audit import DataAudit
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
 
 TINY_VOCABULARY = 2048
 """Tokens of the tokenizer that is trained when none is named; that of `model=tiny`."""
 
 
-def audit_and_print(
-    paths: Sequence[str], pair_options: PairOptions, *, tokenizer: str | None, max_length: int, json_file: Path | None
+def data_check(
+    paths: Annotated[list[str], Argument(help="Files, folders or hub names; each is one split.")],
+    pair_options: PairOptions,
+    tokenizer: Annotated[str | None, Option("--tokenizer", help="Hub id or folder of a tokenizer.")] = None,
+    max_length: Annotated[int, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = 512,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the audit here.")] = None,
 ) -> None:
-    """Print the audit of the splits, and write it as JSON where asked.
+    """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
+    from rm_optimizer.interfaces.json_option import printed_beside, write_json
 
-    Args:
-        paths: one source for each split.
-        pair_options: options for reading rows.
-        tokenizer: hub id or folder; None trains a small one on the data, which the output says.
-        max_length: tokens kept of prompt and response together.
-        json_file: where the audit goes as JSON.
-
-    Raises:
-        DataError: if a source cannot be read.
-        CheckpointError: if there is no such tokenizer.
-        ConfigError: if the JSON file cannot be written.
-    """
     with printed_beside(json_file):
         audit = _audited(paths, pair_options, tokenizer, max_length)
     write_json(json_file, audit.to_json())
@@ -45,6 +38,11 @@ def audit_and_print(
 
 def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | None, max_length: int) -> DataAudit:
     """The audit of the splits, once it is printed."""
+    from rm_optimizer.core.pairs.audit import audit_pairs
+    from rm_optimizer.core.pairs.dataset import label_note
+    from rm_optimizer.core.tokens.chat import ConversationRenderer
+    from rm_optimizer.reporting.tables import example_table, output_console, print_audit
+
     datasets = dict(zip(_split_names(paths), (pair_options.load(path) for path in paths), strict=True))
     if tokenizer is None:
         print(
@@ -70,6 +68,11 @@ def _split_names(paths: Sequence[str]) -> list[str]:
 
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    from rm_optimizer.core.rows.hub import hub_obstacle
+    from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+
     if source is None:
         pairs = (pair for data in datasets for pair in data.pairs)
         return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)

@@ -4,61 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer import Exit, Option
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
-from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
-from rm_optimizer.doctor.diagnosis import Diagnosis
-from rm_optimizer.doctor.doctor import diagnose
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.json_option import printed_beside, write_json
-from rm_optimizer.interfaces.local_model import length_note, load_local
 from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.reporting.doctor_table import print_diagnosis
+from rm_optimizer.interfaces.saved_model import SavedModel, length_note
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+    from rm_optimizer.doctor.diagnosis import Diagnosis
 
 
-def diagnose_and_print(
-    checkpoint: str,
-    sources: Sequence[str],
+def doctor(
+    saved: SavedModel,
     pair_options: PairOptions,
-    *,
-    json_file: Path | None,
-    max_length: int | None,
-    max_pairs: int,
-    token_budget: int,
-    seed: int,
-    show_all: bool = False,
-    input_form: str | None = None,
-) -> int:
-    """Print the diagnosis, write it as JSON where asked, and return the exit code.
+    sources: Annotated[list[str], Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
+    json_file: Annotated[Path | None, Option("--json", help="Also write the diagnosis here.")] = None,
+    show_all: Annotated[bool, Option("--all", help="Also print the checks that are ok.")] = False,
+    max_pairs: Annotated[int, Option("--max-pairs", min=1, help="Pairs, over all splits, to score.")] = 256,
+    token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 8192,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
+) -> None:
+    """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
+    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+    from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.reporting.doctor_table import print_diagnosis
 
-    Args:
-        checkpoint: anything `BradleyTerryRM.from_pretrained` loads, a base model included.
-        sources: pairs, each one data set.
-        pair_options: options for reading rows.
-        json_file: where the diagnosis goes as JSON.
-        max_length: tokens kept of a sequence; None takes the stored number, or the model's.
-        max_pairs: pairs, over all sources, whose rewards are computed.
-        token_budget: tokens, padding included, of one pass.
-        seed: of samples, folds, random labels and bootstraps.
-        show_all: print the checks that are ok as well.
-        input_form: the value of `--input-form`.
-
-    Returns:
-        0 if nothing failed, warnings or not; `diagnosis.FAILED_EXIT_CODE` otherwise.
-
-    Raises:
-        CheckpointError: if the model cannot be loaded.
-        DataError: if pairs cannot be read.
-        ConfigError: if an option is out of range or the JSON file cannot be written.
-    """
     data = _datasets(sources, pair_options)
-    model = load_local(checkpoint, max_length=max_length, input_form=input_form, seed=seed)
+    model = saved.load(seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
-    trained = TrainedPairs.recorded(checkpoint)
+    trained = TrainedPairs.recorded(saved.checkpoint)
     diagnosis = _with_progress(model, data, trained, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
     with printed_beside(json_file):
         print_diagnosis(diagnosis, show_all=show_all)
@@ -67,7 +46,7 @@ def diagnose_and_print(
         if note := length_note(model):
             print(f"note: {note}")
     write_json(json_file, diagnosis.to_json())
-    return diagnosis.exit_code
+    raise Exit(diagnosis.exit_code)
 
 
 def _datasets(sources: Sequence[str], pair_options: PairOptions) -> dict[str, PreferenceDataset]:
@@ -88,6 +67,11 @@ def _with_progress(
     token_budget: int,
     seed: int,
 ) -> Diagnosis:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from rm_optimizer.doctor.doctor import diagnose
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading")

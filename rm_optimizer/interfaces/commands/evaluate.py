@@ -7,67 +7,54 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from typer import Option
+
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, did_you_mean
-from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
-from rm_optimizer.interfaces.local_model import load_local
 from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.records.progress import progress
-from rm_optimizer.reporting.pictures import draw_evaluation, print_evaluation
+from rm_optimizer.interfaces.saved_model import SavedModel
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.evaluation.saved_model import Evaluation
 
 RESULTS = Path("outputs", "evaluate")
 """Folder of the results of evaluations for which none is named."""
 _OF_OTHERS = ("options.json", "run.json", "config.json")
 
 
-def evaluate_and_print(
-    checkpoint: str,
-    sources: Sequence[str],
+def evaluate(
+    saved: SavedModel,
+    sources: Annotated[list[str], Option("--data", "-d", help="Pairs: file, folder, pattern; may be repeated.")],
     pair_options: PairOptions,
-    *,
-    by: Sequence[str],
-    output_dir: Path | None,
-    max_length: int | None,
-    token_budget: int,
-    num_bootstrap: int,
-    seed: int,
-    input_form: str | None,
+    output: Annotated[Path | None, Option("--output", help="Folder for JSON and plots.")] = None,
+    by: Annotated[
+        list[str], Option("--by", metavar="COLUMN", help="Also report by this column; may be repeated.")
+    ] = [],  # noqa: B006
+    token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 16384,
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0,
 ) -> None:
-    """Print the metrics, and write them with the rewards of every pair and the plots into a folder.
+    """Measure a reward model on preference pairs: table, JSON and plots; a stopped run continues when repeated."""
+    from rm_optimizer.evaluation.saved_model import evaluate_model
+    from rm_optimizer.records.progress import progress
+    from rm_optimizer.reporting.pictures import draw_evaluation
 
-    Args:
-        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
-        sources: pairs to evaluate on, together.
-        pair_options: options for reading rows.
-        by: columns whose values are reported separately, beside source and subset.
-        output_dir: the folder; None names one below `outputs/evaluate` by date and time.
-        max_length: tokens kept of a sequence; None takes the stored number, or the model's.
-        token_budget: tokens, padding included, of one pass.
-        num_bootstrap: resamples over prompts for the intervals.
-        seed: seed of the resamples.
-        input_form: the value of `--input-form`.
-
-    Raises:
-        DataError: if the pairs cannot be read.
-        CheckpointError: if the model cannot be loaded.
-        ConfigError: if the folder cannot be written, or a column of `by` is unknown.
-        Interrupted: if the user stops it.
-    """
     data = pair_options.load(sources)
     _require_columns(data, by)
-    folder = _made(output_dir or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    folder = _made(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     try:
-        model = load_local(checkpoint, max_length=max_length, input_form=input_form)
+        model = saved.load()
         with progress("evaluating", "responses") as show:
             evaluation = evaluate_model(
                 model,
                 data,
-                checkpoint=checkpoint,
+                checkpoint=saved.checkpoint,
                 output_dir=folder,
-                partial_dir=output_dir or RESULTS,
+                partial_dir=output or RESULTS,
                 token_budget=token_budget,
-                num_bootstrap=num_bootstrap,
+                num_bootstrap=bootstrap,
                 seed=seed,
                 by=by,
                 on_progress=show,
@@ -79,10 +66,12 @@ def evaluate_and_print(
             raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
         raise
     draw_evaluation(folder, evaluation.metrics)
-    _print(checkpoint, sources, evaluation, folder)
+    _print(saved.checkpoint, sources, evaluation, folder)
 
 
 def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, folder: Path) -> None:
+    from rm_optimizer.reporting.pictures import print_evaluation
+
     what = ", ".join(sources) if len(sources) <= 3 else f"{len(sources)} sources"
     print_evaluation(f"{checkpoint} on {what}", evaluation)
     if evaluation.num_skipped:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 
-from rm_optimizer.records.provenance import commit, machine, versions
-from rm_optimizer.schema import config_root
-from rm_optimizer.schema.store import OPTIMIZERS
+def info() -> None:
+    """Print versions, devices, where the presets are, and what presets and optimizers there are."""
+    from rm_optimizer.records.provenance import commit, machine, versions
+    from rm_optimizer.schema import config_root
+    from rm_optimizer.schema.store import OPTIMIZERS
 
-
-def print_info() -> None:
-    """Print versions, devices, the folder of presets, the presets of each group and the optimizers."""
     _section("versions", {**versions(), "commit": commit() or "installed package"})
     _section("machine", {**machine(), **devices()})
     print(f"presets in {config_root()}")
@@ -23,6 +21,8 @@ def print_info() -> None:
 
 def devices() -> dict[str, str]:
     """Accelerators by name; torch's own words."""
+    import torch
+
     if not torch.cuda.is_available():
         return {"accelerator": "none (cpu)"}
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -31,6 +31,8 @@ def devices() -> dict[str, str]:
 
 def presets() -> dict[str, list[str]]:
     """Preset names of each group, as they stand on disk."""
+    from rm_optimizer.schema import config_root
+
     groups = sorted(folder for folder in Path(config_root()).iterdir() if folder.is_dir())
     return {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
 

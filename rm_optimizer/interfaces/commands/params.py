@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated
 
-from rm_optimizer.core.pairs.dataset import load_training_data
-from rm_optimizer.interfaces.command_line import checked
+from typer import Argument, Option
+
 from rm_optimizer.interfaces.launch import names_model, quoted
-from rm_optimizer.optim import build_optimizer
-from rm_optimizer.optim.param_groups import GroupRow, describe_groups
-from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.run import build_model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rm_optimizer.optim.param_groups import GroupRow
 
 
-def print_params(model: str, optimizer: str) -> None:
-    """Print the optimizer's groups on a model as a table.
+def params(
+    model: Annotated[str, Argument(help="Model preset, folder or hub id.")],
+    optimizer: Annotated[str, Option("--optimizer", "-o", help="Optimizer preset.")] = "adamw",
+) -> None:
+    """Print which parameters an optimizer treats how."""
+    from rich.console import Console
 
-    Args:
-        model: model preset, folder or hub id.
-        optimizer: optimizer preset.
-
-    Raises:
-        ConfigError: if a preset is unknown.
-        CheckpointError: if the model cannot be loaded.
-    """
     Console().print(_table(f"{optimizer} on {model}", groups_of(model, optimizer)))
 
 
 def groups_of(model: str, optimizer: str) -> tuple[GroupRow, ...]:
     """Rows of that table."""
+    from rm_optimizer.core.pairs.dataset import load_training_data
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.optim import build_optimizer
+    from rm_optimizer.optim.param_groups import describe_groups
+    from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.training.run import build_model
+
     chosen = f"model.path={quoted(model)}" if names_model(model) else f"model={quoted(model)}"
     config = checked([chosen, f"optimizer={quoted(optimizer)}"], TrainConfig, writable=False)
     built = build_model(config.model, load_training_data(config.data).train, config.seed)
@@ -37,6 +40,8 @@ def groups_of(model: str, optimizer: str) -> tuple[GroupRow, ...]:
 
 
 def _table(title: str, rows: tuple[GroupRow, ...]) -> Table:
+    from rich.table import Table
+
     table = Table("role", "algorithm", title=title)
     for column in ("lr", "weight decay", "tensors", "parameters"):
         table.add_column(column, justify="right")

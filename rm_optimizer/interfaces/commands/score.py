@@ -7,19 +7,38 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rm_optimizer.core.model.identity import scorer_digest
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt
+from typer import Argument, Option
+
 from rm_optimizer.errors import ConfigError, Interrupted
-from rm_optimizer.evaluation.score_file import CountedRewards, ScoredFile, require_finite, score_file
-from rm_optimizer.interfaces.local_model import length_note, load_local
-from rm_optimizer.records.files import write_text
-from rm_optimizer.records.progress import progress
+from rm_optimizer.interfaces.saved_model import SavedModel, length_note
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.core.pairs.pair import Prompt
+    from rm_optimizer.evaluation.score_file import CountedRewards, ScoredFile
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
 REPORT_SUFFIX = ".report.json"
 """Added to the output's name for what is known of its rewards: the model, its length limit, what was cut."""
+
+
+def score(
+    saved: SavedModel,
+    in_file: Annotated[Path | None, Argument(help="JSONL (also .gz), CSV or Parquet to score.")] = None,
+    out_file: Annotated[Path | None, Argument(help="Where to write it with a `reward` column.")] = None,
+    prompt: Annotated[str | None, Option("--prompt", help="Score this prompt…")] = None,
+    responses: Annotated[list[str], Option("--response", help="…and response; may be repeated.")] = [],  # noqa: B006
+    token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 16384,
+) -> None:
+    """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
+    if prompt is not None and responses and in_file is None and out_file is None:
+        _print_scores(saved, prompt, responses, token_budget)
+    elif prompt is None and not responses and in_file is not None and out_file is not None:
+        _score_to_file(saved, in_file, out_file, token_budget)
+    else:
+        raise ConfigError(USAGE)
 
 
 class LocalScorer:
@@ -36,6 +55,8 @@ class LocalScorer:
 
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
         """Rewards of the responses in the order given, and counts of what was cut."""
+        from rm_optimizer.evaluation.score_file import CountedRewards
+
         encodings = self.model.encode(prompts, responses)
         rewards = self.model.score_encoded(prompts, encodings, token_budget=self.token_budget)
         return CountedRewards(
@@ -45,29 +66,15 @@ class LocalScorer:
         )
 
 
-def print_scores(
-    checkpoint: str,
-    prompt: str,
-    responses: Sequence[str],
-    files: Sequence[object],
-    *,
-    token_budget: int,
-    max_length: int | None,
-    input_form: str | None,
-) -> None:
-    """Print one reward a line, in the order of the responses; what was cut is said on standard error.
+def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
+    """Print one reward a line, in the order of the responses; what was cut is said on standard error."""
+    from rm_optimizer.evaluation.score_file import require_finite
 
-    Raises:
-        ConfigError: if there is no response, or files were named as well.
-        CheckpointError: if the model cannot be loaded, or a reward is not finite.
-    """
-    if not responses or any(file is not None for file in files):
-        raise ConfigError(USAGE)
     if not prompt.strip():
         raise ConfigError("--prompt must not be empty")
     if not all(response.strip() for response in responses):
         raise ConfigError("--response must not be empty")
-    model = load_local(checkpoint, max_length=max_length, input_form=input_form)
+    model = saved.load()
     counted = LocalScorer(model, token_budget).score_counted([prompt] * len(responses), responses)
     require_finite(counted.rewards, lambda index: f"response {index + 1}")
     for reward in counted.rewards:
@@ -76,29 +83,16 @@ def print_scores(
         print(f"warning: {note}", file=sys.stderr)
 
 
-def score_to_file(
-    checkpoint: str,
-    source: Path | None,
-    target: Path | None,
-    responses: Sequence[str],
-    *,
-    token_budget: int,
-    max_length: int | None,
-    input_form: str | None,
-) -> None:
+def _score_to_file(saved: SavedModel, source: Path, target: Path, token_budget: int) -> None:
     """Write `source` with a `reward` column to `target`, continuing an earlier call that was stopped.
 
-    What the rewards are of, and what was cut, stands in a JSON file beside the target.
-
-    Raises:
-        ConfigError: unless both files are named, and nothing else.
-        DataError: if a file or row is unusable.
-        CheckpointError: if the model cannot be loaded.
-        Interrupted: if the user stops it.
+    A JSON file beside the target says which model the rewards are of, and what was cut.
     """
-    if source is None or target is None or responses:
-        raise ConfigError(USAGE)
-    model = load_local(checkpoint, max_length=max_length, input_form=input_form)
+    from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.evaluation.score_file import score_file
+    from rm_optimizer.records.progress import progress
+
+    model = saved.load()
     identity = scorer_digest(model)
     try:
         with progress("scoring", "rows") as show:
@@ -111,13 +105,15 @@ def score_to_file(
             )
     except KeyboardInterrupt:
         raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
-    _write_report(target, checkpoint, model, identity, scored)
+    _write_report(target, saved.checkpoint, model, identity, scored)
     print(f"{scored.num_rows} rows scored: {target}")
     for note in _notes(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):
         print(f"warning: {note}")
 
 
 def _write_report(target: Path, checkpoint: str, model: BradleyTerryRM, identity: str, scored: ScoredFile) -> None:
+    from rm_optimizer.records.files import write_text
+
     report = {"model": checkpoint, "model_digest": identity, "max_length": model.max_length, **asdict(scored)}
     write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
 

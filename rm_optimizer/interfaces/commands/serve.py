@@ -8,12 +8,10 @@ import importlib.util
 import signal
 import socket
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from rm_optimizer.core.storage.model_files import refuse_by_files
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
-from rm_optimizer.interfaces.commands.serve_options import ServeOptions, bound_socket
+from rm_optimizer.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     import uvicorn
@@ -28,12 +26,9 @@ KEEP_ALIVE_SECONDS = 75
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C; what was accepted by then is answered first.
+    """Serve a reward model over HTTP until SIGTERM; rewards are raw unless a request asks for their sigmoid."""
+    from rm_optimizer.core.storage.model_files import refuse_by_files
 
-    Raises:
-        MissingExtra: if the server's packages, or vLLM where it was asked for, are not installed.
-        RMOptimizerError: if the model cannot be loaded, or the port is taken.
-    """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(package.replace("_", "-"), "serve")
@@ -46,7 +41,9 @@ def serve(options: ServeOptions) -> None:
         if not _takes_vllm(options):
             asyncio.run(_serve(options, listening))
             return
-    _serve_with_vllm(options)  # it binds the address itself
+    from rm_optimizer.serving.vllm.launch import serve_with_vllm
+
+    serve_with_vllm(options)  # it binds the address itself
 
 
 def _takes_vllm(options: ServeOptions) -> bool:
@@ -59,10 +56,21 @@ def _takes_vllm(options: ServeOptions) -> bool:
     return suits_vllm(options.checkpoint)
 
 
-def _serve_with_vllm(options: ServeOptions) -> None:
-    from rm_optimizer.serving.vllm.launch import VllmOptions, serve_with_vllm
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that nobody else can take.
 
-    serve_with_vllm(VllmOptions(**{field.name: getattr(options, field.name) for field in fields(VllmOptions)}))
+    Raises:
+        RMOptimizerError: if the address is taken, or is none of this machine's.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        reason = (error.strerror or str(error)).lower()
+        raise RMOptimizerError(f"cannot listen on {host}:{port} ({reason}); choose another --port or --host") from error
+    return listening
 
 
 async def _serve(options: ServeOptions, listening: socket.socket) -> None:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.parent_death import end_with_parent
 from rm_optimizer.serving.restart_limit import RestartLimit
 from rm_optimizer.serving.vllm.folder import VllmModel, prepare_model
@@ -31,46 +31,7 @@ KILL_SECONDS = 40.0
 """Seconds after SIGTERM before a server is killed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VllmOptions:
-    """Options of `rm-opt serve --engine vllm`.
-
-    Args:
-        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
-        host: address to bind.
-        port: port to bind.
-        api_key: key that every request must carry; None requires no key.
-        update_key: key for weight updates in its place; None requires the `api_key` there too.
-        takes_updates: True if weights may be replaced.
-        transport_names: transports of weight updates.
-        checks_host: True if the `Host` of requests must be this machine.
-        url: address of the server.
-        dtype: type of the backbone's weights.
-        token_budget: tokens of one pass; None leaves vLLM's own number.
-        max_queued_tokens: most tokens of unanswered requests.
-        weights_root: folder for the files of weight updates by path; None allows none.
-        model_name: name of the model in requests.
-        threads: CPU threads; None leaves vLLM's own number.
-    """
-
-    checkpoint: str
-    host: str
-    port: int
-    api_key: str | None
-    update_key: str | None
-    takes_updates: bool
-    transport_names: tuple[str, ...]
-    checks_host: bool
-    url: str
-    dtype: str
-    token_budget: int | None
-    max_queued_tokens: int
-    weights_root: Path | None
-    model_name: str
-    threads: int | None
-
-
-def serve_with_vllm(options: VllmOptions) -> None:
+def serve_with_vllm(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
@@ -84,7 +45,7 @@ def serve_with_vllm(options: VllmOptions) -> None:
     print("rm-opt serve: stopped", flush=True)
 
 
-def _settings(options: VllmOptions, model: VllmModel, work: Path) -> VllmSettings:
+def _settings(options: ServeOptions, model: VllmModel, work: Path) -> VllmSettings:
     return VllmSettings(
         work=work,
         folder=model.folder,
@@ -102,7 +63,7 @@ def _settings(options: VllmOptions, model: VllmModel, work: Path) -> VllmSetting
     )
 
 
-def command(options: VllmOptions, model: VllmModel) -> list[str]:
+def command(options: ServeOptions, model: VllmModel) -> list[str]:
     """Command line of the server, without the API key, since every user of the machine can read it."""
     arguments = {
         "model": str(model.folder),
@@ -132,7 +93,7 @@ def command(options: VllmOptions, model: VllmModel) -> list[str]:
     return [sys.executable, "-m", SERVER_MODULE, *named, *(f"--{switch}" for switch in switches)]
 
 
-def environment(options: VllmOptions, settings_file: Path) -> dict[str, str]:
+def environment(options: ServeOptions, settings_file: Path) -> dict[str, str]:
     """Environment of the server: this process's, with only this package's plugin and no development mode."""
     temporary = settings_file.parent / "tmp"
     temporary.mkdir(exist_ok=True)

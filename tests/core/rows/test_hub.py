@@ -14,8 +14,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.hub import hub_obstacle
 from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.errors import CheckpointError, DataError
-from rm_optimizer.interfaces.commands.data_check import audit_and_print
-from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.commands.data_check import data_check
+from rm_optimizer.interfaces.pairs import PairOptions
 
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 
@@ -48,13 +48,7 @@ def test_an_unknown_name_is_refused_after_one_question(answer: Any, tmp_path: Pa
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     with pytest.raises(CheckpointError, match="no tokenizer at 'nowhere': nothing of that name is here"):
-        audit_and_print(
-            [str(pairs)],
-            Reading(format="auto", columns=(), on_bad_row="error"),
-            tokenizer="nowhere",
-            max_length=64,
-            json_file=None,
-        )
+        data_check([str(pairs)], PairOptions(), tokenizer="nowhere", max_length=64)
     with pytest.raises(DataError, match="the hub has no public dataset nowhere/data"):
         list(read_rows("nowhere/data", lambda number, reason: None))
     assert [(one["name"], one["repo_type"], one["timeout"]) for one in asked] == [

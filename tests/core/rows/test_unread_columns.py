@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
-from rm_optimizer.interfaces.pairs import Reading
+from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.schema import DataConfig
 
 TEXT = "The {} harbor was closed for the winter, and so the ships lay still."
@@ -75,11 +75,11 @@ def test_a_command_says_it_once_a_source(tmp_path: Path, caplog: pytest.LogCaptu
     for part in "ab":
         written(folder / f"{part}.jsonl", {"persona": "a pirate"})
     with caplog.at_level(logging.WARNING, "rm_optimizer"):
-        Reading("auto", (), "error").load([str(folder)])
+        PairOptions().load([str(folder)])
     (said,) = caplog.messages
     assert said.startswith(f"{folder}: persona look")
     assert said.endswith("--columns persona=null")
-    Reading("auto", ("persona=null",), "error").load([str(folder)])
+    PairOptions(columns=["persona=null"]).load([str(folder)])
     assert len(caplog.messages) == 1
 
 

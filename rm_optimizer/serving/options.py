@@ -1,13 +1,15 @@
-"""What `rm-opt serve` was told, checked before anything is loaded. Imports no torch."""
+"""Options of a reward server, checked before anything is loaded. Imports no torch."""
 
 from __future__ import annotations
 
 import ipaddress
-import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from rm_optimizer.errors import ConfigError, RMOptimizerError, did_you_mean
+from typer import Argument, Option
+
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import Transport
 
@@ -22,42 +24,42 @@ RUN_SUBFOLDERS = frozenset({"best"})
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `rm-opt serve` was told.
-
-    Args:
-        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
-        engine: `transformers`, `vllm`, or `auto`, which is vllm where it is installed and the model suits it.
-        host: address to bind.
-        port: port to bind.
-        api_key: what every request must bring; None asks for nothing.
-        update_key: what requests of weight updates must bring instead; None asks for the `api_key` there too.
-        takes_updates: whether weights may be replaced at all.
-        transports: of weight updates, separated by commas.
-        dtype: type of the backbone's weights.
-        token_budget: tokens of one pass; None measures.
-        max_queued_tokens: most tokens of unanswered requests.
-        weights_root: folder below which weight updates may name files; None allows none.
-        served_model_name: what requests call the model.
-        threads: CPU threads of the model; None leaves PyTorch's own number.
+    """The options of `rm-opt serve`, each with its flag and help.
 
     Raises:
         ConfigError: if an option is not valid.
     """
 
-    checkpoint: str
-    engine: str = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    update_key: str | None = None
-    takes_updates: bool = True
-    transports: str = DEFAULT_TRANSPORTS
-    dtype: str = "float32"
-    token_budget: int | None = None
-    max_queued_tokens: int = 131_072
-    weights_root: Path | None = None
-    served_model_name: str | None = None
-    threads: int | None = None
+    checkpoint: Annotated[str, Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
+    engine: Annotated[
+        str,
+        Option("--engine", help="auto, transformers or vllm; auto is vllm where it is installed and suits the model."),
+    ] = "auto"
+    host: Annotated[str, Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000
+    api_key: Annotated[
+        str | None, Option("--api-key", envvar="RM_OPT_API_KEY", help="Key every request must bring.")
+    ] = None
+    update_key: Annotated[
+        str | None,
+        Option("--update-key", envvar="RM_OPT_UPDATE_KEY", help="Key of weight updates instead of --api-key."),
+    ] = None
+    takes_updates: Annotated[bool, Option("--updates/--no-updates", help="Whether the weights may be replaced.")] = True
+    transports: Annotated[str, Option("--transports", help="Of weight updates: inline, path, gloo, nccl.")] = (
+        DEFAULT_TRANSPORTS
+    )
+    dtype: Annotated[str, Option("--dtype", help="Type of the backbone's weights: float32 or bfloat16.")] = "float32"
+    token_budget: Annotated[
+        int | None, Option("--token-budget", min=1, help="Tokens of one pass; measured if absent.")
+    ] = None
+    max_queued_tokens: Annotated[
+        int, Option("--max-queued-tokens", min=1, help="Most tokens of unanswered requests.")
+    ] = 131_072
+    weights_root: Annotated[
+        Path | None, Option("--weights-root", help="Folder below which weight updates may name files.")
+    ] = None
+    served_model_name: Annotated[str | None, Option("--served-model-name", help="What requests call the model.")] = None
+    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the model.")] = None
 
     def __post_init__(self) -> None:
         for option, value, known in (("--engine", self.engine, ENGINES), ("--dtype", self.dtype, DTYPES)):
@@ -123,20 +125,3 @@ def name_of(checkpoint: str) -> str:
     if path.exists():
         path = path.resolve()
     return path.parent.name if path.name in RUN_SUBFOLDERS and path.parent.name else path.name
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that nobody else can take.
-
-    Raises:
-        RMOptimizerError: if the address is taken, or is none of this machine's.
-    """
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        reason = (error.strerror or str(error)).lower()
-        raise RMOptimizerError(f"cannot listen on {host}:{port} ({reason}); choose another --port or --host") from error
-    return listening

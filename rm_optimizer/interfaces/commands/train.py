@@ -1,0 +1,36 @@
+"""`rm-opt train`: the short flags of `python -m rm_optimizer.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Context, Option
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.launch import as_overrides, become, names_data, names_model
+
+
+def train(
+    ctx: Context,
+    model: Annotated[str | None, Option("--model", "-m", help="Model preset, or the path of a model.")] = None,
+    optimizer: Annotated[str | None, Option("--optimizer", "-o", help="Optimizer preset.")] = None,
+    data: Annotated[str | None, Option("--data", "-d", help="File, folder or hub name of pairs.")] = None,
+    epochs: Annotated[str | None, Option("--epochs", "-e", help="Passes over the pairs.")] = None,
+    batch_size: Annotated[str | None, Option("--batch-size", "-b", help="Pairs of an optimizer step.")] = None,
+) -> None:
+    """Train a reward model. Options are written name=value: `rm-opt train optimizer=adamw optimizer.lr=1e-5`.
+
+    The flags below are short for the commonest ones. Everything else is passed on as it stands, Hydra's own flags
+    included: `--cfg job` prints the composed options, `--multirun` runs a sweep, `--config-dir DIR` adds presets.
+    """
+    if model is not None and "=" in model and not Path(model).exists():  # as after Hydra's own -m
+        raise ConfigError(f"-m takes a model preset or path, got '{model}'; for a sweep write --multirun {model}")
+    given = {
+        "model.path" if model is not None and names_model(model) else "model": model,
+        "optimizer": optimizer,
+        "data.train" if data is not None and names_data(data) else "data": data,
+        "training.epochs": epochs,
+        "batching.batch_size": batch_size,
+    }
+    become("rm_optimizer.train", [*as_overrides(given), *ctx.args])

@@ -1,0 +1,46 @@
+"""Options of a command that stand in a dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, get_type_hints
+
+
+def with_field_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command, in place of each parameter that is a dataclass, an option for each of its fields.
+
+    Args:
+        command: a function as typer takes it, whose dataclasses' fields are annotated as such parameters are.
+    """
+    own = signature(command, eval_str=True)
+    kinds: dict[str, Any] = {
+        item.name: item.annotation for item in own.parameters.values() if is_dataclass(item.annotation)
+    }
+    flags = {name: _parameters(kind) for name, kind in kinds.items()}
+
+    @wraps(command)
+    def run(**options: Any) -> Any:
+        built = {
+            name: kind(**{flag.name: options.pop(flag.name) for flag in flags[name]}) for name, kind in kinds.items()
+        }
+        return command(**built, **options)
+
+    parameters = [flag for item in own.parameters.values() for flag in flags.get(item.name, [item])]
+    parameters = [item.replace(kind=Parameter.KEYWORD_ONLY) for item in parameters]
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    return run
+
+
+def _parameters(kind: Any) -> list[Parameter]:
+    """A parameter for each field, with its default."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for field in fields(kind):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        default = Parameter.empty if default is MISSING else default
+        found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]))
+    return found

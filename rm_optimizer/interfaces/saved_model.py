@@ -1,0 +1,65 @@
+"""The model that a command scores with, and the options that say which and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from rm_optimizer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The options of a saved reward model, each with its flag and help."""
+
+    checkpoint: Annotated[str, Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
+    max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None
+    input_form: Annotated[
+        str | None,
+        Option("--input-form", help="Input of a model of others without a chat template: plain or pair."),
+    ] = None
+
+    def load(self, seed: int = 0) -> BradleyTerryRM:
+        """Load the model on this machine's accelerator.
+
+        Args:
+            seed: seed of what the model draws.
+
+        Raises:
+            CheckpointError: if the model cannot be loaded.
+            ConfigError: if the model cannot read so many tokens, or the input form is unknown or not for it.
+        """
+        import torch
+
+        from rm_optimizer.core.model.reward_model import BradleyTerryRM
+
+        try:
+            model = BradleyTerryRM.from_pretrained(
+                self.checkpoint, max_length=self.max_length, input_form=self.input_form, seed=seed
+            )
+        except (ConfigError, ValueError) as error:
+            text = str(error)
+            if self.input_form is not None and "input_form" in text:
+                text = text.replace("input_form=", "--input-form ").replace("input_form", "--input-form")
+                raise ConfigError(text) from error
+            if self.max_length is None or "max_length" not in text:
+                raise
+            raise ConfigError(f"--{text.removeprefix('model.').replace('max_length', 'max-length', 1)}") from error
+        if torch.cuda.is_available():
+            model.to("cuda")
+        return model
+
+
+def length_note(model: BradleyTerryRM) -> str | None:
+    """A sentence on a length limit that nobody chose; None where the user or the model's training did."""
+    if not model.has_default_length:
+        return None
+    return (
+        f"the model does not record the length it was trained at, so sequences are cut at {model.max_length} tokens; "
+        "set another with --max-length"
+    )
