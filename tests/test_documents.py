@@ -19,7 +19,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rm_optimizer.interfaces.describe import BEGIN, END, REFERENCES
-from rm_optimizer.schema import compose
+from rm_optimizer.schema.compose import PACKAGE, compose
 from rm_optimizer.schema.store import OPTIMIZERS
 from tests.test_architecture import FLOORS, MODULES
 
@@ -222,6 +222,25 @@ def test_a_broken_link_would_be_seen():
     text = "# One\n[a](#one) [b](#two) [c](gone.md) [d](doc.md#three) [e](https://example.org)\n```\n[f](#g)\n```\n"
     assert anchors_in("# A b\n## A `b`!\n") == {"a-b", "a-b-1"}
     assert broken_links("none.md", text.replace("#one", "doc.md")) == ["#two", "gone.md", "doc.md#three"]
+
+
+def test_every_file_that_a_document_names_is_there():
+    found = {path for text in DOCUMENTS.values() for path in re.findall(r"(?:\w+/)+\w+\.(?:py|yaml|sh)\b", text)}
+    assert len(found) > 40
+    missing = [path for path in sorted(found) if not any((home / path).exists() for home in (ROOT, PACKAGE))]
+    assert missing == ["configs/optimizer/NAME.yaml"]
+
+
+def test_every_name_on_the_page_of_extensions_is_in_the_code():
+    code = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("rm_optimizer", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    words = set(re.findall(r"\w+", code))
+    named = set(re.findall(r"`(\w*_\w+|[A-Z]\w+)`", DOCUMENTS["docs/how-to-extend.md"]))
+    assert len(named) > 15
+    assert sorted(named - words) == []
 
 
 @pytest.mark.parametrize("name", REFERENCES)
