@@ -1,7 +1,7 @@
-"""A preference world with a known gold reward: English-looking prompts and responses, and a noisy labeler.
+"""Preference worlds with a known gold reward: English-looking prompts and responses, and a noisy labeler.
 
-It serves the quick start, tests and over-optimization studies. Nothing is read from disk: prompts and responses
-are filled-in templates, and `gold_reward` scores any response to one of the world's prompts.
+They serve the quick start, tests and studies of over-optimization. Nothing is read from disk: prompts and responses
+are filled-in templates, and a world's `gold` scores any response to one of its prompts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import numpy as np
@@ -91,15 +91,81 @@ SENTENCE_COUNTS = (
 )
 """Probabilities that a response has 0, 1, 2 sentences of each kind, beside its facts."""
 
-FACT_VALUE, FACT_DECAY = 8.0, 0.6
-OFF_TOPIC_COST, CONSTRAINT_VALUE, RUDE_COST, HEDGE_COST, RAMBLING_COST = 0.5, 2.0, 2.0, 0.7, 1.0
 BRIEF_WORDS, MOST_WORDS = 20, 60
 PAIRS_PER_PROMPT = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gold:
+    """Gold reward of a world: how good a response is, read off its text.
+
+    ``v (1 - d^f) - o n_off + c m - u rude - h n_hedge - r n_ramble - q (w / 20)^2``, where `f` counts the different
+    facts of the prompt's topic that the response names (so each further fact is worth less, and a repeated one
+    nothing), `n_off` the different facts of other topics, `m` is 1 if the prompt sets a constraint and the response
+    meets it (brief: at most 20 words), `rude` is 1 if it is rude, `n_hedge` and `n_ramble` count the different hedging
+    and rambling phrases and `w` counts words. Facts and constraints make it a function of prompt and response
+    together: no weighting of the response's words alone can equal it.
+
+    Args:
+        fact_value: v, the value of all facts that there could be.
+        fact_decay: d, what each fact leaves of that value to the others, in (0, 1).
+        off_topic_cost: o.
+        constraint_value: c.
+        rude_cost: u.
+        hedge_cost: h.
+        rambling_cost: r.
+        length_cost: q; above 0, more of anything is worse in the end, so that a policy can over-optimize.
+
+    Example:
+        >>> gold = Gold()
+        >>> gold("Can you explain chess?", "Start with endgames.")
+        3.2
+        >>> gold("Can you explain cycling?", "Start with endgames.")
+        -0.5
+    """
+
+    fact_value: float = 8.0
+    fact_decay: float = 0.6
+    off_topic_cost: float = 0.5
+    constraint_value: float = 2.0
+    rude_cost: float = 2.0
+    hedge_cost: float = 0.7
+    rambling_cost: float = 1.0
+    length_cost: float = 0.0
+
+    @classmethod
+    def drawn(cls, seed: int, *, concave: bool = False) -> Gold:
+        """Gold reward with parameters drawn by a seed: each half to twice the default, the decay in [0.4, 0.8].
+
+        Args:
+            seed: not negative.
+            concave: draw a cost of length too, half to twice 0.5.
+        """
+        typical = cls(length_cost=0.5 * concave)
+        first, *draws = np.random.default_rng([seed, 3]).random(len(fields(cls))).tolist()
+        names = [field.name for field in fields(cls) if field.name != "fact_decay"]
+        factors = {name: 2 ** (2 * draw - 1) for name, draw in zip(names, draws, strict=True)}
+        drawn = {name: round(getattr(typical, name) * factor, 3) for name, factor in factors.items()}
+        return cls(**drawn, fact_decay=round(0.4 + 0.4 * first, 3))
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Reward of any text to a prompt of the worlds.
+
+        Raises:
+            ValueError: if the prompt names none of the worlds' topics.
+        """
+        named = set(_fact_pattern().findall(response.lower()))
+        on_topic = len(named & set(TOPICS[_topic(prompt)]))
+        reward = self.fact_value * (1.0 - self.fact_decay**on_topic) - self.off_topic_cost * (len(named) - on_topic)
+        reward += self.constraint_value * _meets_constraint(prompt, response)
+        reward -= self.rude_cost * (_count(RUDE, response) > 0) + self.hedge_cost * _count(HEDGING, response)
+        reward -= self.rambling_cost * _count(RAMBLING, response)
+        return round(reward - self.length_cost * (len(response.split()) / BRIEF_WORDS) ** 2, 6)
+
+
 @dataclass(frozen=True)
-class SyntheticWorld:
-    """Preference pairs of one seed, and what the best possible scorer reaches on them.
+class WorldPairs:
+    """Preference pairs of a world, and what the best possible scorer reaches on them.
 
     Args:
         train: training pairs.
@@ -111,61 +177,92 @@ class SyntheticWorld:
     val: list[PreferencePair]
     ceiling: float
 
-    def gold(self, prompt: str, response: str) -> float:
-        """The gold reward, `gold_reward`, in the labeler's units of noise."""
-        return gold_reward(prompt, response)
 
+class PreferenceWorld:
+    """A world of a family by seed: prompts, a policy that answers them, a gold reward, and pairs that it labels.
 
-def synthetic_world(config: SyntheticConfig) -> SyntheticWorld:
-    """The world of `config.seed`: the same options give the same texts and labels under one version of NumPy.
-
-    Two candidate responses are drawn for each pair; the first is preferred with probability
-    `sigmoid((gold(a) - gold(b)) / noise)` (Bradley & Terry, 1952). Training and validation draw from their own random
-    streams, so a larger `num_train` keeps the validation pairs and adds to the training pairs that were there.
+    The same arguments give the same texts and labels under one version of NumPy.
 
     Args:
-        config: numbers of pairs, labeling noise and seed.
-    """
-    order = [int(index) for index in np.random.default_rng([config.seed, 0]).permutation(PROMPTS_IN_ALL)]
-    num_val_prompts = min(-(-config.num_val // PAIRS_PER_PROMPT), PROMPTS_IN_ALL // 2)
-    val = _pairs(order[:num_val_prompts], config.num_val, config.noise, np.random.default_rng([config.seed, 1]))
-    train_order = order[num_val_prompts:][::-1]
-    train = _pairs(train_order, config.num_train, config.noise, np.random.default_rng([config.seed, 2]))
-    margins = np.array([pair.metadata["gold_margin"] for pair in val])
-    return SyntheticWorld(train, val, ceiling=float(np.mean((margins > 0) + 0.5 * (margins == 0))))
-
-
-def gold_reward(prompt: str, response: str) -> float:
-    """How good a response is, read off its text.
-
-    `8 (1 - 0.6^f) - 0.5 o + 2 c - 2 u - 0.7 h - r`, where `f` counts the different facts of the prompt's topic that
-    the response names (so each further fact is worth less, and a repeated one nothing), `o` the different facts of
-    other topics, `c` is 1 if the prompt sets a constraint and the response meets it (brief: at most 20 words), `u` is
-    1 if it is rude, `h` and `r` count the different hedging and rambling phrases. Facts and constraints make it a
-    function of prompt and response together: no weighting of the response's words alone can equal it.
-
-    Args:
-        prompt: a prompt of this world.
-        response: any text.
-
-    Raises:
-        ValueError: if the prompt names none of the world's topics.
+        seed: seed of texts, labels and of the gold reward's parameters, not negative.
+        concave: whether length costs in the gold reward, so that a policy can over-optimize.
+        gold: gold reward in place of one drawn by the seed.
 
     Example:
-        >>> gold_reward("Can you explain chess?", "Start with endgames.")
-        3.2
-        >>> gold_reward("Can you explain cycling?", "Start with endgames.")
-        -0.5
+        >>> world = PreferenceWorld(1, concave=True)
+        >>> prompt = world.prompts()[0]
+        >>> response = world.sample_response(prompt, np.random.default_rng(0))
+        >>> bool(world.gold(prompt, response) > world.gold(prompt, " ".join([response] * 9)))
+        True
     """
+
+    def __init__(self, seed: int = 0, *, concave: bool = False, gold: Gold | None = None) -> None:
+        self.seed = seed
+        self.gold = gold or Gold.drawn(seed, concave=concave)
+
+    def prompts(self) -> list[str]:
+        """All prompts in the seed's order, from whose start validation pairs are made and from whose end training."""
+        return [_prompt(index)[0] for index in self._order()]
+
+    def sample_response(self, prompt: str, generator: np.random.Generator) -> str:
+        """A response of the policy that makes the pairs.
+
+        Raises:
+            ValueError: if the prompt names none of the worlds' topics.
+        """
+        return _response(_topic(prompt), generator)
+
+    def pairs(self, num_train: int, num_val: int, *, noise: float = 1.0) -> WorldPairs:
+        """Pairs of sampled responses and their noisy labels.
+
+        The first response of two is preferred with probability `sigmoid((gold(a) - gold(b)) / noise)` (Bradley & Terry,
+        1952). Training and validation draw from their own random streams, so a larger `num_train` keeps the validation
+        pairs and adds to the training pairs that were there.
+
+        Args:
+            num_train: training pairs.
+            num_val: validation pairs.
+            noise: temperature of the labels, in units of the gold reward; 0 labels without error.
+        """
+        order = self._order()
+        num_val_prompts = min(-(-num_val // PAIRS_PER_PROMPT), PROMPTS_IN_ALL // 2)
+        val = self._draw(order[:num_val_prompts], num_val, noise, np.random.default_rng([self.seed, 1]))
+        train = self._draw(order[num_val_prompts:][::-1], num_train, noise, np.random.default_rng([self.seed, 2]))
+        margins = np.array([pair.metadata["gold_margin"] for pair in val])
+        return WorldPairs(train, val, ceiling=float(np.mean((margins > 0) + 0.5 * (margins == 0))))
+
+    def _order(self) -> list[int]:
+        return [int(index) for index in np.random.default_rng([self.seed, 0]).permutation(PROMPTS_IN_ALL)]
+
+    def _draw(
+        self, indices: Sequence[int], num_pairs: int, noise: float, generator: np.random.Generator
+    ) -> list[PreferencePair]:
+        prompts = [_prompt(index) for index in indices]
+        chosen = (prompts[i // PAIRS_PER_PROMPT % len(prompts)] for i in range(num_pairs))
+        return [self._pair(prompt, task, noise, generator) for prompt, task in chosen]
+
+    def _pair(self, prompt: str, task: str, noise: float, generator: np.random.Generator) -> PreferencePair:
+        first, second = self.sample_response(prompt, generator), self.sample_response(prompt, generator)
+        while second == first:
+            second = self.sample_response(prompt, generator)
+        margin = self.gold(prompt, first) - self.gold(prompt, second)
+        first_wins = generator.random() < _win_probability(margin, noise)
+        chosen, rejected = (first, second) if first_wins else (second, first)
+        gold_margin = round(margin if first_wins else -margin, 6)
+        metadata = {"source": "synthetic", "subset": task, "gold_margin": gold_margin}
+        return PreferencePair(prompt, chosen, rejected, metadata=metadata)
+
+
+def synthetic_world(config: SyntheticConfig) -> WorldPairs:
+    """Pairs of the world of the quick start: texts and labels by `config.seed`, the gold reward always `Gold()`."""
+    return PreferenceWorld(config.seed, gold=Gold()).pairs(config.num_train, config.num_val, noise=config.noise)
+
+
+def _topic(prompt: str) -> str:
     topic = next((topic for topic in TOPICS if topic in prompt), None)
     if topic is None:
         raise ValueError(f"the prompt must name one of the synthetic world's topics, got {prompt!r}")
-    named = set(_fact_pattern().findall(response.lower()))
-    on_topic = len(named & set(TOPICS[topic]))
-    reward = FACT_VALUE * (1.0 - FACT_DECAY**on_topic) - OFF_TOPIC_COST * (len(named) - on_topic)
-    reward += CONSTRAINT_VALUE * _meets_constraint(prompt, response)
-    reward -= RUDE_COST * (_count(RUDE, response) > 0) + HEDGE_COST * _count(HEDGING, response)
-    return round(reward - RAMBLING_COST * _count(RAMBLING, response), 6)
+    return topic
 
 
 @cache
@@ -186,33 +283,13 @@ def _count(sentences: Sequence[str], response: str) -> int:
     return sum(sentence in response for sentence in sentences)
 
 
-def _pairs(
-    prompt_indices: Sequence[int], num_pairs: int, noise: float, generator: np.random.Generator
-) -> list[PreferencePair]:
-    prompts = [_prompt(index) for index in prompt_indices]
-    chosen_prompts = (prompts[i // PAIRS_PER_PROMPT % len(prompts)] for i in range(num_pairs))
-    return [_pair(prompt, task, topic, noise, generator) for prompt, task, topic in chosen_prompts]
-
-
-def _prompt(index: int) -> tuple[str, str, str]:
-    """Text, task and topic of the prompt at `index` of the grid of all prompts."""
+def _prompt(index: int) -> tuple[str, str]:
+    """Text and task of the prompt at `index` of the grid of all prompts."""
     sizes = (len(TOPICS), len(TASKS), len(CONTEXTS), len(CONSTRAINTS))
     topic_at, task_at, context_at, constraint_at = np.unravel_index(index, sizes)
     topic, task = list(TOPICS)[topic_at], list(TASKS)[task_at]
     question = f"I do {topic} {CONTEXTS[context_at]}. {TASKS[task].format(topic=topic)}."
-    return f"{question} {list(CONSTRAINTS.values())[constraint_at]}".strip(), task, topic
-
-
-def _pair(prompt: str, task: str, topic: str, noise: float, generator: np.random.Generator) -> PreferencePair:
-    first, second = _response(topic, generator), _response(topic, generator)
-    while second == first:
-        second = _response(topic, generator)
-    margin = gold_reward(prompt, first) - gold_reward(prompt, second)
-    first_wins = generator.random() < _win_probability(margin, noise)
-    chosen, rejected = (first, second) if first_wins else (second, first)
-    gold_margin = round(margin if first_wins else -margin, 6)
-    metadata = {"source": "synthetic", "subset": task, "gold_margin": gold_margin}
-    return PreferencePair(prompt, chosen, rejected, metadata=metadata)
+    return f"{question} {list(CONSTRAINTS.values())[constraint_at]}".strip(), task
 
 
 def _win_probability(margin: float, noise: float) -> float:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,14 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from rm_optimizer.core.pairs import synthetic
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.pairs.synthetic import gold_reward, synthetic_world
+from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld, synthetic_world
 from rm_optimizer.schema.data import SyntheticConfig
+
+STORED = {0: ("1980b99d930c947a", "41ffb771a774a69a", 0.8815), 3: ("925ccd993ca7d614", "3455a7736888f26b", 0.8835)}
+"""Fingerprints of the quick start's pairs and their ceiling by seed, stored with NumPy 2.4.6."""
+gold_reward = Gold()
 
 
 def world(num_train=2000, num_val=1000, noise=1.0, seed=0):
@@ -46,6 +52,47 @@ def test_the_seed_determines_every_text_and_label(default):
         default.ceiling,
     )
     assert content(world(seed=1).train) != content(default.train)
+
+
+@pytest.mark.parametrize("seed", STORED)
+def test_the_pairs_of_the_quick_start_never_change(seed):
+    built = synthetic_world(SyntheticConfig(seed=seed))
+    train, val = (PreferenceDataset.from_pairs(pairs).fingerprint for pairs in (built.train, built.val))
+    assert (train, val, built.ceiling) == STORED[seed]
+
+
+def test_a_seed_draws_the_gold_reward_of_its_world():
+    golds = [PreferenceWorld(seed).gold for seed in range(6)]
+    assert len(set(golds)) == 6
+    assert golds == [Gold.drawn(seed) for seed in range(6)]
+    for drawn in golds:
+        ratios = [getattr(drawn, name) / getattr(Gold(), name) for name in ("fact_value", "rude_cost", "rambling_cost")]
+        assert all(0.49 < ratio < 2.01 for ratio in ratios)
+        assert (0.4 <= drawn.fact_decay <= 0.8, drawn.length_cost) == (True, 0.0)
+    built = PreferenceWorld(1).pairs(600, 400)
+    assert 0.7 < built.ceiling < 0.97
+    assert content(built.train) != content(world(600, 400, seed=1).train)
+
+
+def test_more_of_anything_is_worse_in_the_end_where_the_gold_reward_is_concave():
+    for seed in range(3):
+        built = PreferenceWorld(seed, concave=True)
+        prompt = next(text for text in built.prompts() if "chess" in text and text.endswith("."))
+        for sentence in ("Good chess needs pawns.", "Many thanks for asking.", "Good tools help."):
+            rewards = [built.gold(prompt, " ".join([sentence] * count)) for count in range(2, 40)]
+            assert np.diff(rewards, n=2).max() < 1e-5
+            assert rewards[-1] < min(rewards[:8])
+        assert replace(built.gold, length_cost=0.0) == PreferenceWorld(seed).gold
+
+
+def test_the_policy_answers_prompts_by_its_generator():
+    built = PreferenceWorld(2)
+    prompts = built.prompts()
+    assert len(set(prompts)) == synthetic.PROMPTS_IN_ALL
+    assert {pair.prompt for pair in built.pairs(4, 4).val} == set(prompts[:2])
+    samples = [[built.sample_response(text, np.random.default_rng(i)) for text in prompts[:40]] for i in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    assert {type(built.gold(text, response)) for text, response in zip(prompts, samples[0], strict=False)} == {float}
 
 
 def test_the_world_is_the_same_in_another_process_with_another_string_hash_seed(default):
@@ -96,7 +143,7 @@ def test_rows_say_where_they_come_from_and_what_the_gold_margin_is(default):
     for pair in default.train[:200]:
         assert pair.metadata["source"] == "synthetic"
         assert pair.metadata["subset"] in synthetic.TASKS
-        difference = default.gold(pair.prompt, pair.chosen) - default.gold(pair.prompt, pair.rejected)
+        difference = gold_reward(pair.prompt, pair.chosen) - gold_reward(pair.prompt, pair.rejected)
         assert pair.metadata["gold_margin"] == pytest.approx(difference, abs=1e-5)
 
 
@@ -146,7 +193,7 @@ def test_noisy_labels_are_bernoulli_of_the_sigmoid():
 
 
 def test_the_ceiling_is_the_accuracy_of_the_gold_reward(default):
-    scored = [default.gold(p.prompt, p.chosen) - default.gold(p.prompt, p.rejected) for p in default.val]
+    scored = [gold_reward(p.prompt, p.chosen) - gold_reward(p.prompt, p.rejected) for p in default.val]
     assert default.ceiling == share_of_wins(np.round(scored, 6))
     assert 0.8 < default.ceiling < 0.95
 
