@@ -164,7 +164,7 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         tolerance=config.tolerance,
         max_products=config.max_products,
         trace_products=0 if is_density else config.num_probes,
-        trace_method=config.trace_method.value,
+        trace_method=config.trace_method,
         density_probes=config.num_probes if is_density else 0,
         density_steps=config.probe_steps,
         num_sampled=config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k),

@@ -13,14 +13,12 @@ from torch import Tensor
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.estimates.sharpness import LocalGeometry, local_geometry
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators.parameters import TRAINABLE, parameter_blocks
+from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.pairs_input import FEWEST, PairSource, Prompts, clusters_of, fixed_batches
 from rm_optimizer.landscape.solve import (
     Matrix,
-    Method,
     Solution,
     SpectrumOptions,
     check_choices,
@@ -70,7 +68,7 @@ class HessianAnalyzer:
     def compute_spectrum(
         self,
         pairs: PairSource,
-        method: Method = "lanczos",
+        method: str = "lanczos",
         *,
         top_k: int = 20,
         matrix: Matrix | None = None,
@@ -131,52 +129,6 @@ class HessianAnalyzer:
         if options.state_file is not None and not found.is_interrupted:
             KrylovState.remove(options.state_file)
         return spectrum
-
-    def compute_block_spectra(
-        self,
-        pairs: PairSource,
-        method: Method = "lanczos",
-        *,
-        top_k: int = 5,
-        num_pairs: int | None = None,
-        options: SpectrumOptions | None = None,
-    ) -> dict[str, HessianSpectrum]:
-        """The spectrum of each diagonal block: embeddings, each layer, and what follows the layers.
-
-        Args:
-            pairs: pairs, or a loader of batches of pairs, which is read once.
-            method: as for `compute_spectrum`.
-            top_k: eigenvalues of each block, at most as many as it has.
-            num_pairs: pairs to draw; None takes all.
-            options: as for `compute_spectrum`.
-        """
-        batches, prompts = self._batches(pairs, num_pairs)
-        ends = 2 if (options or SpectrumOptions()).which == "both" and method == "lanczos" else 1
-        spectra: dict[str, HessianSpectrum] = {}
-        for name, subset in parameter_blocks(self.model).items():
-            block = HessianAnalyzer(
-                self.model,
-                loss=self.loss,
-                params=subset.names,
-                token_budget=self.token_budget,
-                dtype=self.dtype,
-                seed=self.seed,
-                group=self.group,
-            )
-            most = max(1, min(top_k, subset.num_parameters // ends))
-            spectra[name] = block.compute_spectrum(batches, method, top_k=most, options=options, prompts=prompts)
-        return spectra
-
-    def compute_geometry(self, pairs: PairSource, *, rho: float = 0.05, num_pairs: int | None = None) -> LocalGeometry:
-        """Loss, gradient norm, SAM sharpness and how the gradient lies to the curvature.
-
-        Args:
-            pairs: pairs, or a loader of batches of pairs.
-            rho: radius of SAM's ascent step.
-            num_pairs: pairs to draw; None takes all.
-        """
-        with self._measuring(pairs, num_pairs) as (objective, _):
-            return local_geometry(objective, HessianOperator(objective, product="reverse"), rho=rho)
 
     def _batches(self, pairs: PairSource, num_pairs: int | None) -> tuple[list[AnyPairBatch], Prompts | None]:
         return fixed_batches(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -14,23 +14,19 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.landscape.estimates.trace import TraceMethod
 from rm_optimizer.landscape.identity import identity_of
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import ProductName
-from rm_optimizer.landscape.solvers.dense import full_spectrum
 from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
-from rm_optimizer.landscape.solvers.power import power_iteration
 from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
+from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
 from rm_optimizer.landscape.solvers.support import Support, SupportedOperator
+from rm_optimizer.schema.landscape import SpectrumMethod, TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
-MATRICES = ("hessian", "gauss_newton", "fisher")
-Method = Literal["lanczos", "power_iteration", "full", "gauss_newton_exact", "pyhessian"]
-METHODS = ("lanczos", "power_iteration", "full", "gauss_newton_exact", "pyhessian")
 SAVE_EVERY = 10
 """Products between two writings of an iteration's state."""
 
@@ -44,7 +40,7 @@ class SpectrumOptions:
         tolerance: relative error of each eigenvalue, by its bound.
         max_products: most products of the solver; None is its own.
         trace_products: products for the trace; 0 estimates none.
-        trace_method: `deflated` takes the found eigenpairs out; or `hutchinson`, `hutchpp`, `xtrace`.
+        trace_method: one of `TraceMethod`; `deflated` takes the found eigenpairs out.
         density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
         density_steps: products of each.
         num_sampled: eigenvalues from the top that get their error over pairs; of the Hessian by any method, of the
@@ -60,7 +56,7 @@ class SpectrumOptions:
     tolerance: float = 1e-3
     max_products: int | None = None
     trace_products: int = 0
-    trace_method: TraceMethod = "deflated"
+    trace_method: str = TraceMethod.deflated
     density_probes: int = 0
     density_steps: int = 5
     num_sampled: int = 0
@@ -96,7 +92,7 @@ def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
     Raises:
         ConfigError: if they do not.
     """
-    for name, got, known in (("method", method, METHODS), ("matrix", matrix, MATRICES)):
+    for name, got, known in (("method", method, tuple(SpectrumMethod)), ("matrix", matrix, get_args(Matrix))):
         if got not in known:
             raise ConfigError(did_you_mean(name, got, known))
     if method == "gauss_newton_exact" and matrix == "hessian":

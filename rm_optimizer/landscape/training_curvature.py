@@ -18,8 +18,7 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.operators.random_vectors import RandomVectors
-from rm_optimizer.landscape.operators.vectors import inner, length, unit
+from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.schema import LossConfig
 

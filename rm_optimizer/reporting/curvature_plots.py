@@ -14,7 +14,7 @@ from matplotlib.colors import SymLogNorm
 from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.density_curve import DensityCurve
+from rm_optimizer.landscape.estimates.density import DensityCurve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.reporting.landscape_plots import captioned_figure, save_both, two_panels
 from rm_optimizer.reporting.plots import History

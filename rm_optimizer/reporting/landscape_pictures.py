@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rm_optimizer.landscape.estimates.density_curve import density_curve
+from rm_optimizer.landscape.estimates.density import density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus

@@ -36,7 +36,7 @@ from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.training.divergence import diverged
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord
-from rm_optimizer.training.sharded_strategy import ShardedStrategy
+from rm_optimizer.training.strategy import ShardedStrategy
 
 
 class RewardModelLightning(pl.LightningModule):

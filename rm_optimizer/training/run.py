@@ -60,7 +60,6 @@ from rm_optimizer.training.callbacks.run_callback import columns_of, require_cal
 from rm_optimizer.training.compiling import compile_backbone
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data
-from rm_optimizer.training.devices import cluster_plugins, strategy_of
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_step, periodic_checkpoints
 from rm_optimizer.training.folder.extension import extension_at
@@ -77,6 +76,7 @@ from rm_optimizer.training.folder.start import (
 )
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.processes import require_devices
+from rm_optimizer.training.strategy import cluster_plugins, strategy_of
 
 log = logging.getLogger("rm_optimizer")
 

@@ -13,25 +13,21 @@ from torch import Tensor
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates import sampling
-from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
-from rm_optimizer.landscape.estimates.density_curve import density_curve
+from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve, spectral_density
 from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error, weighted_means
 from rm_optimizer.landscape.estimates.trace import (
     TRACE_ESTIMATORS,
-    TRACE_METHODS,
-    control_variate_trace,
     deflated_trace,
     estimate_trace,
-    frobenius_norm,
     hutchinson_trace,
     xtrace,
 )
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
-from rm_optimizer.landscape.operators.combined import DifferenceOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.operators.random_vectors import RandomVectors
+from rm_optimizer.landscape.operators.vectors import RandomVectors
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
+from rm_optimizer.schema.landscape import TraceMethod
 from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
 
 SIZE, SEEDS = 120, 200
@@ -77,7 +73,6 @@ def test_intervals_of_deflated_estimates_hold_the_truth(name: str) -> None:
     values, found = spectra()[name], top(name)
     truths_and_estimates: dict[str, tuple[float, Make]] = {
         "trace": (float(values.sum()), lambda seed: deflated_trace(operator(name), found, 10, seed=seed)),
-        "frobenius": (float(values.norm()), lambda seed: frobenius_norm(operator(name), 10, seed=seed, found=found)),
         "density's trace": (
             float(values.sum()),
             lambda seed: spectral_density(operator(name), num_probes=10, num_steps=2, seed=seed, found=found).moment(1),
@@ -155,27 +150,6 @@ def test_taking_out_eigenpairs_makes_the_trace_surer() -> None:
     assert deflated < plain / 2
 
 
-def test_gauss_newton_makes_the_hessians_trace_surer() -> None:
-    known = dense("llama")
-    whole, similar = MatrixOperator(known.hessian), MatrixOperator(known.gauss_newton)
-    truth, rest = float(known.hessian.trace()), float(known.gauss_newton.trace())
-    found = control_variate_trace(whole, similar, rest, 40, seed=0)
-    direct = xtrace(DifferenceOperator(whole, similar), 40, seed=0)
-    assert found.value == pytest.approx(direct.value + rest)
-    assert found.low <= truth <= found.high  # type: ignore[operator]
-
-
-def test_intervals_of_the_control_variate_hold_the_trace() -> None:
-    known = dense("llama")
-    whole, similar = MatrixOperator(known.hessian), MatrixOperator(known.gauss_newton)
-    truth, rest = float(known.hessian.trace()), float(known.gauss_newton.trace())
-    for method in ("hutchinson", "xtrace"):
-        share = coverage(
-            lambda seed, name=method: control_variate_trace(whole, similar, rest, 20, seed=seed, method=name), truth
-        )
-        assert COVERAGE[0] <= share <= COVERAGE[1], (method, share)
-
-
 @pytest.mark.parametrize("dimension", [3, 7])
 def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int) -> None:
     """Two of three vectors of signs are often the same line there, and the third then stands alone."""
@@ -186,12 +160,12 @@ def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int) -> None:
     assert abs(np.mean(values) - float(matrix.trace())) < 3.5 * error
 
 
-@pytest.mark.parametrize("method", TRACE_METHODS)
+@pytest.mark.parametrize("method", TraceMethod)
 def test_every_trace_estimator_is_found_by_its_name(method: str) -> None:
     found, truth = top("decaying"), float(spectra()["decaying"].sum())
     estimate = estimate_trace(operator("decaying"), method, 12, seed=0, found=found)
     assert abs(estimate.value - truth) < 4 * estimate.standard_error  # type: ignore[operator]
-    others = {name: estimate_trace(operator("decaying"), name, 12, seed=0, found=found) for name in TRACE_METHODS}
+    others = {name: estimate_trace(operator("decaying"), name, 12, seed=0, found=found) for name in TraceMethod}
     assert [name for name, other in others.items() if other == estimate] == [method]
 
 
@@ -214,8 +188,7 @@ def test_no_more_vectors_are_held_than_are_multiplied_at_once(monkeypatch: pytes
     matrix = operator("decaying")
     monkeypatch.setattr(matrix, "apply", lambda vectors: (rows.append(len(vectors)), vectors @ matrix.matrix)[1])
     deflated_trace(matrix, top("decaying"), 10, seed=0)
-    frobenius_norm(matrix, 10, seed=0, found=top("decaying"))
-    assert rows == [4, 4, 2] * 2
+    assert rows == [4, 4, 2]
 
 
 def test_too_few_products_are_refused() -> None:

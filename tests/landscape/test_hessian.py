@@ -114,16 +114,6 @@ def test_the_draw_of_pairs_is_fixed_by_the_seed() -> None:
     assert spectra[0].num_pairs == 4
 
 
-def test_blocks_are_those_of_the_dense_hessian() -> None:
-    model = reward_model("bert")
-    whole = HessianAnalyzer(model, dtype=torch.float64, loss=EVERYTHING)
-    blocks = whole.compute_block_spectra(FIVE, top_k=1, options=BOTH)
-    assert list(blocks) == ["embeddings", "layer 1", "head"]
-    head = HessianAnalyzer(model, dtype=torch.float64, loss=EVERYTHING, params=["*pooler*", "*classifier*"])
-    alone = head.compute_spectrum(FIVE, "full", options=SpectrumOptions(product="reverse"))
-    assert blocks["head"].eigenvalues == pytest.approx((alone.eigenvalues[0], alone.eigenvalues[-1]), rel=1e-5)
-
-
 def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(tmp_path: Path) -> None:
     file = tmp_path / "lanczos.json"
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=file)
@@ -162,12 +152,6 @@ def test_an_earlier_spectrum_is_a_start_for_the_next() -> None:
     again = analyzer().compute_spectrum(FIVE, top_k=1, options=options, start=first)
     assert again.num_products < first.num_products
     assert again.eigenvalues == pytest.approx(first.eigenvalues, rel=1e-4)
-
-
-def test_geometry_is_measured_through_the_same_door() -> None:
-    geometry = analyzer("bert").compute_geometry(FIVE, rho=0.01)
-    assert geometry.num_pairs == 5
-    assert geometry.sam_sharpness == pytest.approx(0.01 * geometry.gradient_norm, rel=0.3)
 
 
 def test_mistakes_are_told_in_one_sentence() -> None:

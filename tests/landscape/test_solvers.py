@@ -17,10 +17,9 @@ from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.pair_gradients import single_pairs
 from rm_optimizer.landscape.solve import _gram_pairs, known_ends
-from rm_optimizer.landscape.solvers.dense import full_spectrum
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
-from rm_optimizer.landscape.solvers.power import power_iteration
+from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
 from rm_optimizer.schema import LossConfig
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, PLAIN, dense, micro_batches, pairs, reward_model
 

@@ -13,7 +13,7 @@ from rm_optimizer.landscape import training_curvature
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.solvers.dense import dense_matrix
+from rm_optimizer.landscape.solvers.reference import dense_matrix
 from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, measure_curvature
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.density import SpectralDensity
-from rm_optimizer.landscape.estimates.density_curve import density_curve
+from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.surface.loss_at import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory

@@ -21,7 +21,7 @@ from rm_optimizer.core.model.sharding import in_step, shard_model, spare_batch, 
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, set_train_mode
-from rm_optimizer.optim.sharded_muon import ShardedMuon
+from rm_optimizer.optim.muon import ShardedMuon
 from rm_optimizer.schema import TrainConfig, compose, typed
 from tests.core.tiny_models import tiny_model, tiny_tokenizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, SymmetricOperator
-from rm_optimizer.landscape.operators.combined import DeflatedOperator, DifferenceOperator
-from rm_optimizer.landscape.operators.random_vectors import RandomVectors
-from rm_optimizer.landscape.operators.vectors import inner
+from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOperator, SymmetricOperator
+from rm_optimizer.landscape.operators.vectors import RandomVectors, inner
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
+from rm_optimizer.schema.landscape import TraceMethod
 
 XTRACE_WIDENING = 1.3
 """Factor on XTrace's own standard error, which treats its estimates as independent and so covers too little."""
@@ -60,34 +58,29 @@ def hutchpp_trace(operator: SymmetricOperator, num_products: int, *, seed: int) 
 def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
     """Mean over vectors of Hutch++ estimates whose sketch leaves that vector out, all from the same products.
 
-    With `Q` an orthonormal basis of `A W` and `s_i` the direction in it that vector `w_i` alone adds, the i-th estimate
-    is `tr(A Q_i Q_i^T) + w_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) w_i` with `Q_i Q_i^T = Q (1 - s_i s_i^T) Q^T`
-    (Epperly, Tropp & Webber, 2024, arXiv:2301.07825, Algorithm 1, without its normalization). Deviation: the estimates
-    are correlated, so their standard error is widened by `XTRACE_WIDENING` and the interval is Student's.
+    With test vectors `omega_i` and `Q_i` an orthonormal basis of all `A omega_j` but the i-th, the i-th estimate is
+    `tr(Q_i^T A Q_i) + omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i` (Epperly, Tropp & Webber, 2024,
+    arXiv:2301.07825, Algorithm 1, without its normalization). Names are the paper's. Deviation: the estimates are
+    correlated, so their standard error is widened by `XTRACE_WIDENING` and the interval is Student's.
     """
     _require_products(num_products, 6, "xtrace")
-    probes = RandomVectors(operator, seed).signs(min(num_products // 2, operator.dimension))
-    images = operator.apply(probes).double()
-    factor_q, alone = _sketch(images.T, torch.finfo(operator.dtype).eps)
-    reduced = operator.apply(factor_q.T.to(probes.dtype)).double()
-    probes = probes.double()
-    core, inside, cross = reduced @ factor_q, factor_q.T @ probes.T, reduced @ probes.T
-    core = (core + core.T) / 2
-    kept = inside - alone * (alone * inside).sum(dim=0)
-    estimates = (
-        core.trace()
-        - (alone * (core @ alone)).sum(dim=0)
-        + (probes * images).sum(dim=1)
-        - 2 * (kept * cross).sum(dim=0)
-        + (kept * (core @ kept)).sum(dim=0)
-    )
-    return estimate_of_mean(estimates, widening=XTRACE_WIDENING)
+    Omega = RandomVectors(operator, seed).signs(min(num_products // 2, operator.dimension)).T.double()
+    Y = _columns_times(operator, Omega)
+    Q, S = _sketch(Y, torch.finfo(operator.dtype).eps)
+    Z = _columns_times(operator, Q)
+    H, W, T = Q.T @ Z, Q.T @ Omega, Z.T @ Omega
+    H = (H + H.T) / 2
+    # Q_i Q_i^T = Q (1 - s_i s_i^T) Q^T, since s_i is the direction in the basis Q that omega_i alone adds. Therefore
+    # tr(Q_i^T A Q_i) = tr H - s_i^T H s_i, and Q_i Q_i^T omega_i = Q x_i with x_i = w_i - s_i (s_i^T w_i), so that
+    # omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i = omega_i^T y_i - 2 x_i^T t_i + x_i^T H x_i.
+    X = W - S * (S * W).sum(dim=0)
+    traces = H.trace() - (S * (H @ S)).sum(dim=0)
+    rests = (Omega * Y).sum(dim=0) - 2 * (X * T).sum(dim=0) + (X * (H @ X)).sum(dim=0)
+    return estimate_of_mean(traces + rests, widening=XTRACE_WIDENING)
 
 
 TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
 """Estimators by name: Hutchinson's below about 30 products, XTrace above."""
-TraceMethod = Literal["deflated", "hutchinson", "hutchpp", "xtrace"]
-TRACE_METHODS = ("deflated", *TRACE_ESTIMATORS)
 
 
 def estimate_trace(
@@ -97,7 +90,7 @@ def estimate_trace(
 
     Args:
         operator: the matrix.
-        method: one of `TRACE_METHODS`.
+        method: one of `TraceMethod`.
         num_products: products to spend; `hutchpp` and `xtrace` need 6.
         seed: of the random vectors.
         found: eigenpairs that `deflated` takes out, with None nothing; the other methods do not use them.
@@ -105,58 +98,11 @@ def estimate_trace(
     Raises:
         ConfigError: if the method is unknown, or the products are too few for it.
     """
-    if method not in TRACE_METHODS:
-        raise ConfigError(did_you_mean("trace_method", method, TRACE_METHODS))
+    if method not in tuple(TraceMethod):
+        raise ConfigError(did_you_mean("trace_method", method, tuple(TraceMethod)))
     if method == "deflated" and found is not None:
         return deflated_trace(operator, found, num_products, seed=seed)
     return TRACE_ESTIMATORS.get(method, hutchinson_trace)(operator, num_products, seed=seed)
-
-
-def control_variate_trace(
-    operator: SymmetricOperator,
-    similar: SymmetricOperator,
-    similar_trace: float,
-    num_products: int,
-    *,
-    seed: int,
-    method: str = "xtrace",
-) -> Estimate:
-    """The known trace of a similar matrix, and an estimate of the trace of the difference.
-
-    For the Hessian the Gauss-Newton matrix is similar, and `gauss_newton_exact` gives its trace. Each of the products
-    takes one of either matrix.
-    """
-    rest = TRACE_ESTIMATORS[method](DifferenceOperator(operator, similar), num_products, seed=seed)
-    return shifted(rest, similar_trace)
-
-
-def frobenius_norm(
-    operator: SymmetricOperator, num_products: int, *, seed: int, found: Eigenpairs | None = None
-) -> Estimate:
-    """`||A||_F` from the mean of `||A z||^2`, with eigenpairs taken out where they are known.
-
-    `||A||_F^2 = sum lambda_i^2 + 2 sum r_i^2 + ||P A P||_F^2` with residuals `r_i`. The interval is that of the square,
-    its ends' roots.
-    """
-    _require_products(num_products, 2, "frobenius")
-    rest = operator if found is None else DeflatedOperator(operator, found.vectors)
-    known = 0.0 if found is None else float(found.values.square().sum() + 2 * found.residuals.square().sum())
-    products = _products(rest, RandomVectors(operator, seed), num_products)
-    return root(estimate_of_mean(known + _numbers([inner(image, image) for _, image in products])))
-
-
-def root(square: Estimate) -> Estimate:
-    """Estimate of the square root, its standard error by the delta method."""
-    value = math.sqrt(max(square.value, 0.0))
-    error = None if square.standard_error is None or value == 0 else square.standard_error / (2 * value)
-    low, high = (None if end is None else math.sqrt(max(end, 0.0)) for end in (square.low, square.high))
-    return Estimate(value, error, square.num_samples, low, high)
-
-
-def shifted(estimate: Estimate, known: float) -> Estimate:
-    """The estimate plus a known number."""
-    low, high = (None if end is None else end + known for end in (estimate.low, estimate.high))
-    return Estimate(estimate.value + known, estimate.standard_error, estimate.num_samples, low, high)
 
 
 def estimate_of_mean(samples: Float[Tensor, " samples"], *, widening: float = 1.0, bias: float = 0.0) -> Estimate:
@@ -175,8 +121,13 @@ def estimate_of_mean(samples: Float[Tensor, " samples"], *, widening: float = 1.
     return Estimate(value, error, count, value - half, value + half)
 
 
+def _columns_times(operator: SymmetricOperator, columns: Tensor) -> Tensor:
+    """The matrix times each column, in float64."""
+    return operator.apply(columns.T.to(operator.dtype)).double().T
+
+
 def _sketch(images: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis of the columns, and in it the unit direction that each column alone adds.
+    """Orthonormal basis `Q` of the columns, and in it the unit direction `s_i` that each column alone adds.
 
     With the singular value decomposition `U S V^T`, column i adds one if its unit vector lies in the space of the rows,
     `sum_j V_ij^2 = 1`; it is `S^-1 V^T e_i`, orthogonal to all other columns. A column that others make up adds none.

@@ -58,6 +58,32 @@ class MatrixOperator:
         return vectors @ self.matrix
 
 
+class DeflatedOperator:
+    """`P A P` with `P` the projection that removes orthonormal vectors.
+
+    Args:
+        operator: the matrix `A`.
+        vectors: what is removed, one a row.
+    """
+
+    def __init__(self, operator: SymmetricOperator, vectors: Float[Tensor, "removed parameters"]) -> None:
+        self.operator = operator
+        self.vectors = vectors.to(operator.device, operator.dtype)
+        self.dimension = operator.dimension
+        self.dtype = operator.dtype
+        self.device = operator.device
+
+    def project(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The vectors without their parts along the removed ones."""
+        for _ in range(2):
+            vectors = vectors - (vectors @ self.vectors.T) @ self.vectors
+        return vectors
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row."""
+        return self.project(self.operator.apply(self.project(vectors)))
+
+
 class LossOperator(ABC):
     """What operators of a loss have in common: `on_product` is told how many products have been spent."""
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.operators.double import KeepFloat64
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
 
 DIFFERENTIABLE_TWICE = ("sdpa", "eager")
@@ -119,3 +119,25 @@ def _restored(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for owner, name, value in attributes:
             setattr(owner, name, value)
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Turns casts to float32 into casts to float64.
+
+    Several families compute norms, rotary angles and the softmax in float32 also inside a float64 model, which would
+    leave a float64 measurement with float32's rounding.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func` with float64 in the place of float32."""
+        if func is Tensor.float:
+            return args[0].double()
+        arguments = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*arguments, **named)

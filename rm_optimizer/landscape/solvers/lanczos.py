@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import SymmetricOperator
-from rm_optimizer.landscape.operators.random_vectors import RandomVectors
-from rm_optimizer.landscape.operators.vectors import inner, length, orthogonality_loss, unit
+from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, orthogonality_loss, unit
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 
 End = Literal["largest", "smallest", "magnitude", "both"]

@@ -19,7 +19,7 @@ from rm_optimizer.landscape.estimates.sharpness import local_geometry, loss_at
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.products import PRODUCT_METHODS, KeptGraph, choose_product
-from rm_optimizer.landscape.solvers.dense import dense_matrix
+from rm_optimizer.landscape.solvers.reference import dense_matrix
 from rm_optimizer.schema import LossConfig
 from tests.landscape.worlds import (
     EVERYTHING,

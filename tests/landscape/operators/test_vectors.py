@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rm_optimizer.landscape.operators.vectors import gram_matrix, inner, length, unit
 from rm_optimizer.landscape.solvers.lanczos import lanczos
-from rm_optimizer.landscape.solvers.power import power_iteration
+from rm_optimizer.landscape.solvers.reference import power_iteration
 
 MANY = 4_000_000  # where float32 terms added one after another lose 1e-4
 

@@ -1,4 +1,4 @@
-"""Lightning's strategy for FSDP2, with checkpoints that are those of one device."""
+"""Strategy and cluster of a run, and the strategy for FSDP2 with checkpoints that are those of one device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from rm_optimizer.core.model.sharding import load_whole_weights, shard_like, whole
+from rm_optimizer.optim.compatibility import SHARDED_STRATEGY
+from rm_optimizer.schema import HardwareConfig
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -81,3 +85,16 @@ def _sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, 
         for key, values in state["state"].items()
     }
     return {**state, "state": shards}
+
+
+def strategy_of(hardware: HardwareConfig) -> str | ShardedStrategy:
+    """What Lightning calls the strategy, or ours for FSDP2."""
+    if hardware.strategy == SHARDED_STRATEGY:
+        return ShardedStrategy(hardware.devices * hardware.num_nodes)
+    return hardware.strategy
+
+
+def cluster_plugins() -> list[Any]:
+    """Under SLURM alone, Lightning without its own requeueing, whose checkpoints `resume=auto` does not know."""
+    is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    return [SLURMEnvironment(auto_requeue=False)] if is_slurm else []
