@@ -80,10 +80,10 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
     """Callbacks of the options that are on, with functions of other floors; the rest is not even imported."""
     found: list[Callback] = []
     if config.training.calibration.enabled:
-        from rm_optimizer.reporting.plots import plot_reliability
+        from rm_optimizer.reporting.pictures import draw_reliability
         from rm_optimizer.training.callbacks.calibration import CalibrationCallback
 
-        found.append(CalibrationCallback(config.training.calibration, plot_reliability))
+        found.append(CalibrationCallback(config.training.calibration, draw_reliability))
     if config.training.hessian.every is not None:
         from rm_optimizer.landscape.training_curvature import measure_curvature
         from rm_optimizer.training.callbacks.curvature import HessianCallback

@@ -6,19 +6,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import SymLogNorm
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.density import DensityCurve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
-from rm_optimizer.reporting.landscape_plots import captioned_figure, save_both, two_panels
 from rm_optimizer.reporting.plots import History
-from rm_optimizer.reporting.style import BLUE, GRAY, INK, ORANGE, VERMILION, count_ticks, draw_legend
+from rm_optimizer.reporting.style import (
+    BLUE,
+    GRAY,
+    INK,
+    ORANGE,
+    VERMILION,
+    captioned_figure,
+    count_ticks,
+    draw_legend,
+    two_panels,
+)
 
 _EMPTY = ("", None)
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
@@ -59,20 +68,18 @@ def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
 def plot_spectrum(
     values: Sequence[float],
     errors: Sequence[float],
-    stem: Path,
     *,
     title: str,
     caption: str,
     places: Sequence[Place],
     sampling: Sequence[Estimate] = (),
-) -> list[Path]:
+) -> Figure:
     """Eigenvalues by rank, positive and negative ones apart, with bars of how far each may be off.
 
     Args:
         values: eigenvalues, descending.
         errors: how far each may be off.
         places: from which end of the spectrum each is counted, and its rank from there.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
         title: what the matrix is.
         caption: pairs, parameters, seed.
         sampling: the first eigenvalues with their interval over pairs, as many as are known.
@@ -98,15 +105,14 @@ def plot_spectrum(
     lowest, highest = float(heights.min()), float(heights.max())
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
     draw_legend(axes)
-    return save_both(figure, stem)
+    return figure
 
 
-def plot_density(curve: DensityCurve, stem: Path, *, top: Sequence[float], title: str, caption: str) -> list[Path]:
+def plot_density(curve: DensityCurve, *, top: Sequence[float], title: str, caption: str) -> Figure:
     """Share of eigenvalues at each value, on a logarithmic axis, with the computed eigenvalues marked.
 
     Args:
         curve: the density.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
         top: eigenvalues that were computed one by one.
         title: what the matrix is.
         caption: pairs, parameters, probes, seed.
@@ -130,17 +136,16 @@ def plot_density(curve: DensityCurve, stem: Path, *, top: Sequence[float], title
     axes.set_yscale("log")
     axes.set(xlabel="eigenvalue", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
     draw_legend(axes, "upper right")
-    return save_both(figure, stem)
+    return figure
 
 
-def plot_training_curvature(history: History, stem: Path, *, caption: str) -> list[Path]:
+def plot_training_curvature(history: History, *, caption: str) -> Figure:
     """Lower bound of the top eigenvalue, and trace with its standard error, over the steps of a run.
 
     The residual is not drawn: it does not bound how far the top eigenvalue lies above.
 
     Args:
         history: rows of `metrics.csv` with the columns of `training.hessian.every`.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
         caption: pairs, seed.
     """
     figure, (upper, lower) = two_panels("Curvature during training", caption, ratios=(1, 1))
@@ -149,15 +154,14 @@ def plot_training_curvature(history: History, stem: Path, *, caption: str) -> li
     _draw_course(lower, rows, TRACE, "trace; bar: standard error", BLUE, error=f"{TRACE}_standard_error")
     upper.set_ylabel("top eigenvalue, at least")
     lower.set(xlabel="optimizer step", ylabel="trace")
-    return save_both(figure, stem)
+    return figure
 
 
-def plot_layers(result: LayerCurvature, stem: Path) -> list[Path]:
+def plot_layers(result: LayerCurvature) -> Figure:
     """Heat map of the top eigenvalue and the trace of each layer's block, numbers with their errors in the cells.
 
     Args:
         result: the measured layers.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
     partial = f"PARTIAL, without {', '.join(result.missing)}; " if result.missing else ""
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
@@ -178,7 +182,7 @@ def plot_layers(result: LayerCurvature, stem: Path) -> list[Path]:
     axes.grid(False)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0)
-    return save_both(figure, stem)
+    return figure
 
 
 def has_training_curvature(history: History) -> bool:

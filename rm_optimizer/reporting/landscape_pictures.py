@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.landscape.estimates.density import density_curve
@@ -23,6 +25,7 @@ from rm_optimizer.reporting.curvature_plots import (
 )
 from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
 from rm_optimizer.reporting.plots import History
+from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import Cell, summary_table
 
 LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum
@@ -42,17 +45,16 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
     """
     match result:
         case Slice():
-            return [*plot_slices(result, folder / "slices"), write_rows(folder / "slices.parquet", [*result.rows()])]
+            return _save(plot_slices(result), [*result.rows()], folder / "slices")
         case Surface():
             return _draw_surface(result, folder)
         case Trajectory():
-            pictures = plot_trajectory(result, folder / "trajectory")
-            rows = write_rows(folder / "trajectory.parquet", [*result.rows()])
-            return [*pictures, rows, *_draw_surface(result.surface, folder)]
+            files = _save(plot_trajectory(result), [*result.rows()], folder / "trajectory")
+            return files + _draw_surface(result.surface, folder)
         case HessianSpectrum():
             return _draw_spectrum(result, folder)
         case LayerCurvature():
-            return [*plot_layers(result, folder / "layers"), write_rows(folder / "layers.parquet", _layer_rows(result))]
+            return _save(plot_layers(result), _layer_rows(result), folder / "layers")
 
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
@@ -65,8 +67,8 @@ def draw_training_curvature(history: History, folder: Path, caption: str) -> lis
     """
     measured = [{name: float(value) for name, value in row.items() if _is_curvature(name) and value} for row in history]
     rows: list[Row] = [{"step": int(row["step"] or 0), **values} for row, values in zip(history, measured, strict=True)]
-    table = write_rows(folder / "during_training.parquet", [row for row in rows if len(row) > 1])
-    return [*plot_training_curvature(history, folder / "during_training", caption=caption), table]
+    figure = plot_training_curvature(history, caption=caption)
+    return _save(figure, [row for row in rows if len(row) > 1], folder / "during_training")
 
 
 def _is_curvature(column: str) -> bool:
@@ -99,9 +101,15 @@ def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
             return _sizes(result) | {f"{item.block}: top eigenvalue, trace": _block(item) for item in result.blocks}
 
 
+def _save(figure: Figure, rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG, and the numbers in it as Parquet."""
+    pictures = save_figure(figure, stem.with_suffix(".png"), svg=True)
+    return [*pictures, write_rows(stem.with_suffix(".parquet"), rows)]
+
+
 def _draw_surface(result: Surface, folder: Path) -> list[Path]:
-    pictures = [*plot_contour(result, folder / "contour"), *plot_surface(result, folder / "surface")]
-    return [*pictures, write_rows(folder / "surface.parquet", [*result.rows()])]
+    contour = save_figure(plot_contour(result), folder / "contour.png", svg=True)
+    return contour + _save(plot_surface(result), [*result.rows()], folder / "surface")
 
 
 def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
@@ -113,30 +121,23 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
     )
     values, bounds = result.eigenvalues, result.error_bounds
     places = _places(result)
-    files = plot_spectrum(
-        values,
-        bounds,
-        folder / "spectrum",
-        title=f"{matrix}: eigenvalues",
-        caption=caption,
-        places=places,
-        sampling=result.sampling,
-    )
+    title = f"{matrix}: eigenvalues"
+    figure = plot_spectrum(values, bounds, title=title, caption=caption, places=places, sampling=result.sampling)
     columns = zip(places, values, result.residuals, bounds, result.converged, strict=True)
     rows: list[Row] = [
         {**vars(place), "eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
         for place, value, residual, bound, done in columns
     ]
-    files.append(write_rows(folder / "spectrum.parquet", rows))
+    files = _save(figure, rows, folder / "spectrum")
     files.append(_write_quantities(result, folder / "quantities.json"))
     if result.density is not None:
         curve = density_curve(result.density)
         probes = f"{len(result.density.nodes)} probes; {caption}"
         title = f"{matrix}: spectral density"
-        files += plot_density(curve, folder / "density", top=result.density.exact, title=title, caption=probes)
+        figure = plot_density(curve, top=result.density.exact, title=title, caption=probes)
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
         named: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
-        files.append(write_rows(folder / "density.parquet", named))
+        files += _save(figure, named, folder / "density")
     return files
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,36 +16,33 @@ from numpy.typing import NDArray
 
 from rm_optimizer.landscape.surface.loss_at import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
-from rm_optimizer.records.files import replacing
+from rm_optimizer.reporting.plots import CHANCE_LOSS
 from rm_optimizer.reporting.style import (
     BLUE,
-    DPI,
     GRAY,
     GREEN,
     INK,
     ORANGE,
     VERMILION,
+    captioned_figure,
     draw_legend,
-    new_figure,
+    two_panels,
+    wrapped,
 )
 
 COLORS = (BLUE, VERMILION, GREEN, ORANGE, INK)
 _CROSS: dict[str, Any] = {
     "marker": "P", "color": VERMILION, "markeredgecolor": "white", "markersize": 11, "linestyle": "none",
 }  # fmt: skip
-_CHANCE_LOSS = math.log(2)
-_CAPTION_WIDTH = 92
-"""Characters of a caption's line."""
 _WIDE = 30.0
 """Ratio of largest to smallest loss from which colors go by its logarithm."""
 
 
-def plot_slices(result: Slice, stem: Path) -> list[Path]:
+def plot_slices(result: Slice) -> Figure:
     """Loss and accuracy along each direction, with bands of one standard error over pairs.
 
     Args:
         result: the measured slices.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
     figure, (upper, lower) = two_panels("Loss along directions", _caption(result.measured, result), ratios=(2, 1))
     steps = np.array(result.steps)
@@ -57,22 +52,21 @@ def plot_slices(result: Slice, stem: Path) -> list[Path]:
             values, errors = _column(line, value), _column(line, f"{value}_standard_error")
             axes.plot(steps, values, color=color, linestyle=style, linewidth=1.7, label=name)
             axes.fill_between(steps, values - errors, values + errors, color=color, alpha=0.15, linewidth=0)
-    for axes, chance in ((upper, _CHANCE_LOSS), (lower, 0.5)):
+    for axes, chance in ((upper, CHANCE_LOSS), (lower, 0.5)):
         axes.axhline(chance, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.1, label="chance")
         axes.axvline(0.0, color=GRAY, linewidth=0.8)
     upper.set_ylabel("loss (nats a pair)")
     lower.set(xlabel=f"step along the direction ({_unit(result.measured)})", ylabel="accuracy")
     upper.plot([], [], color=GRAY, alpha=0.3, linewidth=7, label="± 1 standard error")
     draw_legend(upper)
-    return save_both(figure, stem)
+    return figure
 
 
-def plot_contour(result: Surface, stem: Path) -> list[Path]:
+def plot_contour(result: Surface) -> Figure:
     """Lines of equal loss over a plane through the weights.
 
     Args:
         result: the measured surface.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
     figure, (axes,) = captioned_figure(
         "Loss over a plane through the weights", _caption(result.measured, result) + _error_of(result.points)
@@ -80,21 +74,20 @@ def plot_contour(result: Surface, stem: Path) -> list[Path]:
     _draw_contour(figure, axes, result)
     axes.plot(0.0, 0.0, label="trained weights", **_CROSS)
     draw_legend(axes, "upper right")
-    return save_both(figure, stem)
+    return figure
 
 
-def plot_surface(result: Surface, stem: Path) -> list[Path]:
+def plot_surface(result: Surface) -> Figure:
     """The same plane in three dimensions.
 
     Args:
         result: the measured surface.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
     figure = Figure(figsize=(7.0, 5.6))
     FigureCanvasAgg(figure)
     axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
     figure.text(0.03, 0.95, "Loss over a plane through the weights", fontsize=12, fontweight="bold", color=INK)
-    caption = _wrapped(f"{_caption(result.measured, result)}{_error_of(result.points)}; axes: {_unit(result.measured)}")
+    caption = wrapped(f"{_caption(result.measured, result)}{_error_of(result.points)}; axes: {_unit(result.measured)}")
     figure.text(0.03, 0.94, "\n".join(caption), fontsize=9, color=GRAY, va="top")
     x, y = np.meshgrid(result.x, result.y)
     loss = _losses(result.points)
@@ -104,15 +97,14 @@ def plot_surface(result: Surface, stem: Path) -> list[Path]:
     axes.tick_params(labelsize=8, labelcolor=INK)
     axes.locator_params(nbins=5)
     axes.view_init(elev=32, azim=-55)
-    return save_both(figure, stem)
+    return figure
 
 
-def plot_trajectory(result: Trajectory, stem: Path) -> list[Path]:
+def plot_trajectory(result: Trajectory) -> Figure:
     """The checkpoints of a run over lines of equal loss, in the plane they stay closest to.
 
     Args:
         result: the measured trajectory.
-        stem: the pictures' path without its ending; `.png` and `.svg` are written.
     """
     surface = result.surface
     figure, (axes,) = captioned_figure(
@@ -138,59 +130,7 @@ def plot_trajectory(result: Trajectory, stem: Path) -> list[Path]:
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
         )  # fmt: skip
     draw_legend(axes)
-    return save_both(figure, stem)
-
-
-def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
-    """Like `new_figure`, with a caption of several parts over two lines where one is too short.
-
-    Args:
-        title: what is shown.
-        caption: parts joined by `; `.
-        strip: whether a second axes lies under the first.
-    """
-    lines = _wrapped(caption)
-    figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
-    axes[0].texts[0].set(va="bottom", in_layout=False)
-    return figure, axes
-
-
-def _wrapped(caption: str) -> list[str]:
-    """Lines that end between two parts."""
-    lines = [""]
-    for part in caption.split("; "):
-        joined = f"{lines[-1]}; {part}" if lines[-1] else part
-        fits = not lines[-1] or len(joined) < _CAPTION_WIDTH
-        lines = [*lines[:-1], joined] if fits else [*lines[:-1], f"{lines[-1]};", part]
-    return lines
-
-
-def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Figure, list[Axes]]:
-    """Like `new_figure` with a strip, in which both axes have room for a curve.
-
-    Args:
-        title: what is shown.
-        caption: sample size and anything needed to read it.
-        ratios: heights of the upper and the lower axes.
-    """
-    figure, axes = captioned_figure(title, caption, strip=True)
-    figure.set_size_inches(7.0, 5.6)
-    grid = axes[0].get_gridspec()
-    assert grid is not None, "the axes of a strip stand in a grid"
-    grid.set_height_ratios(ratios)
-    return figure, axes
-
-
-def save_both(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PNG and as SVG, each under a temporary name first; equal figures give equal files."""
-    written = []
-    for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        path = stem.with_name(f"{stem.name}.{ending}")
-        style = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}
-        with replacing(path) as temporary, matplotlib.rc_context(style):
-            figure.savefig(temporary, format=ending, dpi=DPI, metadata=metadata)
-        written.append(path)
-    return written
+    return figure
 
 
 def _caption(measured: GridDescription, result: Slice | Surface | Trajectory) -> str:

@@ -14,6 +14,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.evaluation.pair_rewards import PAIR_REWARDS_FILE
 from rm_optimizer.evaluation.saved_model import Evaluation
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
+from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import (
     Cell,
     evaluation_rows,
@@ -39,8 +40,8 @@ def draw_run(result: RunResult) -> Path:
     """
     run_dir = Path(result.run_dir)
     history = read_rows(run_dir / "metrics.csv")
-    plot_loss(history, run_dir / PICTURES / "loss.png")
-    plot_accuracy(history, run_dir / PICTURES / "accuracy.png", ceiling=result.data.ceiling)
+    save_figure(plot_loss(history), run_dir / PICTURES / "loss.png")
+    save_figure(plot_accuracy(history, ceiling=result.data.ceiling), run_dir / PICTURES / "accuracy.png")
     return draw_evaluation(run_dir, result.metrics)
 
 
@@ -54,9 +55,14 @@ def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
     Returns:
         The folder of the pictures.
     """
-    plot_reliability(metrics, folder / PICTURES / "reliability.png")
-    plot_margins(read_margins(folder / PAIR_REWARDS_FILE), folder / PICTURES / "margins.png")
+    draw_reliability(metrics, folder / PICTURES / "reliability.png")
+    save_figure(plot_margins(read_margins(folder / PAIR_REWARDS_FILE)), folder / PICTURES / "margins.png")
     return folder / PICTURES
+
+
+def draw_reliability(metrics: PairwiseMetrics, png: Path) -> Path:
+    """Write the reliability picture of an evaluation and return its file."""
+    return save_figure(plot_reliability(metrics), png)[0]
 
 
 def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.reporting.style import (
@@ -22,39 +22,36 @@ from rm_optimizer.reporting.style import (
     count_ticks,
     draw_legend,
     new_figure,
-    save_figure,
 )
 
 History = Sequence[Mapping[str, str | float | None]]
 """Rows of `metrics.csv`: a `step` and columns whose cells may be empty."""
 
-_CHANCE_LOSS = math.log(2)
+CHANCE_LOSS = math.log(2)
 
 
-def plot_loss(history: History, path: Path) -> Path:
+def plot_loss(history: History) -> Figure:
     """Training and validation loss over optimizer steps, with chance (log 2) marked.
 
     Args:
         history: rows with `step`, `train_loss` and `eval_loss`.
-        path: PNG to write.
     """
     figure, (axes,) = new_figure("Loss", _history_caption(history, "train_loss"))
-    axes.axhline(_CHANCE_LOSS, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance, log 2")
+    axes.axhline(CHANCE_LOSS, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance, log 2")
     _draw_training(axes, history, "train_loss")
     _draw_validation(axes, history, "eval_loss")
     axes.set(xlabel="optimizer step", ylabel="loss (nats a pair)")
     _fit_losses(axes, history)
     _fit_steps(axes, history)
     draw_legend(axes)
-    return save_figure(figure, path)
+    return figure
 
 
-def plot_accuracy(history: History, path: Path, *, ceiling: float | None = None) -> Path:
+def plot_accuracy(history: History, *, ceiling: float | None = None) -> Figure:
     """Training and validation accuracy over optimizer steps, with chance and the world's ceiling marked.
 
     Args:
         history: rows with `step`, `train_acc` and `eval_acc`.
-        path: PNG to write.
         ceiling: accuracy of the gold reward of a synthetic world; none is drawn where it is unknown.
     """
     figure, (axes,) = new_figure("Pairwise accuracy", _history_caption(history, "train_acc"))
@@ -66,15 +63,14 @@ def plot_accuracy(history: History, path: Path, *, ceiling: float | None = None)
     axes.set(xlabel="optimizer step", ylabel="accuracy, ties one half", ylim=(_lowest_accuracy(history), 1.0))
     _fit_steps(axes, history)
     draw_legend(axes, "lower right")
-    return save_figure(figure, path)
+    return figure
 
 
-def plot_reliability(metrics: PairwiseMetrics, path: Path) -> Path:
+def plot_reliability(metrics: PairwiseMetrics) -> Figure:
     """Frequency against confidence, with 95 % intervals, and how many pairs each bin holds.
 
     Args:
         metrics: of one evaluation.
-        path: PNG to write.
     """
     bins = metrics.reliability
     caption = f"ECE {metrics.ece}, noise floor {metrics.ece_noise_floor:.3f}; n = {metrics.num_pairs:,} pairs"
@@ -94,15 +90,14 @@ def plot_reliability(metrics: PairwiseMetrics, path: Path) -> Path:
     axes.set(ylabel="how often that side was the better one")
     draw_legend(axes)
     _draw_counts(strip, metrics)
-    return save_figure(figure, path)
+    return figure
 
 
-def plot_margins(margins: Float[np.ndarray, " pairs"], path: Path) -> Path:
+def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
     """Histogram of the margins, wrongly ranked pairs in their own color and ties marked.
 
     Args:
         margins: reward of the better response less that of the other.
-        path: PNG to write.
 
     Raises:
         ValueError: if there are no margins.
@@ -128,7 +123,7 @@ def plot_margins(margins: Float[np.ndarray, " pairs"], path: Path) -> Path:
     axes.set_ylim(bottom=0)
     count_ticks(axes.yaxis)
     draw_legend(axes)
-    return save_figure(figure, path)
+    return figure
 
 
 def _margin_edges(margins: np.ndarray) -> tuple[np.ndarray, int]:
@@ -204,7 +199,7 @@ def _fit_steps(axes: Axes, history: History) -> None:
 def _fit_losses(axes: Axes, history: History) -> None:
     """From 0 to a little over the bulk of the curve, so that a spike does not flatten the rest."""
     training, validation = _column(history, "train_loss")[1], _column(history, "eval_loss")[1]
-    tops = [_CHANCE_LOSS, *([np.quantile(training, 0.98)] if len(training) else []), *validation]
+    tops = [CHANCE_LOSS, *([np.quantile(training, 0.98)] if len(training) else []), *validation]
     axes.set_ylim(0.0, 1.12 * float(max(tops)))
 
 

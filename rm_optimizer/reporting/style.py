@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,6 +15,10 @@ from matplotlib.ticker import MaxNLocator
 from rm_optimizer.records.files import replacing
 
 DPI = 150
+_UNDATED: Mapping[str, dict[str, None]] = {".png": {"Software": None}, ".svg": {"Date": None}}
+"""Metadata left out of a file, so that it depends on the figure alone."""
+_CAPTION_WIDTH = 92
+"""Characters of a caption's line."""
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 """Okabe & Ito, "Color universal design" (2008), https://jfly.uni-koeln.de/color/."""
@@ -59,8 +65,60 @@ def count_ticks(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write the figure as PNG under a temporary name, then rename it."""
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
-    return path
+def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
+    """Like `new_figure`, with a caption of several parts over two lines where one is too short.
+
+    Args:
+        title: what is shown.
+        caption: parts joined by `; `.
+        strip: whether a second axes lies under the first.
+    """
+    lines = wrapped(caption)
+    figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
+    axes[0].texts[0].set(va="bottom", in_layout=False)
+    return figure, axes
+
+
+def wrapped(caption: str) -> list[str]:
+    """Lines that end between two parts."""
+    lines = [""]
+    for part in caption.split("; "):
+        joined = f"{lines[-1]}; {part}" if lines[-1] else part
+        fits = not lines[-1] or len(joined) < _CAPTION_WIDTH
+        lines = [*lines[:-1], joined] if fits else [*lines[:-1], f"{lines[-1]};", part]
+    return lines
+
+
+def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Figure, list[Axes]]:
+    """Like `new_figure` with a strip, in which both axes have room for a curve.
+
+    Args:
+        title: what is shown.
+        caption: sample size and anything needed to read it.
+        ratios: heights of the upper and the lower axes.
+    """
+    figure, axes = captioned_figure(title, caption, strip=True)
+    figure.set_size_inches(7.0, 5.6)
+    grid = axes[0].get_gridspec()
+    assert grid is not None, "the axes of a strip stand in a grid"
+    grid.set_height_ratios(ratios)
+    return figure, axes
+
+
+def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
+    """Write a figure, each file under a temporary name first; equal figures give equal files.
+
+    Args:
+        figure: the figure.
+        png: PNG to write.
+        svg: whether the SVG is written beside it.
+
+    Returns:
+        The files.
+    """
+    written = [png, png.with_suffix(".svg")] if svg else [png]
+    for path in written:
+        style = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}
+        with replacing(path) as temporary, matplotlib.rc_context(style):
+            figure.savefig(temporary, format=path.suffix[1:], dpi=DPI, metadata=_UNDATED[path.suffix])
+    return written

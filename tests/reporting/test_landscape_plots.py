@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -17,7 +15,6 @@ from rm_optimizer.landscape.estimates.density import SpectralDensity, density_cu
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.surface.loss_at import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
-from rm_optimizer.reporting import curvature_plots, landscape_plots
 from rm_optimizer.reporting.curvature_plots import (
     has_training_curvature,
     places_of,
@@ -28,6 +25,7 @@ from rm_optimizer.reporting.curvature_plots import (
 )
 from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
 from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
+from rm_optimizer.reporting.style import save_figure
 
 MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0)
@@ -51,27 +49,14 @@ TRAJECTORY = Trajectory(
 )
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    figures: list[Figure] = []
-    save = landscape_plots.save_both
-
-    def keep(figure: Figure, stem: Path) -> list[Path]:
-        figures.append(figure)
-        return save(figure, stem)
-
-    for module in (landscape_plots, curvature_plots):
-        monkeypatch.setattr(module, "save_both", keep)
-    return figures
-
-
 def labels(axes: Axes) -> list[str]:
     return axes.get_legend_handles_labels()[1]
 
 
-def test_slices_show_loss_and_accuracy_with_bands_of_one_standard_error(drawn, tmp_path):
-    files = plot_slices(SLICE, tmp_path / "slices")
-    upper, lower = drawn[0].axes
+def test_slices_show_loss_and_accuracy_with_bands_of_one_standard_error(tmp_path):
+    figure = plot_slices(SLICE)
+    files = save_figure(figure, tmp_path / "slices.png", svg=True)
+    upper, lower = figure.axes
     assert "n = 64 pairs of 60 prompts; seed 7" in upper.texts[0].get_text()
     assert "± 1 standard error" in labels(upper)
     line = next(line for line in upper.get_lines() if line.get_label() == "first")
@@ -86,13 +71,14 @@ def test_slices_show_loss_and_accuracy_with_bands_of_one_standard_error(drawn, t
 
 
 def test_equal_results_give_equal_files(tmp_path):
-    first, second = ([f.read_bytes() for f in plot_slices(SLICE, tmp_path / n / "slices")] for n in ("a", "b"))
+    paths = [tmp_path / name / "slices.png" for name in ("a", "b")]
+    first, second = ([f.read_bytes() for f in save_figure(plot_slices(SLICE), path, svg=True)] for path in paths)
     assert first == second
 
 
-def test_a_contour_covers_the_plane_and_marks_the_weights(drawn, tmp_path):
-    plot_contour(SURFACE, tmp_path / "contour")
-    axes, bar = drawn[0].axes
+def test_a_contour_covers_the_plane_and_marks_the_weights():
+    figure = plot_contour(SURFACE)
+    axes, bar = figure.axes
     assert (axes.get_xlim(), axes.get_ylim()) == ((-1, 1), (-1, 1))
     assert "standard error of a loss over pairs 0.05 to 0.05" in axes.texts[0].get_text()
     cross = next(line for line in axes.get_lines() if line.get_label() == "trained weights")
@@ -102,62 +88,61 @@ def test_a_contour_covers_the_plane_and_marks_the_weights(drawn, tmp_path):
     assert axes.get_xlabel() == "first (parameter distance)"
 
 
-def test_what_is_missing_is_left_blank_and_said(drawn, tmp_path):
+def test_what_is_missing_is_left_blank_and_said():
     rows = (SURFACE.points[0], SURFACE.points[1], (MISSING,) * 5, *SURFACE.points[3:])
     partial = Surface(measured(), STEPS, STEPS, rows)
-    plot_contour(partial, tmp_path / "contour")
-    plot_surface(partial, tmp_path / "surface")
+    drawn = [plot_contour(partial), plot_surface(partial)]
     assert drawn[0].axes[0].texts[0].get_text().startswith("PARTIAL, 5 points missing; any; n = 64")
     assert any(text.get_text().startswith("PARTIAL") for text in drawn[1].texts)
 
 
-def test_a_surface_has_the_grid_it_was_given(drawn, tmp_path):
-    plot_surface(SURFACE, tmp_path / "surface")
-    (axes,) = drawn[0].axes
+def test_a_surface_has_the_grid_it_was_given():
+    figure = plot_surface(SURFACE)
+    (axes,) = figure.axes
     assert axes.get_zlabel() == "loss (nats a pair)"
     assert axes.get_zlim()[0] <= 0.3 <= 3.3 <= axes.get_zlim()[1]
-    assert "n = 64 pairs of 60 prompts; seed 7" in drawn[0].texts[1].get_text()
+    assert "n = 64 pairs of 60 prompts; seed 7" in figure.texts[1].get_text()
 
 
-def test_a_trajectory_goes_through_its_checkpoints_with_their_losses(drawn, tmp_path):
-    plot_trajectory(TRAJECTORY, tmp_path / "trajectory")
-    axes = drawn[0].axes[0]
+def test_a_trajectory_goes_through_its_checkpoints_with_their_losses():
+    figure = plot_trajectory(TRAJECTORY)
+    axes = figure.axes[0]
     path = next(line for line in axes.get_lines() if str(line.get_label()).startswith("checkpoints"))
     assert list(zip(path.get_xdata(), path.get_ydata(), strict=True)) == list(TRAJECTORY.coordinates)
     written = [text.get_text() for text in axes.texts]
     assert {"step 0: 0.940 ± 0.05", "step 5: 0.390 ± 0.05", "step 9: 0.300 ± 0.05"} <= set(written)
 
 
-def test_a_long_caption_takes_two_lines_and_leaves_the_axes_their_width(drawn, tmp_path):
+def test_a_long_caption_takes_two_lines_and_leaves_the_axes_their_width():
     blocks = (BlockCurvature("layer 1", 10, 5.0, 0.1, False, Estimate(9.0, 1.0, 4), 8),)
-    plot_layers(LayerCurvature(blocks, ("head",), 64, 60, 7), tmp_path / "layers")
-    axes = drawn[0].axes[0]
+    figure = plot_layers(LayerCurvature(blocks, ("head",), 64, 60, 7))
+    axes = figure.axes[0]
     caption = axes.texts[0].get_text()
     assert caption.count(";\n") == caption.count("\n") == 1
     assert caption.startswith("PARTIAL, without head; n = 64 pairs of 60 prompts; seed 7")
-    drawn[0].canvas.draw()
+    figure.canvas.draw()
     assert axes.get_position().width > 0.7
 
 
-def test_layers_show_every_block_with_its_errors(drawn, tmp_path):
+def test_layers_show_every_block_with_its_errors():
     blocks = tuple(
         BlockCurvature(name, 100, top, 0.01, name != "head", Estimate(3 * top, 0.5, 4), 8)
         for name, top in (("embeddings", 1.0), ("layer 1", 4.0), ("head", -0.5))
     )
-    plot_layers(LayerCurvature(blocks, (), 64, 60, 7), tmp_path / "layers")
-    axes = drawn[0].axes[0]
+    figure = plot_layers(LayerCurvature(blocks, (), 64, 60, 7))
+    axes = figure.axes[0]
     cells = {text.get_text() for text in axes.texts}
     assert {"1 ± 0.01", "4 ± 0.01", "-0.5 ± 0.01 *", "3 ± 0.5", "12 ± 0.5"} <= cells
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["embeddings (100)", "layer 1 (100)", "head (100)"]
     assert axes.images[0].get_array().ravel().tolist() == [1.0, 4.0, -0.5]
 
 
-def test_a_spectrum_shows_both_signs_with_bounds_and_sampling(drawn, tmp_path):
+def test_a_spectrum_shows_both_signs_with_bounds_and_sampling():
     values, bounds = (5.0, 2.0, -0.1, -3.0), (0.01, 0.02, 0.05, 0.1)
     sampling = (Estimate(5.0, 1.0, 64, 3.0, 7.0),)
     words = {"title": "Hessian", "caption": "n = 64 pairs"}
-    plot_spectrum(values, bounds, tmp_path / "s", **words, places=places_of(2, 2, 4), sampling=sampling)
-    axes = drawn[0].axes[0]
+    figure = plot_spectrum(values, bounds, **words, places=places_of(2, 2, 4), sampling=sampling)
+    axes = figure.axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "2", "1"]
     assert axes.get_xlabel() == "rank from the largest | from the smallest"
     assert [line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"] == [2.5]
@@ -169,12 +154,12 @@ def test_a_spectrum_shows_both_signs_with_bounds_and_sampling(drawn, tmp_path):
     assert axes.get_ylim()[0] < -3 < 5 < axes.get_ylim()[1]
 
 
-def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed(drawn, tmp_path):
+def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed():
     density = SpectralDensity((4.0, -2.0), ((0.0, 1.0), (0.1, 0.9)), ((7.0, 1.0), (6.0, 2.0)), 10, 4)
     curve = density_curve(density)
     assert np.trapezoid(curve.density, curve.grid) == pytest.approx(1.0, abs=1e-6)
-    plot_density(curve, tmp_path / "d", top=density.exact, title="Hessian", caption="n = 64 pairs")
-    axes = drawn[0].axes[0]
+    figure = plot_density(curve, top=density.exact, title="Hessian", caption="n = 64 pairs")
+    axes = figure.axes[0]
     assert axes.get_yscale() == "log"
     marks = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
     assert marks["1 positive eigenvalues, computed"] == [4.0]
@@ -195,19 +180,18 @@ def test_an_eigenvalue_is_counted_from_the_nearer_end_that_is_known(num_top, num
     assert ", ".join(f"{place.end} {place.rank}" for place in places_of(num_top, num_bottom, 3)) == expected
 
 
-def test_many_ranks_are_thinned_out_from_each_end(drawn, tmp_path):
+def test_many_ranks_are_thinned_out_from_each_end():
     values = [*range(20, 0, -1), *range(-1, -21, -1)]
     places = places_of(20, 20, 40)
-    plot_spectrum(values, [0.1] * 40, tmp_path / "s", title="Hessian", caption="n = 64 pairs", places=places)
-    shown = [tick.get_text() for tick in drawn[0].axes[0].get_xticklabels()]
+    figure = plot_spectrum(values, [0.1] * 40, title="Hessian", caption="n = 64 pairs", places=places)
+    shown = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
     assert shown == ["1", "5", "10", "15", "20", "20", "15", "10", "5", "1"]
 
 
-def test_one_point_of_a_surface_can_be_drawn(drawn, tmp_path):
+def test_one_point_of_a_surface_can_be_drawn():
     rows = ((point(0.0), *(MISSING,) * 4), *((MISSING,) * 5,) * 4)
     partial = Surface(measured(), STEPS, STEPS, rows)
-    plot_contour(partial, tmp_path / "contour")
-    plot_surface(partial, tmp_path / "surface")
+    drawn = [plot_contour(partial), plot_surface(partial)]
     assert drawn[0].axes[0].texts[0].get_text().startswith("PARTIAL, 24 points missing")
 
 
@@ -222,12 +206,12 @@ def test_curvature_during_training_stands_beside_as_parquet(tmp_path):
     assert {file.name for file in files} == {f"during_training.{ending}" for ending in ("png", "svg", "parquet")}
 
 
-def test_curvature_during_training_takes_the_rows_that_have_it(drawn, tmp_path):
+def test_curvature_during_training_takes_the_rows_that_have_it():
     row = {"step": "5", "curvature_top_eigenvalue": "3.0", "curvature_top_eigenvalue_residual": "0.5"}
     history = [{"step": "1"}, row | {"curvature_trace": "8.0", "curvature_trace_standard_error": "nan"}]
     assert has_training_curvature(history)
     assert not has_training_curvature(history[:1])
-    plot_training_curvature(history, tmp_path / "during", caption="seed 7")
-    upper, lower = drawn[0].axes
+    figure = plot_training_curvature(history, caption="seed 7")
+    upper, lower = figure.axes
     assert upper.containers[0].lines[0].get_xydata().tolist() == [[5.0, 3.0]]
     assert lower.containers[0].lines[0].get_xydata().tolist() == [[5.0, 8.0]]

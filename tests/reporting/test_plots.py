@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
-from rm_optimizer.reporting import plots, style
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
+from rm_optimizer.reporting.style import save_figure
 
 HISTORY = [
     {"step": "0", "train_loss": "", "train_acc": "", "eval_loss": "0.69", "eval_acc": "0.5", "eval_pairs": "1234"},
@@ -23,18 +22,6 @@ HISTORY = [
     {"step": "2", "train_loss": "nan", "train_acc": "0.5", "eval_loss": "", "eval_acc": ""},
     {"step": "3", "train_loss": 0.5, "train_acc": 0.75, "eval_loss": 0.6, "eval_acc": 0.625, "eval_pairs": 1234},
 ]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    figures: list[Figure] = []
-
-    def keep(figure: Figure, path: Path) -> Path:
-        figures.append(figure)
-        return style.save_figure(figure, path)
-
-    monkeypatch.setattr(plots, "save_figure", keep)
-    return figures
 
 
 def line(axes: Axes, label: str) -> list[tuple[float, float]]:
@@ -53,55 +40,52 @@ def metrics(num_pairs: int = 300) -> PairwiseMetrics:
     return evaluate_pairs(chosen, rejected, beta=1.0, prompt_ids=prompts, num_bootstrap=100, seed=0)
 
 
-def test_loss_shows_the_filled_finite_cells_and_chance(drawn: list[Figure], tmp_path: Path) -> None:
-    plot_loss(HISTORY, tmp_path / "loss.png")
-    (axes,) = drawn[0].axes
+def test_loss_shows_the_filled_finite_cells_and_chance() -> None:
+    (axes,) = plot_loss(HISTORY).axes
     assert line(axes, "training") == [(1.0, 0.7), (3.0, 0.5)]
     assert line(axes, "validation (last 0.600)") == [(0.0, 0.69), (3.0, 0.6)]
     assert {y for _, y in line(axes, "chance")} == {math.log(2)}
     assert "1,234 pairs" in caption(axes)
 
 
-def test_accuracy_shows_the_ceiling_only_where_it_is_known(drawn: list[Figure], tmp_path: Path) -> None:
-    plot_accuracy(HISTORY, tmp_path / "a.png", ceiling=0.9)
-    plot_accuracy(HISTORY, tmp_path / "b.png")
+def test_accuracy_shows_the_ceiling_only_where_it_is_known() -> None:
+    drawn = [plot_accuracy(HISTORY, ceiling=0.9), plot_accuracy(HISTORY)]
     assert {y for _, y in line(drawn[0].axes[0], "ceiling 0.900")} == {0.9}
     assert not [item for item in drawn[1].axes[0].get_lines() if str(item.get_label()).startswith("ceiling")]
     assert line(drawn[1].axes[0], "validation") == [(0.0, 0.5), (3.0, 0.625)]
 
 
-def test_a_long_run_is_smoothed_over_the_window_the_caption_names(drawn: list[Figure], tmp_path: Path) -> None:
+def test_a_long_run_is_smoothed_over_the_window_the_caption_names() -> None:
     values = np.random.default_rng(0).uniform(0.4, 0.7, size=100)
-    plot_loss([{"step": k, "train_loss": float(v)} for k, v in enumerate(values)], tmp_path / "loss.png")
-    (axes,) = drawn[0].axes
+    (axes,) = plot_loss([{"step": k, "train_loss": float(v)} for k, v in enumerate(values)]).axes
     smooth = [y for _, y in line(axes, "training")]
     assert "mean of 5 batches" in caption(axes)
     assert smooth[50] == pytest.approx(values[48:53].mean())
     assert smooth[0] == pytest.approx(values[:3].mean())
 
 
-def test_a_short_last_batch_is_not_drawn_as_a_cliff(drawn: list[Figure], tmp_path: Path) -> None:
+def test_a_short_last_batch_is_not_drawn_as_a_cliff() -> None:
     rows = [{"step": k, "train_loss": 0.5, "train_acc": 0.9, "train_pairs": 32.0} for k in (1, 2, 3)]
-    plot_accuracy([*rows, {"step": 4, "train_loss": 0.9, "train_acc": 0.25, "train_pairs": 4.0}], tmp_path / "a.png")
-    points = line(drawn[0].axes[0], "training")
+    figure = plot_accuracy([*rows, {"step": 4, "train_loss": 0.9, "train_acc": 0.25, "train_pairs": 4.0}])
+    points = line(figure.axes[0], "training")
     assert [step for step, _ in points] == [1.0, 2.0, 3.0]
     assert [accuracy for _, accuracy in points] == pytest.approx([0.9] * 3)
 
 
-def test_a_spike_does_not_flatten_the_rest(drawn: list[Figure], tmp_path: Path) -> None:
-    plot_loss([{"step": k, "train_loss": 900.0 if k == 7 else 0.5} for k in range(200)], tmp_path / "loss.png")
-    assert drawn[0].axes[0].get_ylim()[1] < 1.0
+def test_a_spike_does_not_flatten_the_rest() -> None:
+    figure = plot_loss([{"step": k, "train_loss": 900.0 if k == 7 else 0.5} for k in range(200)])
+    assert figure.axes[0].get_ylim()[1] < 1.0
 
 
 def test_an_empty_history_is_drawn_empty(tmp_path: Path) -> None:
-    assert imread(plot_loss([], tmp_path / "loss.png")).size
-    assert imread(plot_accuracy([], tmp_path / "accuracy.png")).size
+    for figure in (plot_loss([]), plot_accuracy([])):
+        assert imread(save_figure(figure, tmp_path / "empty.png")[0]).size
 
 
-def test_reliability_shows_every_bin_with_its_interval_and_count(drawn: list[Figure], tmp_path: Path) -> None:
+def test_reliability_shows_every_bin_with_its_interval_and_count() -> None:
     result = metrics()
-    plot_reliability(result, tmp_path / "reliability.png")
-    curve, strip = drawn[0].axes
+    figure = plot_reliability(result)
+    curve, strip = figure.axes
     (points,) = [container for container in curve.containers if container.get_label().startswith("model")]
     shown = [tuple(map(float, point)) for point in points[0].get_xydata()]
     assert shown == [(item.mean_confidence, item.frequency) for item in result.reliability]
@@ -111,17 +95,16 @@ def test_reliability_shows_every_bin_with_its_interval_and_count(drawn: list[Fig
     assert str(result.ece) in caption(curve)
 
 
-def test_reliability_of_a_collapsed_model_says_so(drawn: list[Figure], tmp_path: Path) -> None:
+def test_reliability_of_a_collapsed_model_says_so() -> None:
     zeros = np.zeros(4)
     result = evaluate_pairs(zeros, zeros, beta=1.0, prompt_ids=list("abcd"), num_bootstrap=0, seed=0)
-    plot_reliability(result, tmp_path / "reliability.png")
-    assert caption(drawn[0].axes[0]).startswith("collapsed: all 8 rewards are equal")
+    figure = plot_reliability(result)
+    assert caption(figure.axes[0]).startswith("collapsed: all 8 rewards are equal")
 
 
-def test_margins_count_every_pair_once(drawn: list[Figure], tmp_path: Path) -> None:
+def test_margins_count_every_pair_once() -> None:
     margins = np.concatenate([np.random.default_rng(0).normal(0.5, 1.0, size=500), np.zeros(20)])
-    plot_margins(margins, tmp_path / "margins.png")
-    (axes,) = drawn[0].axes
+    (axes,) = plot_margins(margins).axes
     right, wrong = (margins > 0).sum(), (margins < 0).sum()
     heights = {container.get_label(): sum(bar.get_height() for bar in container) for container in axes.containers}
     hidden = int(axes.get_xlabel().split("; ")[1].split()[0]) if ";" in axes.get_xlabel() else 0
@@ -131,32 +114,31 @@ def test_margins_count_every_pair_once(drawn: list[Figure], tmp_path: Path) -> N
     assert any("20 pairs" in str(item.get_label()) for item in axes.collections)
 
 
-def test_an_outlier_is_counted_and_not_drawn(drawn: list[Figure], tmp_path: Path) -> None:
+def test_an_outlier_is_counted_and_not_drawn() -> None:
     margins = np.concatenate([np.random.default_rng(0).normal(size=2000), [1e6]])
-    plot_margins(margins, tmp_path / "margins.png")
-    (axes,) = drawn[0].axes
+    (axes,) = plot_margins(margins).axes
     assert axes.get_xlim()[1] < 10
     assert axes.get_xlabel().endswith("pairs lie beyond")
 
 
 @pytest.mark.parametrize("margins", [np.zeros(5), np.ones(1), np.array([-1e-9, 1e-9])])
 def test_degenerate_margins_are_drawn(margins: np.ndarray, tmp_path: Path) -> None:
-    assert imread(plot_margins(margins, tmp_path / "margins.png")).size
+    assert imread(save_figure(plot_margins(margins), tmp_path / "margins.png")[0]).size
 
 
-def test_no_margins_are_an_error(tmp_path: Path) -> None:
+def test_no_margins_are_an_error() -> None:
     with pytest.raises(ValueError, match="at least one pair"):
-        plot_margins(np.zeros(0), tmp_path / "margins.png")
+        plot_margins(np.zeros(0))
 
 
 def test_pictures_are_150_dpi_and_the_same_bytes_each_time(tmp_path: Path) -> None:
-    first, second = (plot_loss(HISTORY, tmp_path / name) for name in ("a.png", "b.png"))
+    first, second = (save_figure(plot_loss(HISTORY), tmp_path / name)[0] for name in ("a.png", "b.png"))
     assert imread(first).shape[:2] == (630, 1050)
     assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = plot_loss(HISTORY, tmp_path / "new" / "loss.png")
+    (path,) = save_figure(plot_loss(HISTORY), tmp_path / "new" / "loss.png")
     before = path.read_bytes()
 
     def fail(*_: object, **__: object) -> None:
@@ -164,11 +146,11 @@ def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monk
 
     monkeypatch.setattr("rm_optimizer.records.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        plot_accuracy(HISTORY, path)
+        save_figure(plot_accuracy(HISTORY), path)
     assert path.read_bytes() == before
     assert [item.name for item in path.parent.iterdir()] == ["loss.png"]
     monkeypatch.undo()
-    plot_accuracy(HISTORY, path)
+    save_figure(plot_accuracy(HISTORY), path)
     assert path.read_bytes() != before
     assert [item.name for item in path.parent.iterdir()] == ["loss.png"]
 
