@@ -17,7 +17,8 @@ H5  Early stopping (ablation_a4's best weights against ablation_a3's last) costs
 Training takes a random subset of the pairs. Validation is cut to `--pairs-per-prompt` pairs a prompt, so that no prompt
 decides alone, and divided by prompt: early stopping watches one part, and every figure is computed on the other.
 
-Arms share seeds and test pairs, so all effects are paired; `paired_effects.py` says how intervals are computed.
+Arms share seeds and test pairs, so all effects are paired; `rm_optimizer.core.metrics.effects` says how intervals are
+computed.
 
     python benchmarks/hypotheses.py --model-path MINILM --train train.parquet --val val.parquet --output outputs/trials
 
@@ -27,14 +28,10 @@ Finished trials are kept in --output; the same command continues.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
-import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,21 +43,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from batching_cost import batching_row, gradients
-from paired_effects import SCORED, both, crossed_estimate, effect, verdict
 from scipy.special import log_expit
 
 from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.metrics.effects import SCORES, Verdict, both, paired_effect, verdict
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import crossed_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.tokens.batching import MacroBatches, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.evaluation.pair_rewards import score_pairs
+from rm_optimizer.experiments.training_trial import margins_of, train_and_score
+from rm_optimizer.experiments.trials import Trial, run_trial
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.run import build_model
 
 ARMS = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetune", "lora_r16")
@@ -71,7 +68,6 @@ STOPPING_ARM = "ablation_a4"
 GRADIENT_TOLERANCE = 1e-4
 ONE_PASS = 10**9
 """A token budget that no macro-batch exceeds."""
-EVAL_TOKEN_BUDGET = 16384
 
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -198,56 +194,15 @@ def arm_config(args: argparse.Namespace, splits: Splits, arm: str, seed: int) ->
     return typed(compose([f"{name}={value}" for name, value in values.items()]), TrainConfig)
 
 
-def trial_folder(args: argparse.Namespace, config: TrainConfig) -> Path:
-    """The trial's folder: arms whose options are equal share one trial."""
-    text = json.dumps(dataclasses.asdict(config), default=str, sort_keys=True)
-    return Path(args.output, "trials", hashlib.sha256(text.encode()).hexdigest()[:12])
-
-
-def run_trial(args: argparse.Namespace, splits: Splits, arm: str, seed: int) -> Path:
-    """The folder of an arm's finished trial, trained and scored now unless it already is."""
+def arm_trial(args: argparse.Namespace, splits: Splits, arm: str, seed: int) -> Trial:
+    """An arm's finished trial; arms whose options are equal share one."""
     config = arm_config(args, splits, arm, seed)
-    folder = trial_folder(args, config)
-    if (folder / "trial.json").is_file():
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    config.output_dir = str(folder / "run")
-    started = time.process_time()
-    result = train_reward_model(config)
-    stopping = config.training.early_stopping.enabled
-    source = Path(result.export) if stopping else checkpoint_path(folder / "run", result.steps)
-    margins = {"test": rescored(args, source, splits.test)}
-    if arm in GAP_ARMS:
-        margins["train"] = rescored(args, source, splits.train)
-    np.savez(folder / "margins.npz", **margins)  # type: ignore[arg-type]
-    for weights in ("checkpoints", "best"):
-        shutil.rmtree(folder / "run" / weights)
-    record = {
-        "arm": arm,
-        "seed": seed,
-        "steps": result.steps,
-        "scored_step": result.best_step if stopping else result.steps,
-        "all_steps": config.training.max_steps,
-        "parameters": result.parameters,
-        "cpu_seconds": time.process_time() - started,
-    }
-    write_text(folder / "trial.json", json.dumps(record, indent=1) + "\n")
-    return folder
+    scored = {"test": splits.test, **({"train": splits.train} if arm in GAP_ARMS else {})}
 
+    def measure(folder: Path) -> dict[str, Any]:
+        return {"arm": arm, "seed": seed, **train_and_score(config, scored, folder)}
 
-def rescored(args: argparse.Namespace, source: Path, pairs: Path) -> np.ndarray:
-    """Margins of all pairs of a file, in order; 0 where both conversations are equal after truncation."""
-    data = PreferenceDataset.load(str(pairs))
-    model = BradleyTerryRM.from_pretrained(source, max_length=args.max_length)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
-    half = args.precision == "bf16-mixed"
-    with torch.autocast(device, torch.bfloat16) if half else contextlib.nullcontext():
-        tokens = tokenize_pairs(data.pairs, model.renderer, None)
-        rewards = score_pairs(model, tokens, data, token_budget=EVAL_TOKEN_BUDGET, prefix_sharing=False)
-    margins = np.zeros(len(data))
-    margins[rewards.pair_index] = rewards.margin
-    return margins
+    return run_trial(args.output / "trials", dataclasses.asdict(config), measure)
 
 
 def batching_trial(args: argparse.Namespace, splits: Splits, seed: int) -> list[dict[str, float]]:
@@ -288,15 +243,15 @@ class Finding:
     name: str
     effect: Estimate
     threshold: float
-    verdict: str
+    verdict: Verdict
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def h1(rows: Sequence[Mapping[str, float]]) -> Finding:
     """Pair-aware batching: the same gradient in less time; macro-batches are independent draws."""
-    ratio = crossed_estimate(np.array([row["log_time_ratio"] for row in rows]), 0.0, len(rows))
+    ratio = crossed_mean(np.array([row["log_time_ratio"] for row in rows]), 0.0, len(rows))
     worst = max(row["gradient_difference"] for row in rows)
-    same = "confirmed" if worst <= GRADIENT_TOLERANCE else "refuted"
+    same: Verdict = "confirmed" if worst <= GRADIENT_TOLERANCE else "refuted"
     means = float(np.mean([row["mean_of_means_difference"] for row in rows]))
     also = {"max_gradient_difference": worst, "mean_of_means_difference": means, "time_ratio": math.exp(ratio.value)}
     return Finding("h1_pair_aware_log_time_ratio", ratio, 0.0, both(verdict(ratio, 0.0), same), also)
@@ -315,17 +270,17 @@ def findings(
     """
     fitted = {arm: -log_expit(margins).mean(axis=1) for arm, margins in train.items()}
     first, second = GAP_ARMS
-    gap = effect(test[second], test[first], prompts, "nll", offset=fitted[second] - fitted[first])
+    gap = paired_effect(test[second], test[first], prompts, "nll", offset=fitted[second] - fitted[first])
     yield Finding("h2_scheduler_gap", gap, 0.0, verdict(gap, 0.0))
-    ece = effect(test["ablation_a3"], test["ablation_a2"], prompts, "ece")
+    ece = paired_effect(test["ablation_a3"], test["ablation_a2"], prompts, "ece")
     yield Finding("h3_smoothing_ece", ece, 0.0, verdict(ece, 0.0))
-    lora = effect(test["lora_r16"], test["full_finetune"], prompts, "accuracy")
-    full = effect(test["full_finetune"], None, prompts, "accuracy")
-    learnt = "confirmed" if verdict(full, 0.5) == "confirmed" else "undecided"
+    lora = paired_effect(test["lora_r16"], test["full_finetune"], prompts, "accuracy")
+    full = paired_effect(test["full_finetune"], None, prompts, "accuracy")
+    learnt: Verdict = "confirmed" if verdict(full, 0.5) == "confirmed" else "undecided"
     decided = verdict(lora, -0.03) if learnt == "confirmed" else learnt
     yield Finding("h4_lora_accuracy", lora, -0.03, decided, {"full_above_chance": learnt})
-    nll = effect(test[STOPPING_ARM], test["ablation_a3"], prompts, "nll")
-    steps = crossed_estimate(saved, 0.0, len(saved))
+    nll = paired_effect(test[STOPPING_ARM], test["ablation_a3"], prompts, "nll")
+    steps = crossed_mean(saved, 0.0, len(saved))
     also = {"steps_saved": steps.value, "steps_saved_low": steps.low, "steps_saved_high": steps.high}
     yield Finding("h5_early_stopping_nll", nll, -0.005, both(verdict(nll, -0.005), verdict(steps, 0.0)), also)
 
@@ -334,7 +289,7 @@ def report(results: Sequence[Finding], arms: Mapping[str, Mapping[str, Any]]) ->
     """Print both tables, then `name: value` lines."""
     print(f"{'arm':14} {'accuracy':22} {'nll':22} {'ece':22} {'step':>6} {'parameters':>11} {'CPU s':>6}")
     for name, arm in arms.items():
-        cells = " ".join(f"{arm[score]!s:22}" for score in SCORED)
+        cells = " ".join(f"{arm[score]!s:22}" for score in SCORES)
         print(f"{name:14} {cells} {arm['scored_step']:6.0f} {arm['parameters']:11,d} {arm['cpu_seconds']:6.0f}")
     for found in results:
         print(f"{found.name:30} {found.effect:+.4f}  threshold {found.threshold:+.3f}  {found.verdict}")
@@ -350,16 +305,16 @@ def report(results: Sequence[Finding], arms: Mapping[str, Mapping[str, Any]]) ->
 
 def collected(args: argparse.Namespace, splits: Splits) -> tuple[list[Finding], dict[str, dict[str, Any]]]:
     """Run or read every trial, seed by seed, and draw the findings."""
-    batching, folders = [], {arm: [] for arm in ARMS}  # type: ignore[var-annotated]
+    batching: list[dict[str, float]] = []
+    trials: dict[str, list[Trial]] = {arm: [] for arm in ARMS}
     for seed in args.seeds:
         batching += batching_trial(args, splits, seed)
         for arm in ARMS:
-            folders[arm].append(run_trial(args, splits, arm, seed))
+            trials[arm].append(arm_trial(args, splits, arm, seed))
     prompts = pq.read_table(splits.test)["prompt"].to_pylist()
-    loaded = {arm: [dict(np.load(folder / "margins.npz")) for folder in found] for arm, found in folders.items()}
-    test = {arm: np.stack([item["test"] for item in items]) for arm, items in loaded.items()}
-    train = {arm: np.stack([item["train"] for item in loaded[arm]]) for arm in GAP_ARMS}
-    records = {arm: [json.loads((f / "trial.json").read_text()) for f in found] for arm, found in folders.items()}
+    test = {arm: margins_of(found, "test") for arm, found in trials.items()}
+    train = {arm: margins_of(trials[arm], "train") for arm in GAP_ARMS}
+    records = {arm: [trial.result for trial in found] for arm, found in trials.items()}
     saved = np.array([1 - record["steps"] / record["all_steps"] for record in records[STOPPING_ARM]])
     arms = {arm: summary(test[arm], records[arm], prompts) for arm in ARMS}
     return [h1(batching), *findings(test, train, saved, prompts)], arms
@@ -367,7 +322,7 @@ def collected(args: argparse.Namespace, splits: Splits) -> tuple[list[Finding], 
 
 def summary(margins: np.ndarray, records: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> dict[str, Any]:
     """An arm's own scores over seeds, and its means of steps and seconds."""
-    own: dict[str, Any] = {score: effect(margins, None, prompts, score) for score in SCORED}
+    own: dict[str, Any] = {score: paired_effect(margins, None, prompts, score) for score in SCORES}
     for key in ("scored_step", "cpu_seconds"):
         own[key] = float(np.mean([record[key] for record in records]))
     return own | {"parameters": records[0]["parameters"]}

@@ -33,7 +33,8 @@ from transformers import AutoTokenizer
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.audit import length_baseline

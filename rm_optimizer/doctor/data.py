@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 
-from rm_optimizer.core.metrics.estimate import wilson_interval
+from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, folded_prompt_id

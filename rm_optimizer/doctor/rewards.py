@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from rm_optimizer.core.metrics.collapse import detect_collapse
+from rm_optimizer.core.metrics.effects import detectable_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -212,10 +213,11 @@ def beats_length(scored: ScoredPairs, seed: int) -> Check:
 
 
 def _power(estimate: Estimate) -> str:
-    """The smallest difference that is found in four of five such samples: `(z(0.975) + z(0.8))` standard errors."""
+    """Smallest difference that is found in four of five such samples."""
     if not estimate.standard_error:
         return ""
-    smallest, num = (1.960 + 0.842) * estimate.standard_error, estimate.num_samples
+    num = estimate.num_samples
+    smallest = detectable_effect(estimate.standard_error, num - 1)
     return f" ({num} prompts find a difference of {smallest:.2f} in 4 of 5 cases; --max-pairs scores more)"
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair
 
 FEWEST_RESPONSES = 3

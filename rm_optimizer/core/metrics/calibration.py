@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import brentq
 from scipy.special import expit, log_expit
 
-from rm_optimizer.core.metrics.estimate import wilson_interval
+from rm_optimizer.core.metrics.intervals import wilson_interval
 
 NUM_BINS = 10
 """Bins of [0.5, 1]: as many as 20 over [0, 1]."""

@@ -30,7 +30,8 @@ from rm_optimizer.core.metrics.calibration import (
     reliability_curve,
 )
 from rm_optimizer.core.metrics.collapse import CollapseVerdict, detect_collapse
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.metrics.pair_columns import PairColumns
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal, hessenberg
 
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, student_mean
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.estimates.trace import estimate_of_mean
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, length
 from rm_optimizer.landscape.solvers.krylov import KrylovState
@@ -82,7 +81,7 @@ class SpectralDensity:
 
         is_unbiased = power < 2 * max(map(len, self.nodes))
         change = 0.0 if is_unbiased else float((samples(self) - samples(self._one_step_less())).mean())
-        return estimate_of_mean(torch.from_numpy(samples(self)), bias=change)
+        return student_mean(samples(self), bias=change)
 
     def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors terms+1"]:
         """Each vector's totals over the rest, and 1, so that sums over vectors know how many they are of."""

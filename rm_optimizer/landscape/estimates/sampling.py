@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.func import functional_call, jvp
 
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, cluster_totals
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules

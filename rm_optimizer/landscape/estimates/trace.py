@@ -1,16 +1,16 @@
-"""Trace and Frobenius norm of a symmetric operator from products with random vectors, with honest error bars."""
+"""Trace of a symmetric operator from products with random vectors, with honest error bars."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
-from jaxtyping import Float
-from scipy.stats import t as student_t
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner
@@ -76,7 +76,7 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Esti
     X = W - S * (S * W).sum(dim=0)
     traces = H.trace() - (S * (H @ S)).sum(dim=0)
     rests = (Omega * Y).sum(dim=0) - 2 * (X * T).sum(dim=0) + (X * (H @ X)).sum(dim=0)
-    return estimate_of_mean(traces + rests, widening=XTRACE_WIDENING)
+    return student_mean((traces + rests).cpu().numpy(), widening=XTRACE_WIDENING)
 
 
 TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
@@ -103,22 +103,6 @@ def estimate_trace(
     if method == "deflated" and found is not None:
         return deflated_trace(operator, found, num_products, seed=seed)
     return TRACE_ESTIMATORS.get(method, hutchinson_trace)(operator, num_products, seed=seed)
-
-
-def estimate_of_mean(samples: Float[Tensor, " samples"], *, widening: float = 1.0, bias: float = 0.0) -> Estimate:
-    """Mean of independent samples with Student's interval; one sample says nothing of its error.
-
-    Args:
-        samples: at least one.
-        widening: factor on the standard error of samples that are not quite independent.
-        bias: size of an error that all samples share; adds to the standard error as an independent one does.
-    """
-    count, value = len(samples), float(samples.mean())
-    if count < 2:
-        return Estimate(value, None, count)
-    error = math.hypot(widening * float(samples.std()) / math.sqrt(count), bias)
-    half = float(student_t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
-    return Estimate(value, error, count, value - half, value + half)
 
 
 def _columns_times(operator: SymmetricOperator, columns: Tensor) -> Tensor:
@@ -148,16 +132,12 @@ def _products(operator: SymmetricOperator, random: RandomVectors, count: int) ->
 
 def _mean_of_probes(operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0) -> Estimate:
     forms = [(inner(probe, image), inner(image, image)) for probe, image in _products(operator, random, count)]
-    quadratic = known + _numbers([form for form, _ in forms])
+    quadratic = known + np.array([form for form, _ in forms])
     if count > 1:
-        return estimate_of_mean(quadratic)
+        return student_mean(quadratic)
     error = math.sqrt(2 * forms[0][1])
     value, half = float(quadratic[0]), 1.96 * error
     return Estimate(value, error, 1, value - half, value + half)
-
-
-def _numbers(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

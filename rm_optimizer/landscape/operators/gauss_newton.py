@@ -11,7 +11,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import Estimate, cluster_bootstrap, cluster_totals
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import OutputCurvature
 from rm_optimizer.landscape.operators.objective import PairObjective

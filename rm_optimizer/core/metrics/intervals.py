@@ -1,0 +1,252 @@
+"""Intervals: Wilson's of a probability, Student's of means, and the bootstrap over clusters.
+
+Pairs of one prompt are not independent, so what is resampled are prompts. Every bootstrapped statistic is a function
+of totals over clusters, so a whole bootstrap is one matrix product: `counts (resamples, clusters) @ sums (clusters,
+terms)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import ndtr, ndtri
+from scipy.stats import t as student_t
+
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
+from rm_optimizer.errors import ConfigError
+
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""From totals `(…, terms)` to statistics `(…, statistics)`, along the last axis; NaN where undefined."""
+
+IntervalKind = Literal["bca", "basic"]
+
+_RESAMPLED_CLUSTERS_AT_ONCE = 4_000_000
+_TAILS = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+
+
+def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]:
+    """95 % interval of a probability seen as `frequency` in independent trials (Wilson, 1927).
+
+    `(f + z^2 / 2n ± z sqrt(f (1 - f) / n + z^2 / 4n^2)) / (1 + z^2 / n)`; unlike the normal interval it stays inside
+    [0, 1] and has width at frequencies of 0 and 1.
+
+    Args:
+        frequency: observed share of successes, in [0, 1].
+        num_samples: trials, positive; an effective number may be fractional.
+
+    Example:
+        >>> low, high = wilson_interval(0.5, 100)
+        >>> round(low, 4), round(high, 4)
+        (0.4038, 0.5962)
+    """
+    z = float(ndtri(0.5 + CONFIDENCE / 2))
+    center = frequency + z * z / (2 * num_samples)
+    half = z * math.sqrt(frequency * (1 - frequency) / num_samples + z * z / (4 * num_samples**2))
+    scale = 1 + z * z / num_samples
+    low, high = (center - half) / scale, (center + half) / scale
+    return min(max(low, 0.0), frequency), max(min(high, 1.0), frequency)
+
+
+def student_mean(samples: Float[np.ndarray, " samples"], *, widening: float = 1.0, bias: float = 0.0) -> Estimate:
+    """Mean of independent samples with Student's interval `mean ± t s / sqrt(n)`; one sample gets none.
+
+    Args:
+        samples: at least one.
+        widening: factor on the standard error of samples that are not quite independent.
+        bias: size of an error that all samples share; adds to the standard error as an independent one does.
+
+    Example:
+        >>> str(student_mean(np.array([1.0, 2.0, 3.0])))
+        '2.000 [-0.484, 4.484]'
+    """
+    count, value = len(samples), float(samples.mean())
+    if count < 2:
+        return Estimate(value, None, count)
+    error = math.hypot(widening * float(samples.std(ddof=1)) / math.sqrt(count), bias)
+    return _student(value, error, count - 1, count)
+
+
+def crossed_mean(per_seed: Float[np.ndarray, " seeds"], prompt_error: float, num_prompts: int) -> Estimate:
+    """Mean over seeds with Student's interval, from the variances of the mean that seeds and prompts cause.
+
+    Three seeds are too few to resample. Degrees of freedom are `(a + b)^2 / (a^2 / (seeds - 1) + b^2 / (prompts - 1))`
+    with `a` the variance that seeds cause and `b` that prompts cause (Satterthwaite, 1946, doi:10.2307/3002019). What
+    prompts and seeds share is counted twice, so intervals are rather too wide than too narrow. One seed has no variance
+    and gets no interval.
+
+    Args:
+        per_seed: value of each seed.
+        prompt_error: standard error over prompts of the mean over seeds; 0 where prompts cause none.
+        num_prompts: prompts behind it.
+    """
+    value, num_seeds = float(per_seed.mean()), len(per_seed)
+    if num_seeds < 2:
+        return Estimate(value, None, num_prompts)
+    a, b = float(per_seed.var(ddof=1)) / num_seeds, prompt_error**2
+    if a + b == 0:
+        return Estimate(value, 0.0, num_prompts, value, value)
+    others = b**2 / (num_prompts - 1) if num_prompts > 1 else 0.0
+    return _student(value, math.sqrt(a + b), (a + b) ** 2 / (a**2 / (num_seeds - 1) + others), num_prompts)
+
+
+def _student(value: float, error: float, freedom: float, num_samples: int) -> Estimate:
+    half = float(student_t.ppf(0.5 + CONFIDENCE / 2, freedom)) * error
+    return Estimate(value, error, num_samples, value - half, value + half)
+
+
+def with_honest_width(
+    estimate: Estimate, cluster_weight: Float[np.ndarray, " clusters"], *, bounds: tuple[float, float] | None
+) -> Estimate:
+    """The estimate, with another interval where every cluster gave one and the same result.
+
+    Resamples of equal results never differ, so neither bootstrap nor jackknife can say how far the estimate may be off.
+    A bounded statistic gets Wilson's interval, which is conservative for any variable within the bounds, over the
+    effective number of clusters `(sum w)^2 / sum w^2` (Kish, 1965). An unbounded one gets no interval and no error.
+
+    Args:
+        estimate: as `cluster_bootstrap` gives it.
+        cluster_weight: what each cluster counts for in the statistic, not negative.
+        bounds: smallest and largest value that the statistic can take; None for an unbounded one.
+
+    Example:
+        >>> str(with_honest_width(Estimate(0.5, 0.0, 4, 0.5, 0.5), np.ones(4), bounds=(0.0, 1.0)))
+        '0.500 [0.150, 0.850]'
+    """
+    if estimate.standard_error is None or estimate.standard_error > 1e-12 * max(1.0, abs(estimate.value)):
+        return estimate
+    bare = replace(estimate, standard_error=None, low=None, high=None)
+    if bounds is None or np.count_nonzero(cluster_weight) < 2:
+        return bare
+    floor, span = bounds[0], bounds[1] - bounds[0]
+    frequency = min(max((estimate.value - floor) / span, 0.0), 1.0)
+    low, high = wilson_interval(frequency, float(cluster_weight.sum() ** 2 / (cluster_weight**2).sum()))
+    error = span * (high - low) / (2 * float(ndtri(0.5 + CONFIDENCE / 2)))
+    if estimate.low is None:
+        return replace(bare, standard_error=error)
+    return replace(bare, standard_error=error, low=floor + span * low, high=floor + span * high)
+
+
+def cluster_bootstrap(
+    sums: Float[np.ndarray, "clusters terms"],
+    statistic: Statistic,
+    *,
+    num_bootstrap: int,
+    seed: int,
+    kind: IntervalKind = "bca",
+) -> tuple[Estimate, ...]:
+    """Estimates of statistics of clustered data, with 95 % intervals from resampling whole clusters.
+
+    "bca" is bias-corrected and accelerated (Efron, 1987, doi:10.1080/01621459.1987.10478410), its acceleration from
+    the leave-one-cluster-out jackknife. "basic" is `[2 t - q_high, 2 t - q_low]` (Davison & Hinkley, 1997, Eq. 5.6),
+    for statistics such as a calibration error, whose resamples are biased away from `t`; it is clipped at 0 and widened
+    to hold the estimate. With `num_bootstrap=0` the standard error is the jackknife's and there is no interval. Fewer
+    than two clusters say nothing about uncertainty and get neither.
+
+    Args:
+        sums: what each cluster adds to each total.
+        statistic: from totals to statistics; called with a leading axis of resamples.
+        num_bootstrap: resamples; 0 skips the bootstrap.
+        seed: of the resampling; the same seed and number of clusters resample alike.
+        kind: kind of the interval.
+
+    Returns:
+        One estimate for each statistic.
+    """
+    values = statistic(sums.sum(axis=0))
+    num_clusters = sums.shape[0]
+    if num_clusters < 2:
+        return tuple(Estimate(float(value), None, num_clusters) for value in values)
+    if num_bootstrap == 0:
+        jackknife = statistic(sums.sum(axis=0) - sums)
+        return tuple(_jackknife_estimate(*columns) for columns in zip(values, jackknife.T, strict=True))
+    replicates = statistic(_resampled_totals(sums, num_bootstrap, seed)).T
+    if kind == "basic":
+        return tuple(_basic_estimate(*columns, num_clusters) for columns in zip(values, replicates, strict=True))
+    jackknife = statistic(sums.sum(axis=0) - sums)
+    return tuple(_bca_estimate(*columns) for columns in zip(values, jackknife.T, replicates, strict=True))
+
+
+def cluster_totals(
+    rows: Float[np.ndarray, "rows terms"], clusters: Sequence[int] | None
+) -> Float[np.ndarray, "clusters terms"]:
+    """Sums of the rows of each cluster; None takes each row as a cluster of its own.
+
+    Raises:
+        ConfigError: if the clusters are not one for each row.
+    """
+    if clusters is None:
+        return rows
+    if len(clusters) != len(rows):
+        raise ConfigError(f"clusters must have one number for each of the {len(rows)} pairs, got {len(clusters)}")
+    numbers, position = np.unique(np.asarray(clusters), return_inverse=True)
+    totals = np.zeros((len(numbers), rows.shape[1]))
+    np.add.at(totals, position, rows)
+    return totals
+
+
+def _resampled_totals(sums: np.ndarray, num_bootstrap: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    num_clusters = sums.shape[0]
+    rows_at_once = max(1, _RESAMPLED_CLUSTERS_AT_ONCE // num_clusters)
+    parts = []
+    for start in range(0, num_bootstrap, rows_at_once):
+        rows = min(rows_at_once, num_bootstrap - start)
+        drawn = rng.integers(num_clusters, size=(rows, num_clusters))
+        drawn += np.arange(rows)[:, None] * num_clusters
+        counts = np.bincount(drawn.ravel(), minlength=rows * num_clusters).reshape(rows, num_clusters)
+        parts.append(counts.astype(np.float64) @ sums)
+    return np.concatenate(parts)
+
+
+def _jackknife_estimate(value: float, left_out: np.ndarray) -> Estimate:
+    n = len(left_out)
+    if not np.isfinite(left_out).all():
+        return Estimate(float(value), None, n)
+    return Estimate(float(value), float(np.sqrt((n - 1) * left_out.var())), n)
+
+
+def _bca_estimate(value: float, left_out: np.ndarray, replicates: np.ndarray) -> Estimate:
+    def interval(defined: np.ndarray) -> np.ndarray:
+        return np.asarray(np.quantile(defined, _bca_tails(value, left_out, defined)))
+
+    return _bootstrap_estimate(value, replicates, len(left_out), interval)
+
+
+def _basic_estimate(value: float, replicates: np.ndarray, num_clusters: int) -> Estimate:
+    def interval(defined: np.ndarray) -> np.ndarray:
+        high, low = 2 * value - np.quantile(defined, _TAILS)
+        return np.array([min(max(low, 0.0), value), max(high, value)])
+
+    return _bootstrap_estimate(value, replicates, num_clusters, interval)
+
+
+def _bootstrap_estimate(
+    value: float, replicates: np.ndarray, num_clusters: int, interval: Callable[[np.ndarray], np.ndarray]
+) -> Estimate:
+    """A resample in which the statistic is undefined (no pair of the kind it counts) is left out."""
+    defined = replicates[np.isfinite(replicates)]
+    if math.isnan(value) or defined.size < 2:
+        return Estimate(float(value), None, num_clusters)
+    low, high = interval(defined)
+    return Estimate(float(value), float(defined.std(ddof=1)), num_clusters, float(low), float(high))
+
+
+def _bca_tails(value: float, left_out: np.ndarray, replicates: np.ndarray) -> np.ndarray:
+    """Tail probabilities after correction for bias and skew; the plain ones where the correction is undefined."""
+    tolerance = 1e-12 * max(1.0, abs(value))
+    below = float((replicates < value - tolerance).mean())
+    equal = float((np.abs(replicates - value) <= tolerance).mean())
+    bias = float(ndtri(below + equal / 2))
+    deviations = left_out.mean() - left_out
+    spread = float((deviations**2).sum() ** 1.5)
+    if not math.isfinite(bias) or not math.isfinite(spread) or spread == 0:
+        return _TAILS
+    acceleration = float((deviations**3).sum()) / (6 * spread)
+    shifted = bias + ndtri(_TAILS)
+    scale = 1 - acceleration * shifted
+    return np.asarray(ndtr(bias + shifted / scale)) if (scale > 0).all() else _TAILS

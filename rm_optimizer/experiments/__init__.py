@@ -1,0 +1,1 @@
+"""Studies: trials that survive a kill, and what they train and score."""

@@ -1,0 +1,132 @@
+"""Planted effects are found, planted nothing is not, and tests of many effects err as rarely as they say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+from scipy.stats import t as student
+
+from rm_optimizer.core.metrics.effects import both, detectable_effect, holm_adjusted, paired_effect, power, verdict
+from rm_optimizer.core.metrics.pairwise import evaluate_pairs
+
+SEEDS, PROMPTS, PAIRS = 3, 60, 240
+NAMES = [f"prompt {i % PROMPTS}" for i in range(PAIRS)]
+
+
+def margins(seed: int, shift: float = 0.0) -> np.ndarray:
+    """What prompts and pairs decide is shared; each (seed, pair) adds its own noise."""
+    shared = np.random.default_rng(99).normal(0.5, 1.0, size=PAIRS)
+    return shared + shift + np.random.default_rng(seed).normal(0.0, 0.3, size=(SEEDS, PAIRS))
+
+
+@pytest.mark.parametrize("score", ["accuracy", "nll"])
+def test_a_planted_effect_is_confirmed_its_reverse_refuted_and_nothing_undecided(score):
+    found = {
+        name: verdict(paired_effect(better, worse, NAMES, score), 0.0)
+        for name, better, worse in (
+            ("planted", margins(1, 1.0), margins(2)),
+            ("reversed", margins(1), margins(2, 1.0)),
+            ("nothing", margins(1), margins(2)),
+        )
+    }
+    assert found == {"planted": "confirmed", "reversed": "refuted", "nothing": "undecided"}
+
+
+def test_a_planted_calibration_effect_is_confirmed():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0.0, 1.5, size=(SEEDS, 4000))
+    calibrated = np.where(rng.random(logits.shape) < 1 / (1 + np.exp(-logits)), logits, -logits)
+    names = [str(i) for i in range(4000)]
+    estimate = paired_effect(calibrated, 4 * calibrated, names, "ece")
+    assert verdict(estimate, 0.0) == "confirmed"
+    assert verdict(paired_effect(4 * calibrated, calibrated, names, "ece"), 0.0) == "refuted"
+
+
+def test_equal_arms_are_no_worse_than_each_other_with_certainty():
+    estimate = paired_effect(margins(1), margins(1), NAMES, "accuracy")
+    assert (estimate.value, estimate.low, estimate.high) == (0.0, 0.0, 0.0)
+    assert verdict(estimate, -0.03) == "confirmed"
+
+
+@pytest.mark.parametrize("score", ["accuracy", "nll", "ece"])
+def test_effects_are_mean_differences_of_the_package_s_own_metrics(score):
+    better, worse = margins(1), margins(2, -0.4)
+
+    def mean(arm: np.ndarray) -> float:
+        zeros = np.zeros(PAIRS)
+        rows = [evaluate_pairs(row, zeros, beta=1.0, prompt_ids=NAMES, num_bootstrap=0, seed=0) for row in arm]
+        return float(np.mean([getattr(row, score).value for row in rows]))
+
+    sign = 1.0 if score == "accuracy" else -1.0
+    assert paired_effect(better, worse, NAMES, score).value == pytest.approx(sign * (mean(better) - mean(worse)))
+    assert paired_effect(better, None, NAMES, score).value == pytest.approx(mean(better))
+
+
+def test_one_seed_gives_no_interval_and_no_verdict():
+    estimate = paired_effect(margins(1, 3.0)[:1], margins(2)[:1], NAMES, "nll")
+    assert estimate.low is None
+    assert verdict(estimate, 0.0) == "undecided"
+
+
+def test_two_parts_are_as_good_as_the_weaker():
+    words = ("confirmed", "undecided", "refuted")
+    found = {both(a, b) for a in words for b in words if "refuted" in (a, b)}
+    assert found == {"refuted"}
+    assert [both("confirmed", word) for word in words] == list(words)
+    assert both("undecided", "undecided") == "undecided"
+
+
+def test_adjusted_p_values_are_those_of_the_steps():
+    p = np.array([0.02, 0.001, 0.04, 0.03, 0.9])
+    # 5 x 0.001, 4 x 0.02, then 3 x 0.03 = 0.09, 2 x 0.04 = 0.08 raised to it, and the largest as it is
+    assert holm_adjusted(p).tolist() == pytest.approx([0.08, 0.005, 0.09, 0.09, 0.9])
+    assert holm_adjusted(np.array([0.03])).tolist() == [0.03]
+    assert holm_adjusted(np.array([0.6, 0.7])).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+def test_a_family_of_true_hypotheses_is_rejected_as_rarely_as_it_says(shared):
+    rng = np.random.default_rng(0)
+    repetitions = 4000
+    noise = rng.normal(size=(repetitions, 5)) * math.sqrt(1 - shared) + rng.normal(size=(repetitions, 1)) * math.sqrt(
+        shared
+    )
+    p_values = 2 * norm.sf(np.abs(noise))
+    plain = (p_values.min(axis=1) < 0.05).mean()
+    adjusted = np.mean([(holm_adjusted(row) < 0.05).any() for row in p_values])
+    assert adjusted <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / repetitions)
+    assert plain > adjusted
+
+
+def test_a_false_hypothesis_is_found_once_the_others_are_out_of_the_way():
+    assert (holm_adjusted(np.array([1e-6, 0.04])) < 0.05).all()  # Bonferroni would keep the second, 2 x 0.04
+    assert not (holm_adjusted(np.array([0.03, 0.04])) < 0.05).any()
+
+
+def test_power_is_that_of_published_tables():
+    # Paired t tests, two-sided 5 %: 34 pairs find d = 0.5 with 0.808 (Faul et al., 2007, G*Power 3).
+    assert power(0.5, 1 / math.sqrt(34), 33) == pytest.approx(0.808, abs=5e-4)
+    assert power(0.0, 1.0, 4) == pytest.approx(0.05)
+    assert power(-0.5, 1 / math.sqrt(34), 33) == pytest.approx(power(0.5, 1 / math.sqrt(34), 33))
+    assert power(2.0, 1.0, 1e7) == pytest.approx(norm.sf(1.959964 - 2) + norm.cdf(-1.959964 - 2), abs=1e-5)
+
+
+def test_power_is_the_share_of_intervals_that_exclude_zero():
+    rng = np.random.default_rng(1)
+    samples = rng.normal(0.8, 1.0, size=(20_000, 8))
+    statistic = samples.mean(axis=1) / (samples.std(axis=1, ddof=1) / math.sqrt(8))
+    share = (np.abs(statistic) > student.ppf(0.975, 7)).mean()
+    assert share == pytest.approx(power(0.8, 1 / math.sqrt(8), 7), abs=3 * math.sqrt(0.25 / 20_000))
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 4, 30, 10_000])
+def test_the_detectable_effect_is_found_with_the_wanted_power(freedom):
+    assert power(detectable_effect(0.02, freedom), 0.02, freedom) == pytest.approx(0.8)
+    assert detectable_effect(0.02, freedom, wanted=0.9) > detectable_effect(0.02, freedom)
+
+
+def test_of_many_samples_the_detectable_effect_is_the_normal_one():
+    assert detectable_effect(0.1, 1e6) == pytest.approx(0.1 * (norm.ppf(0.975) + norm.ppf(0.8)), rel=1e-4)
