@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import resource
 import statistics
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.records.disk import writing
 from rm_optimizer.records.files import write_text
 from rm_optimizer.training.callbacks.flops import ModelFlops, computed_tokens, peak_bf16_flops
+from rm_optimizer.training.callbacks.rss import RssSampler, rss_bytes, rss_source
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 log = logging.getLogger("rm_optimizer")
@@ -36,12 +33,6 @@ PROFILE_COLUMNS = {
     f"perf/{name}": name for name in ("step_seconds", *GPU_MEMORY, *CPU_MEMORY, *RATES, "padding_share", "mfu")
 }
 """Metric name to column of `profile.csv`."""
-
-INTERVAL = 0.005
-"""Seconds between samples; a peak that lasts less may be missed."""
-
-_STATM = Path("/proc/self/statm")
-_RESIDENT = 1  # the second field of statm, in pages (proc(5))
 
 
 class MemoryProfile(pl.Callback):
@@ -175,54 +166,3 @@ def _sentence(median: dict[str, float], num_steps: int, path: Path) -> str:
         f"padding {median['padding_share']:.1%}; {memory} {median[memory] / 2**20:,.0f} MiB{mfu} "
         f"(medians of {num_steps} steps, in {path})"
     )
-
-
-def rss_source() -> str:
-    """How the numbers are obtained on this system, in words."""
-    if _STATM.exists():
-        return f"resident set of the training process, sampled every {1000 * INTERVAL:g} ms by a thread"
-    return "highest resident set of the training process since its start (getrusage)"
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process; where the system has no `/proc`, the highest since its start."""
-    if _STATM.exists():
-        return int(_STATM.read_text(encoding="ascii").split()[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return highest if sys.platform == "darwin" else highest * 1024  # kilobytes but on macOS (getrusage(2))
-
-
-class RssSampler:
-    """A thread that keeps the highest resident memory seen; the data loader's processes are not counted."""
-
-    def __init__(self) -> None:
-        self._peak = 0
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rss-sampler", daemon=True)
-
-    def start(self) -> None:
-        """Begin to sample."""
-        self.restart_peak()
-        self._thread.start()
-
-    def restart_peak(self) -> None:
-        """Forget what was seen; the peak is what is resident now."""
-        with self._lock:  # a sample taken before may not be written after
-            self._peak = rss_bytes()
-
-    def peak_bytes(self) -> int:
-        """The highest since the last restart, this moment included."""
-        with self._lock:
-            self._peak = max(self._peak, rss_bytes())
-            return self._peak
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(INTERVAL):
-            self.peak_bytes()

@@ -29,7 +29,8 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.flops import ModelFlops, peak_bf16_flops
-from rm_optimizer.training.callbacks.memory_profile import MemoryProfile, RssSampler, step_rates
+from rm_optimizer.training.callbacks.memory_profile import MemoryProfile, step_rates
+from rm_optimizer.training.callbacks.rss import RssSampler
 from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
@@ -113,7 +114,7 @@ def test_a_rank_without_pairs_has_no_rates() -> None:
 
 
 SAMPLING = """
-from rm_optimizer.training.callbacks.memory_profile import RssSampler, rss_bytes
+from rm_optimizer.training.callbacks.rss import RssSampler, rss_bytes
 
 sampler = RssSampler()
 sampler.start()
@@ -146,7 +147,7 @@ def test_a_sample_taken_before_a_restart_is_not_written_after_it(monkeypatch: py
         time.sleep(0.1)  # the restart arrives while this reading is on its way
         return 1000
 
-    monkeypatch.setattr("rm_optimizer.training.callbacks.memory_profile.rss_bytes", reading)
+    monkeypatch.setattr("rm_optimizer.training.callbacks.rss.rss_bytes", reading)
     watcher = threading.Thread(target=sampler.peak_bytes)
     watcher.start()
     taken.wait()
