@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
+
+from rm_optimizer.records.codec import JsonRecord
 
 MeasuredValue: TypeAlias = float | str | None
 """What a check found: a number, words, or None where there is no finite number."""
@@ -54,18 +55,9 @@ class Check:
         object.__setattr__(self, "measured", _finite(self.measured))
         object.__setattr__(self, "details", {name: _finite(value) for name, value in self.details.items()})
 
-    def to_json(self) -> dict[str, Any]:
-        """The check as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Check:
-        """The check that `to_json` wrote."""
-        return cls(**{**value, "status": Status(value["status"])})
-
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
     """All checks of one model, and the verdict.
 
     Args:
@@ -109,17 +101,9 @@ class Diagnosis:
         """Names of the checks that came out so."""
         return [check.name for check in self.checks if check.status is status]
 
-    def to_json(self) -> str:
-        """The diagnosis as JSON text, with `verdict` and `exit_code`."""
-        verdict = {"verdict": self.verdict, "exit_code": self.exit_code}
-        return json.dumps({**verdict, **asdict(self)}, indent=2, ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Diagnosis:
-        """The diagnosis that `to_json` wrote."""
-        values = json.loads(text)
-        del values["verdict"], values["exit_code"]
-        return cls(**{**values, "checks": tuple(Check.from_json(check) for check in values["checks"])})
+    def entries(self) -> dict[str, Any]:
+        """The verdict and the exit code, and the fields."""
+        return {"verdict": self.verdict, "exit_code": self.exit_code, **super().entries()}
 
 
 def skipped(name: str, expected: str, reason: str) -> Check:

@@ -14,7 +14,7 @@ from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.evaluation.pair_rewards import PairRewards
 from rm_optimizer.evaluation.score_file import require_finite
-from rm_optimizer.records.chunk_log import ChunkLog, chunk_log
+from rm_optimizer.records.ledger import Ledger, open_ledger
 
 CHUNK_RESPONSES = 256
 """Responses scored and saved together."""
@@ -45,11 +45,10 @@ def score_responses(
         CheckpointError: if a reward is not finite.
         DataError: if a conversation cannot be rendered, or another process is at work on the same.
     """
-    partial_dir.mkdir(parents=True, exist_ok=True)
     items, sides = _distinct(data)
     identity = digest([scorer_digest(model), data.fingerprint, CHUNK_RESPONSES])
     path = partial_dir / f".rewards-{identity}.partial"
-    with chunk_log(path, identity, of_what="model or data") as log:
+    with open_ledger(path, identity, other="the rewards of another model or data") as log:
         done = sum(len(chunk) for chunk in log.values())
         on_progress(done, len(items))
         while done < len(items):
@@ -89,17 +88,17 @@ def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_bu
     ]
 
 
-def _rows(log: ChunkLog) -> Iterator[list[float | str]]:
+def _rows(log: Ledger) -> Iterator[list[float | str]]:
     return (row for chunk in log.values() for row in chunk)
 
 
-def _pair_rewards(log: ChunkLog, sides: np.ndarray) -> PairRewards:
+def _pair_rewards(log: Ledger, sides: np.ndarray) -> PairRewards:
     reward_of: dict[str | float, float | str] = {}
     rewards = np.array([float(reward_of.setdefault(row[4], row[0])) for row in _rows(log)])
     return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides)))
 
 
-def _truncation(log: ChunkLog, sides: np.ndarray, max_length: int) -> TruncationReport:
+def _truncation(log: Ledger, sides: np.ndarray, max_length: int) -> TruncationReport:
     rows = list(_rows(log))
     lengths = np.array([row[1] for row in rows], dtype=np.int64)[sides]
     cuts = np.array([row[2:4] for row in rows], dtype=np.int32)[sides]

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
@@ -270,7 +271,7 @@ def write_evaluation(
     folder: Path, rewards: PairRewards, metrics: PairwiseMetrics, truncation: TruncationReport, step: int | None = None
 ) -> None:
     """Write `metrics.json` and `reward_distributions.json` into a folder, with what truncation did to the pairs."""
-    values = json.loads(metrics.to_json()) | {"truncation": asdict(truncation)}
+    values = metrics.entries() | {"truncation": json_values(truncation)}
     write_text(folder / METRICS_FILE, json.dumps(values) + "\n")
     write_distributions(folder, rewards, step)
 

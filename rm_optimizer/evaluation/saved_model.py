@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rm_optimizer.evaluation.pair_rewards import (
     write_distributions,
     write_pair_rewards,
 )
+from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 
 
@@ -51,15 +52,8 @@ class Evaluation:
 
     def to_json(self) -> str:
         """The metrics' own entries, and one more for each other field."""
-        others: dict[str, Any] = {
-            "truncation": asdict(self.truncation),
-            "has_default_length": self.has_default_length,
-            "trained_on": None if self.trained_on is None else asdict(self.trained_on),
-            "best_of_n": None if self.best_of_n is None else asdict(self.best_of_n),
-            "num_skipped": self.num_skipped,
-            "checkpoint": self.checkpoint,
-        }
-        return json.dumps(json.loads(self.metrics.to_json()) | others)
+        others = {name: value for name, value in json_values(self).items() if name != "metrics"}
+        return json.dumps(self.metrics.entries() | others)
 
 
 def evaluate_checkpoint(

@@ -26,8 +26,8 @@ from rm_optimizer.core.rows.response_files import (
     write_with_rewards,
 )
 from rm_optimizer.errors import CheckpointError, DataError
-from rm_optimizer.records.chunk_log import ChunkLog, chunk_log
 from rm_optimizer.records.files import replacing
+from rm_optimizer.records.ledger import Ledger, open_ledger
 
 Reward: TypeAlias = float | list[float]
 """A row's reward: a number, or a list where the row has a list of responses."""
@@ -128,7 +128,7 @@ def score_file(
     content = _content_digest(source)
     partial = target.with_name(f"{target.name}.partial")
     identity = digest([content, scorer_name, chunk_rows])
-    with chunk_log(partial, identity, of_what="input, model, length limit or chunk size") as log:
+    with open_ledger(partial, identity, other="scores of another input, model, length limit or chunk size") as log:
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
         for chunk in _chunks(islice(read_responses(source), done, None), chunk_rows):
@@ -187,7 +187,7 @@ def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Pat
     return found
 
 
-def _summary(log: ChunkLog) -> ScoredFile:
+def _summary(log: Ledger) -> ScoredFile:
     chunks = [
         {name: value for name, value in chunk.items() if name != "rewards"} | {"num_rows": len(chunk["rewards"])}
         for chunk in log.values()
@@ -204,7 +204,7 @@ def _summary(log: ChunkLog) -> ScoredFile:
     )
 
 
-def _write_target(source: Path, target: Path, log: ChunkLog) -> None:
+def _write_target(source: Path, target: Path, log: Ledger) -> None:
     """Write the output under a temporary name and rename it."""
     with replacing(target) as temporary, temporary.open("wb") as raw:
         rewards = (reward for chunk in log.values() for reward in chunk["rewards"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from rm_optimizer.landscape.surface.results import (
     symmetric_steps,
     trajectory_grid,
 )
-from rm_optimizer.records.ledger import Ledger
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 
 
@@ -57,10 +57,10 @@ def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
     """The loss along lines through the weights."""
     config = context.config
     identity = _identity_of_directions(context, config.num_directions)
-    ledger = _ledger(context, identity, config.num_directions * config.num_points)
-    directions = _directions(context, config.num_directions, identity)
-    steps = symmetric_steps(_span(config, directions), config.num_points)
-    is_partial = _measure(context, directions, slice_grid(len(directions.names), steps), ledger)
+    with _points(context, identity, config.num_directions * config.num_points) as ledger:
+        directions = _directions(context, config.num_directions, identity)
+        steps = symmetric_steps(_span(config, directions), config.num_points)
+        is_partial = _measure(context, directions, slice_grid(len(directions.names), steps), ledger)
     rows = in_rows(ledger.points, len(steps), len(directions.names))
     return AnalysisResult(Slice(context.measured(directions), steps, rows), is_partial)
 
@@ -68,10 +68,10 @@ def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
 def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
     """The loss over a plane through the weights."""
     identity = _identity_of_directions(context, 2)
-    ledger = _ledger(context, identity, context.config.num_points**2)
-    directions = _directions(context, 2, identity)
-    steps = symmetric_steps(_span(context.config, directions), context.config.num_points)
-    is_partial = _measure(context, directions, plane_grid(steps, steps), ledger)
+    with _points(context, identity, context.config.num_points**2) as ledger:
+        directions = _directions(context, 2, identity)
+        steps = symmetric_steps(_span(context.config, directions), context.config.num_points)
+        is_partial = _measure(context, directions, plane_grid(steps, steps), ledger)
     rows = in_rows(ledger.points, len(steps), len(steps))
     return AnalysisResult(Surface(context.measured(directions), steps, steps, rows), is_partial)
 
@@ -93,15 +93,15 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
         )
     size = context.config.num_points
     identity = digest([context.measured_loss.fingerprint(), list(checkpoints)])
-    ledger = _ledger(context, identity, size * size + len(checkpoints))
-    subset = select_parameters(context.measured_loss.model, context.measured_loss.params)
-    displacements = displacements_of([_weights(path) for path in checkpoints.values()], subset)
-    plane = trajectory_plane(displacements)
-    x, y = plane_ranges(plane, size)
-    moves = Directions(
-        plane.directions.names, torch.cat([plane.directions.vectors, displacements]), plane.directions.method
-    )
-    is_partial = _measure(context, moves, trajectory_grid(x, y, len(checkpoints)), ledger)
+    with _points(context, identity, size * size + len(checkpoints)) as ledger:
+        subset = select_parameters(context.measured_loss.model, context.measured_loss.params)
+        displacements = displacements_of([_weights(path) for path in checkpoints.values()], subset)
+        plane = trajectory_plane(displacements)
+        x, y = plane_ranges(plane, size)
+        moves = Directions(
+            plane.directions.names, torch.cat([plane.directions.vectors, displacements]), plane.directions.method
+        )
+        is_partial = _measure(context, moves, trajectory_grid(x, y, len(checkpoints)), ledger)
     points = ledger.points
     surface = Surface(context.measured(plane.directions), x, y, in_rows(points, size, size))
     result = Trajectory(
@@ -119,28 +119,28 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     measured_loss, sample, config = context.measured_loss, context.measured_loss.sample, context.config
     names = block_names(measured_loss)
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
-    ledger = Ledger(context.folder / LAYERS_FILE, digest(identity), len(names))
-    found = {row["block"]: BlockCurvature.from_fields(row) for row in ledger.rows}
 
     def report(block: str, progress: Progress) -> None:
         context.on_progress(block, len(found), len(names), f"relative error {progress.worst_error:.1e}")
 
     is_partial = False
-    try:
-        for block in curvature_of_blocks(
-            measured_loss,
-            {name: parameters for name, parameters in names.items() if name not in found},
-            tolerance=config.tolerance,
-            num_probes=config.num_probes,
-            max_products=config.max_products,
-            on_iteration=report,
-        ):
-            ledger.add(asdict(block))
-            found[block.block] = block
-    except KeyboardInterrupt:
-        if not found:
-            raise
-        is_partial = True
+    with context.ledger(LAYERS_FILE, identity, len(names)) as ledger:
+        found = {row["block"]: from_values(BlockCurvature, row) for row in ledger.values()}
+        try:
+            for block in curvature_of_blocks(
+                measured_loss,
+                {name: parameters for name, parameters in names.items() if name not in found},
+                tolerance=config.tolerance,
+                num_probes=config.num_probes,
+                max_products=config.max_products,
+                on_iteration=report,
+            ):
+                ledger.append(block)
+                found[block.block] = block
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            is_partial = True
     missing = tuple(name for name in names if name not in found)
     blocks = tuple(found[name] for name in names if name in found)
     return AnalysisResult(
@@ -232,11 +232,13 @@ def _span(config: LandscapeConfig, directions: Directions) -> float:
     return (2 / largest) ** 0.5 if largest > 0 else 1.0
 
 
-def _ledger(context: AnalysisContext, identity: str, num_points: int) -> GridLedger:
-    """Opened before anything is computed, so that a refusal costs nothing."""
+@contextmanager
+def _points(context: AnalysisContext, identity: str, num_points: int) -> Iterator[GridLedger]:
+    """Open the points measured so far, before anything is computed, so that a refusal costs nothing."""
     config = context.config
-    kind = digest([identity, config.type.value, config.num_points, config.span])
-    return GridLedger(context.folder / POINTS_FILE, kind, num_points)
+    kind = [identity, config.type.value, config.num_points, config.span]
+    with context.ledger(POINTS_FILE, kind, num_points) as ledger:
+        yield GridLedger(ledger)
 
 
 def _measure(context: AnalysisContext, directions: Directions, points: Points, ledger: GridLedger) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
+from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription, describe
+from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.schema.landscape import LandscapeConfig
 
 POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
@@ -64,6 +67,25 @@ class AnalysisContext:
     def on_point(self, done: int, total: int) -> None:
         """A point of a grid."""
         self.on_progress("points", done, total, "")
+
+    def ledger(self, name: str, identity: Sequence[object], num_wanted: int) -> AbstractContextManager[Ledger]:
+        """Open the ledger of a measurement in the folder.
+
+        Args:
+            name: of the file.
+            identity: all that the pieces depend on.
+            num_wanted: pieces of the whole measurement.
+
+        Raises:
+            DataError: if the file holds part of another measurement, or another process holds it.
+        """
+        return open_ledger(
+            self.folder / name,
+            digest(identity),
+            other="a measurement of other weights, pairs or options",
+            num_wanted=num_wanted,
+            remedy="remove it, or set another output_dir",
+        )
 
     def measured(self, directions: Directions) -> GridDescription:
         """What captions say."""

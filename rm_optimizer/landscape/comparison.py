@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.records.json_text import json_text
+from rm_optimizer.records.codec import JsonRecord
 
 
 @dataclass(frozen=True)
-class SpectrumComparison:
+class SpectrumComparison(JsonRecord):
     """What changed from one spectrum to another.
 
     Args:
@@ -30,16 +29,6 @@ class SpectrumComparison:
     subspace_overlap: float | None
     num_compared: int
     num_pairs: tuple[int, int]
-
-    def to_json(self) -> str:
-        """The fields as JSON text."""
-        return json_text(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SpectrumComparison:
-        """The comparison that `to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "ratios": tuple(values["ratios"]), "num_pairs": tuple(values["num_pairs"])})
 
 
 def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: int | None = None) -> SpectrumComparison:

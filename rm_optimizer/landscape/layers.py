@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.trace import deflated_trace
@@ -16,7 +13,7 @@ from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.support import SupportedOperator
-from rm_optimizer.records.json_text import json_text
+from rm_optimizer.records.codec import JsonRecord
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,9 @@ class BlockCurvature:
     trace: Estimate
     num_products: int
 
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> BlockCurvature:
-        """The block that `dataclasses.asdict` took apart."""
-        return cls(**{**fields, "trace": Estimate(**fields["trace"])})
-
 
 @dataclass(frozen=True)
-class LayerCurvature:
+class LayerCurvature(JsonRecord, indent=1):
     """Curvature of each layer of a model.
 
     Args:
@@ -64,17 +56,6 @@ class LayerCurvature:
     num_pairs: int
     num_prompts: int
     seed: int
-
-    def to_json(self) -> str:
-        """The fields as JSON text."""
-        return json_text(dataclasses.asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> LayerCurvature:
-        """What `to_json` wrote."""
-        fields = json.loads(text)
-        blocks = tuple(map(BlockCurvature.from_fields, fields["blocks"]))
-        return cls(**{**fields, "blocks": blocks, "missing": tuple(fields["missing"])})
 
 
 def block_names(measured_loss: MeasuredLoss) -> dict[str, tuple[str, ...]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
-from rm_optimizer.records.json_text import json_text, number
+from rm_optimizer.records.codec import NOT_STORED, JsonRecord
 
 
 class SpectrumStatus(StrEnum):
@@ -25,7 +23,7 @@ class SpectrumStatus(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HessianSpectrum:
+class HessianSpectrum(JsonRecord, indent=2):
     """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs. Derived numbers: `quantities`.
 
     Args:
@@ -82,35 +80,4 @@ class HessianSpectrum:
     dtype: str
     seed: int
     status: SpectrumStatus = SpectrumStatus.complete
-    eigenvectors: Tensor | None = field(default=None, compare=False, repr=False)
-
-    def to_json(self) -> str:
-        """The fields as JSON text, eigenvectors left out; a number that is not finite is null."""
-        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        del values["eigenvectors"]
-        values["trace"] = None if self.trace is None else asdict(self.trace)
-        values["geometry"] = None if self.geometry is None else asdict(self.geometry)
-        values["density"] = None if self.density is None else asdict(self.density)
-        values["sampling"] = [asdict(estimate) for estimate in self.sampling]
-        return json_text(values, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> HessianSpectrum:
-        """The spectrum that `to_json` wrote."""
-        values = json.loads(text)
-        for name in ("eigenvalues", "residuals", "error_bounds"):
-            values[name] = tuple(map(number, values[name]))
-        values["converged"] = tuple(values["converged"])
-        values["trace"] = None if values["trace"] is None else _estimate(values["trace"])
-        geometry, density = values["geometry"], values["density"]
-        if geometry is not None:
-            known: dict[str, Any] = {name: number(value) for name, value in geometry.items()}
-            values["geometry"] = LocalGeometry(**known)
-        values["density"] = None if density is None else SpectralDensity.from_json(json.dumps(density))
-        values["sampling"] = tuple(map(_estimate, values["sampling"]))
-        values["status"] = SpectrumStatus(values["status"])
-        return cls(**values)
-
-
-def _estimate(fields: dict[str, Any]) -> Estimate:
-    return Estimate.from_json(json.dumps(fields))
+    eigenvectors: Tensor | None = field(default=None, compare=False, repr=False, metadata=NOT_STORED)

@@ -1,57 +1,118 @@
-"""Finished pieces of a long measurement on disk, so that the same measurement goes on after a kill."""
+"""Pieces of a long computation on disk, from which the same computation goes on after a kill."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.files import write_text
+from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.files import naming
 
 
 class Ledger:
-    """One JSON line a piece as soon as it is done, below a line that says what they belong to.
-
-    What a finished measurement of something else left is replaced when the first piece comes.
+    """One JSON line a piece, below a header that identifies the computation; `open_ledger` opens it.
 
     Args:
         path: the file.
-        identity: what the pieces belong to.
-        num_wanted: pieces of the whole measurement.
-
-    Raises:
-        DataError: if the file holds part of a measurement of something else.
+        file: the same file, open for reading and writing, at the end of its last whole line.
+        header: its first line, still to be written if `file` is at its start.
     """
 
-    def __init__(self, path: Path, identity: str, num_wanted: int) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._path = path
-        self._header = {"identity": identity, "num_wanted": num_wanted}
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        if lines:
-            self._take(json.loads(lines[0]), lines[1:])
+    def __init__(self, path: Path, file: IO[bytes], header: bytes) -> None:
+        self._path, self._file, self._header = path, file, header
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Keep a piece, on disk first."""
-        if not self.rows:
-            write_text(self._path, json.dumps(self._header) + "\n")
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self.rows.append(dict(row))
+    def values(self) -> Iterator[Any]:
+        """The pieces as JSON values, first to last."""
+        if self._file.tell():
+            with self._path.open("rb") as lines:
+                next(lines)
+                yield from map(json.loads, whole_lines(lines))
 
-    def _take(self, header: Mapping[str, Any], lines: list[str]) -> None:
-        """The pieces of an earlier call, where they belong here; a torn last line is cut off."""
-        if header == self._header:
-            self.rows = [json.loads(line) for line in lines]
-            write_text(self._path, "".join(f"{line}\n" for line in [json.dumps(self._header), *lines]))
-        elif 0 < len(lines) < header["num_wanted"]:
-            raise DataError(
-                f"{self._path}: holds part of a measurement of other weights, pairs or options; remove it, or set "
-                "another output_dir"
-            )
+    def append(self, value: Any) -> None:
+        """Add a piece, a dataclass or JSON values; it is on the disk when this returns."""
+        if not self._file.tell():
+            self._file.truncate()
+            self._file.write(self._header)
+        self._file.write(json.dumps(json_values(value)).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def open_ledger(
+    path: Path,
+    identity: str,
+    *,
+    other: str,
+    num_wanted: int | None = None,
+    remedy: str = "remove it to start again",
+) -> Iterator[Ledger]:
+    """Open the ledger of a computation: the pieces of an earlier, stopped call are kept, a torn last line is cut off.
+
+    A finished ledger of another computation is replaced when the first piece is added.
+
+    Args:
+        path: the file, which one process at a time may hold.
+        identity: digest of all that the pieces depend on.
+        other: a computation of another identity, in words, for the message.
+        num_wanted: pieces of the whole computation; None never takes a ledger for finished.
+        remedy: the way out, for the message.
+
+    Raises:
+        DataError: if the file holds part of another computation, another process holds it, or it cannot be written.
+    """
+    header = {"identity": identity} | ({} if num_wanted is None else {"num_wanted": num_wanted})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("r+b" if path.exists() else "w+b")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+    with naming(path), file:
+        if not _locked(file):
+            raise DataError(f"{path}: another process is writing it; wait until it has ended")
+        ledger = Ledger(path, file, json.dumps(header).encode() + b"\n")
+        first, *sizes = [*map(len, whole_lines(file))] or [0]
+        file.seek(0)
+        found = file.read(first)
+        if found == ledger._header:
+            file.seek(first + sum(sizes))
+            file.truncate()
+        elif 0 < len(sizes) < _num_wanted(found):
+            raise DataError(f"{path}: holds part of {other}; {remedy}")
+        else:
+            file.seek(0)
+        yield ledger
+
+
+def whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines of a file but for a torn last one, as a kill leaves it."""
+    return takewhile(lambda line: line.endswith(b"\n"), file)
+
+
+def _num_wanted(header: bytes) -> float:
+    """Pieces of the whole computation by its header; infinite where it does not say."""
+    try:
+        return float(json.loads(header)["num_wanted"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def _locked(file: IO[bytes]) -> bool:
+    """Lock the file until it is closed or the process ends; False if another process has it."""
+    if sys.platform == "win32":  # no advisory locks there
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

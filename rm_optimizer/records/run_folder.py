@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.run_options import options_of, require_same_options
 from rm_optimizer.schema.config import Resume, TrainConfig
 
@@ -27,7 +28,7 @@ _OF_A_RUN = frozenset({"data", "loss", "seed", "optimizer"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunIdentity:
+class RunIdentity(JsonRecord, indent=2):
     """The identity of a run, `identity.json` in its folder.
 
     Args:
@@ -44,16 +45,11 @@ class RunIdentity:
     train_fingerprint: str
     val_fingerprint: str
 
-    def to_json(self) -> str:
-        """The identity as JSON text."""
-        return json.dumps(asdict(self), indent=2) + "\n"
-
 
 def read_identity(folder: Path) -> RunIdentity | None:
     """The identity of the run in a folder; None where none is recorded."""
     content = _json(folder / IDENTITY_FILE)
-    known = RunIdentity.__dataclass_fields__
-    return RunIdentity(**{name: content[name] for name in known}) if content.keys() >= set(known) else None
+    return from_values(RunIdentity, content) if content.keys() >= RunIdentity.__dataclass_fields__.keys() else None
 
 
 def read_options(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory, write_rows
+from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
@@ -153,8 +154,7 @@ def _write_quantities(result: HessianSpectrum, path: Path) -> Path:
     """Each derived number with its error, or why there is none, and whether what it is made of is whole."""
     content: dict[str, object] = {"status": result.status}
     for name, quantity in summarize(result).items():
-        estimate = None if quantity.estimate is None else json.loads(quantity.estimate.to_json())
-        content[name] = {"estimate": estimate, "reason": quantity.reason}
+        content[name] = {"estimate": json_values(quantity.estimate), "reason": quantity.reason}
     return write_text(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from rm_optimizer.errors import ConfigError, DataError, DiskError
 from rm_optimizer.interfaces.exits import CLOSED_OUTPUT, one_exit
-from rm_optimizer.records.chunk_log import chunk_log
 from rm_optimizer.records.disk import disk_error
 from rm_optimizer.records.files import replacing, write_text
+from rm_optimizer.records.ledger import open_ledger
 
 ENTRY = "from rm_optimizer.interfaces.cli import app; app()"
 
@@ -137,7 +137,7 @@ def test_a_refused_write_names_its_file(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def append_beyond_the_limit() -> None:
-        with chunk_log(tmp_path / "a.partial", "id", of_what="x") as log:
+        with open_ledger(tmp_path / "a.partial", "id", other="x") as log:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
             log.append(["a reward"] * 64)
 

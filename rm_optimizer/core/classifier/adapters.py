@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -66,10 +66,6 @@ class TrainableCount:
         share = 100 * self.trainable / self.total
         parts = f"{self.adapter:,} in LoRA factors, {self.head_side:,} in the reward head and beside it"
         return f"trains {self.trainable:,} of {self.total:,} parameters ({share:.2f} %): {parts}"
-
-    def to_json(self) -> dict[str, int]:
-        """The counts as JSON values."""
-        return asdict(self)
 
 
 def import_peft() -> ModuleType:

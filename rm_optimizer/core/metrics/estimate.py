@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from rm_optimizer.records.codec import JsonRecord
 
 CONFIDENCE = 0.95
 """Probability with which an interval is meant to hold the truth."""
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(JsonRecord):
     """A measured number and how far to trust it.
 
     Args:
@@ -46,14 +47,3 @@ class Estimate:
 
     def __str__(self) -> str:
         return format(self, "")
-
-    def to_json(self) -> str:
-        """The fields as JSON text; a NaN value is null."""
-        value = None if math.isnan(self.value) else self.value
-        return json.dumps({**asdict(self), "value": value})
-
-    @classmethod
-    def from_json(cls, text: str) -> Estimate:
-        """The estimate that `to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "value": math.nan if values["value"] is None else values["value"]})

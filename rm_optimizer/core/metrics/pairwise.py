@@ -6,10 +6,9 @@ their own, so the result depends on the pairs alone, to the last bit.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from rm_optimizer.core.metrics.collapse import CollapseVerdict, detect_collapse
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.metrics.pair_columns import PairColumns
+from rm_optimizer.records.codec import JsonRecord, json_values
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of the margin that are reported."""
@@ -44,7 +44,7 @@ _BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0
 
 
 @dataclass(frozen=True)
-class PairwiseMetrics:
+class PairwiseMetrics(JsonRecord):
     """Agreement of rewards with preferences; shares and means are weighted by the pairs' weights.
 
     The *margin* of a pair is the reward of the better response less that of the other, by label; pairs labeled 0.5
@@ -143,34 +143,9 @@ class PairwiseMetrics:
                 numbers[f"{column}/{name}/accuracy"] = metrics.accuracy.value
         return numbers
 
-    def to_json(self) -> str:
-        """The metrics as JSON text; NaN is null."""
-        macro = self.macro_accuracy
-        return json.dumps(_nan_to_none(asdict(self) | {"macro_accuracy": None if macro is None else asdict(macro)}))
-
-    @classmethod
-    def from_json(cls, text: str) -> PairwiseMetrics:
-        """The metrics that `to_json` wrote; other entries of the object are left alone."""
-        return cls._from_values(json.loads(text))
-
-    @classmethod
-    def _from_values(cls, values: Mapping[str, Any]) -> PairwiseMetrics:
-        own = {item.name for item in fields(cls)}
-        parsed: dict[str, Any] = {
-            name: math.nan if value is None else value for name, value in values.items() if name in own
-        }
-        for name in (*_ESTIMATES, *(name for name in _BASELINE if name in values)):
-            value = values[name]["value"]
-            parsed[name] = Estimate(**{**values[name], "value": math.nan if value is None else value})
-        parsed["margin_quantiles"] = tuple(math.nan if value is None else value for value in values["margin_quantiles"])
-        parsed["temperature"] = TemperatureFit(**values["temperature"])
-        parsed["collapse"] = CollapseVerdict(**values["collapse"])
-        parsed["reliability"] = tuple(ReliabilityBin(**item) for item in values["reliability"])
-        parsed["groups"] = {
-            column: {name: cls._from_values(member) for name, member in members.items()}
-            for column, members in values["groups"].items()
-        }
-        return cls(**parsed)
+    def entries(self) -> dict[str, Any]:
+        """The fields, and the macro accuracy."""
+        return super().entries() | {"macro_accuracy": json_values(self.macro_accuracy)}
 
 
 def evaluate_pairs(
@@ -227,7 +202,7 @@ def evaluate_pairs(
 
 
 @dataclass(frozen=True)
-class ResponseMetrics:
+class ResponseMetrics(JsonRecord):
     """How well rewards separate good from bad responses, each judged alone.
 
     Rewards of different prompts differ by an offset that pairs cannot see, so a model of good pairwise accuracy may
@@ -250,18 +225,6 @@ class ResponseMetrics:
     tpr: tuple[float, ...]
     fpr: tuple[float, ...]
     fnr: tuple[float, ...]
-
-    def to_json(self) -> str:
-        """The metrics as JSON text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ResponseMetrics:
-        """The metrics that `to_json` wrote."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()
-        }
-        return cls(**values)
 
 
 def response_metrics(
@@ -423,11 +386,3 @@ def _margin_numbers(margin: np.ndarray, weight: np.ndarray) -> dict[str, Any]:
 def _std(values: np.ndarray, weight: np.ndarray) -> float:
     mean = np.average(values, weights=weight)
     return float(np.sqrt(np.average((values - mean) ** 2, weights=weight)))
-
-
-def _nan_to_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _nan_to_none(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_nan_to_none(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

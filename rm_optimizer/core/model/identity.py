@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.records.codec import json_values
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -33,4 +34,4 @@ def scorer_digest(model: BradleyTerryRM) -> str:
     """
     config = json.loads(model.model.config.to_json_string(use_diff=False))
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    return digest([weights_digest(model.model), kept, model.renderer.identity(), model.pad_choice.to_json()])
+    return digest([weights_digest(model.model), kept, model.renderer.identity(), json_values(model.pad_choice)])

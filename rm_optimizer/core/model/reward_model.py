@@ -33,6 +33,7 @@ from rm_optimizer.core.tokens.plan import length_batches, pad_sequences, row_bat
 from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, tree_groups
 from rm_optimizer.core.tokens.written_template import choose_form, read_as_written, write_for_training
 from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.records.codec import from_values, json_values
 
 
 class BradleyTerryRM(BaseRewardModel):
@@ -395,7 +396,7 @@ class BradleyTerryRM(BaseRewardModel):
 
     def identity(self) -> dict[str, Any]:
         """What a stored model records of its rendering, padding and head; JSON values."""
-        template, pad_token = self.renderer.identity(), self.pad_choice.to_json()
+        template, pad_token = self.renderer.identity(), json_values(self.pad_choice)
         return {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
 
     def save_pretrained(
@@ -427,7 +428,7 @@ class BradleyTerryRM(BaseRewardModel):
         self.renderer.check_identity(identity["template"])
         self.head_init = identity["head_init"]
         self.beta = float(identity.get("beta", 1.0))
-        recorded = PadChoice.from_json(identity["pad_token"])
+        recorded = from_values(PadChoice, identity["pad_token"])
         if recorded.token_id == self.pad_choice.token_id:
             self.pad_choice = recorded
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
+from rm_optimizer.records.codec import JsonRecord
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
@@ -121,7 +121,7 @@ class PromptOverlap:
 
 
 @dataclass(frozen=True)
-class DataAudit:
+class DataAudit(JsonRecord):
     """The audit of one or more splits.
 
     Args:
@@ -131,40 +131,6 @@ class DataAudit:
 
     splits: Mapping[str, SplitAudit]
     overlaps: tuple[PromptOverlap, ...]
-
-    def to_json(self) -> str:
-        """The audit as JSON text; a value that could not be measured is null."""
-        return json.dumps(_nan_to_none(asdict(self)))
-
-    @classmethod
-    def from_json(cls, text: str) -> DataAudit:
-        """The audit that `to_json` wrote."""
-        values = json.loads(text)
-        splits = {name: _split_from(split) for name, split in values["splits"].items()}
-        return cls(splits, tuple(PromptOverlap(**overlap) for overlap in values["overlaps"]))
-
-
-def _nan_to_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _nan_to_none(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_nan_to_none(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _split_from(values: Mapping[str, Any]) -> SplitAudit:
-    sources = {
-        name: SourceAudit(**{**source, "longer_wins": _estimate_from(source["longer_wins"])})
-        for name, source in values["sources"].items()
-    }
-    quantiles = {name: tuple(values[name]) for name in ("chosen_tokens", "rejected_tokens")}
-    return SplitAudit(
-        **{**values, **quantiles, "longer_wins": _estimate_from(values["longer_wins"]), "sources": sources}
-    )
-
-
-def _estimate_from(values: Mapping[str, Any]) -> Estimate:
-    return Estimate(**{**values, "value": math.nan if values["value"] is None else values["value"]})
 
 
 def audit_pairs(datasets: Mapping[str, PreferenceDataset], renderer: Renderer) -> DataAudit:

@@ -55,10 +55,6 @@ class BaseModel:
     is_quantized: bool
     fingerprint: str
 
-    def to_json(self) -> dict[str, Any]:
-        """The base as JSON values."""
-        return vars(self).copy()
-
 
 def adapter_folder(source: str | Path) -> Path | None:
     """The folder if it holds an adapter alone, else None."""
@@ -163,7 +159,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig, recor
         model: the base, changed in place.
         folder: holds the two files.
         config: as `read_config` gave it.
-        recorded_base: `BaseModel.to_json` as stored; empty for adapters that others made.
+        recorded_base: the entry `base` of `export.json`; empty for adapters that others made.
 
     Raises:
         CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another one.

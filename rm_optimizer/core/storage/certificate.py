@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -80,18 +79,6 @@ class ProbeScore:
     reward: float
     reloaded: float
 
-    def to_json(self) -> dict[str, Any]:
-        """The score as JSON values."""
-        prompt = self.prompt if isinstance(self.prompt, str) else [message.to_dict() for message in self.prompt]
-        return {**asdict(self), "prompt": prompt, "input_ids": list(self.input_ids)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ProbeScore:
-        """The score that `to_json` wrote."""
-        prompt = value["prompt"]
-        messages = prompt if isinstance(prompt, str) else tuple(Message(**message) for message in prompt)
-        return cls(**{**value, "prompt": messages, "input_ids": tuple(value["input_ids"])})
-
 
 @dataclass(frozen=True)
 class ParityCertificate:
@@ -130,15 +117,6 @@ class ParityCertificate:
         return tuple(score for score, total in zip(scores, totals, strict=True) if total <= _CHECKED_TOKENS) or (
             scores[0],
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The certificate as JSON values."""
-        return {**asdict(self), "scores": [score.to_json() for score in self.scores]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ParityCertificate:
-        """The certificate that `to_json` wrote."""
-        return cls(**{**value, "scores": tuple(ProbeScore.from_json(score) for score in value["scores"])})
 
 
 def require_parity(

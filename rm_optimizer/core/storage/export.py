@@ -35,6 +35,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.core.tokens.written_template import writes_the_sequence
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.codec import from_values, json_values
 from rm_optimizer.records.locations import EXPORT_FILE
 
 FORMAT_VERSION = 1
@@ -121,7 +122,7 @@ def save_adapter(
     if not has_adapter(reward_model.model):
         raise CheckpointError("the model has no adapter to save; save the whole with save_pretrained")
     base = base_of(reward_model.model)
-    form = _Form(write_adapter, partial(_read_adapted, base=base), lambda: {"base": base.to_json()}, TOLERANCE)
+    form = _Form(write_adapter, partial(_read_adapted, base=base), lambda: {"base": json_values(base)}, TOLERANCE)
     return _save(reward_model, folder, probe, statistics, form)
 
 
@@ -196,7 +197,7 @@ def read_certificate(folder: str | Path) -> ParityCertificate:
     """
     path = Path(folder) / EXPORT_FILE
     try:
-        return ParityCertificate.from_json(json.loads(path.read_text(encoding="utf-8"))["certificate"])
+        return from_values(ParityCertificate, json.loads(path.read_text(encoding="utf-8"))["certificate"])
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"no parity certificate in {path}; export the model with save_pretrained") from error
 
@@ -271,7 +272,7 @@ def _record(
         "dtype": certificate.dtype,
         "identity": reward_model.identity(),
         "reward_statistics": None if statistics is None else dict(statistics),
-        "certificate": certificate.to_json(),
+        "certificate": json_values(certificate),
         "versions": {
             "rm_optimizer": rm_optimizer.__version__,
             "python": platform.python_version(),

@@ -49,6 +49,7 @@ from rm_optimizer.core.storage.export_record import read_record, require_exporte
 from rm_optimizer.core.storage.model_files import find_source
 from rm_optimizer.core.storage.torn_files import damage
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import EXPORT_FILE, Source, SourceKind
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class LoadedModel:
     def certificate(self) -> ParityCertificate | None:
         """The rewards it was certified with; None where none are recorded."""
         stored = self.record.get("certificate")
-        return None if stored is None else ParityCertificate.from_json(stored)
+        return None if stored is None else from_values(ParityCertificate, stored)
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:

@@ -34,6 +34,7 @@ from rich.progress import track
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages, digest
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.codec import JsonRecord
 
 _LAYOUT = 2
 _CHUNK = 1024
@@ -48,7 +49,7 @@ _ARRAYS: Mapping[str, type[np.integer[Any]]] = {
 
 
 @dataclass(frozen=True)
-class TruncationReport:
+class TruncationReport(JsonRecord):
     """What cutting to the length limit did to a data set.
 
     Args:
@@ -82,15 +83,6 @@ class TruncationReport:
     def response_cut_rate(self) -> float:
         """Share of the pairs of which a side lost response tokens."""
         return self.num_response_cut / max(1, self.num_pairs)
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TruncationReport:
-        """The report that `to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 class PairTokens(Protocol):

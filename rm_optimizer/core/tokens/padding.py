@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,15 +36,6 @@ class PadChoice:
     token: str
     token_id: int
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The choice as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> PadChoice:
-        """The choice that `to_json` wrote."""
-        return cls(**value)
 
 
 def choose_pad_token(

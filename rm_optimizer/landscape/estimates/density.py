@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -19,7 +18,7 @@ from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOpe
 from rm_optimizer.landscape.operators.vectors import RandomVectors, length
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, extend
-from rm_optimizer.records.json_text import json_text
+from rm_optimizer.records.codec import JsonRecord
 
 Terms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """From eigenvalues to the terms `(terms, eigenvalues)` that are added up over them."""
@@ -28,7 +27,7 @@ Combine = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class SpectralDensity:
+class SpectralDensity(JsonRecord):
     """The eigenvalues found, and for the rest Gauss quadrature rules from random vectors.
 
     Args:
@@ -102,17 +101,6 @@ class SpectralDensity:
         bumps = np.exp(-0.5 * ((np.asarray(grid)[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
         density: NDArray[np.float64] = bumps @ (weights / weights.sum())
         return density
-
-    def to_json(self) -> str:
-        """The fields as JSON text."""
-        return json_text(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SpectralDensity:
-        """The density that `to_json` wrote."""
-        values = json.loads(text)
-        rules = {key: tuple(tuple(rule) for rule in values[key]) for key in ("nodes", "weights")}
-        return cls(**{**values, "exact": tuple(values["exact"]), **rules})
 
 
 def spectral_density(

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -19,6 +18,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.loss_at import LossAt, PointLoss
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.ledger import Ledger
 
 Points = Sequence[tuple[float, ...]]
@@ -31,21 +31,16 @@ class GridLedger:
     """Points that are done, each on disk as soon as it is.
 
     Args:
-        path: the file.
-        identity: what the points belong to.
-        num_points: of the whole grid.
-
-    Raises:
-        DataError: if the file holds part of another grid.
+        ledger: the file, open; one piece a point.
     """
 
-    def __init__(self, path: Path, identity: str, num_points: int) -> None:
-        self._ledger = Ledger(path, identity, num_points)
-        self.points = {row["index"]: PointLoss(**row["point"]) for row in self._ledger.rows}
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.points = {row["index"]: from_values(PointLoss, row["point"]) for row in ledger.values()}
 
     def add(self, index: int, point: PointLoss) -> None:
         """Keep a point, on disk first."""
-        self._ledger.add({"index": index, "point": asdict(point)})
+        self._ledger.append({"index": index, "point": point})
         self.points[index] = point
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +15,8 @@ import pyarrow.parquet as pq
 from rm_optimizer.landscape.surface.directions import Directions, TrajectoryPlane
 from rm_optimizer.landscape.surface.grid import Points
 from rm_optimizer.landscape.surface.loss_at import MISSING, PointLoss
+from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import replacing
-from rm_optimizer.records.json_text import json_text, number
 
 Row = dict[str, float | int | str | None]
 
@@ -48,7 +47,7 @@ class GridDescription:
 
 
 @dataclass(frozen=True)
-class Slice:
+class Slice(JsonRecord):
     """Losses along lines through the weights.
 
     Args:
@@ -72,19 +71,9 @@ class Slice:
             for step, point in zip(self.steps, line, strict=True):
                 yield {"direction": name, "step": step, **asdict(point)}
 
-    def to_json(self) -> str:
-        """The fields as JSON text; a number that is not finite is null."""
-        return _dumped(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Slice:
-        """The slice that `to_json` wrote."""
-        content = json.loads(text)
-        return cls(_measured(content), tuple(content["steps"]), _table(content["points"]))
-
 
 @dataclass(frozen=True)
-class Surface:
+class Surface(JsonRecord):
     """Losses over a plane through the weights.
 
     Args:
@@ -110,19 +99,9 @@ class Surface:
             for x, point in zip(self.x, line, strict=True):
                 yield {"x": x, "y": y, **asdict(point)}
 
-    def to_json(self) -> str:
-        """The fields as JSON text; a number that is not finite is null."""
-        return _dumped(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Surface:
-        """The surface that `to_json` wrote."""
-        content = json.loads(text)
-        return cls(_measured(content), tuple(content["x"]), tuple(content["y"]), _table(content["points"]))
-
 
 @dataclass(frozen=True)
-class Trajectory:
+class Trajectory(JsonRecord):
     """Checkpoints of a run in the plane they stay closest to, over the losses in that plane.
 
     Args:
@@ -149,22 +128,6 @@ class Trajectory:
         columns = zip(self.steps, self.coordinates, self.off_plane, self.points, strict=True)
         for step, (x, y), off_plane, point in columns:
             yield {"step": step, "x": x, "y": y, "off_plane": off_plane, **asdict(point)}
-
-    def to_json(self) -> str:
-        """The fields as JSON text; a number that is not finite is null."""
-        return _dumped(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Trajectory:
-        """The trajectory that `to_json` wrote."""
-        content = json.loads(text)
-        return cls(
-            Surface.from_json(json.dumps(content["surface"])),
-            tuple(content["steps"]),
-            tuple((x, y) for x, y in content["coordinates"]),
-            tuple(content["off_plane"]),
-            _table([content["points"]])[0],
-        )
 
 
 GridResult = Slice | Surface | Trajectory
@@ -234,23 +197,3 @@ def _missing(points: Sequence[Sequence[PointLoss]]) -> int:
 
 def _is_empty(point: PointLoss) -> bool:
     return all(math.isnan(value) for value in dataclasses.astuple(point))
-
-
-def _dumped(result: Any) -> str:
-    return json_text(asdict(result))
-
-
-def _measured(content: Mapping[str, Any]) -> GridDescription:
-    fields = dict(content["measured"])
-    values = fields.pop("values")
-    return GridDescription(
-        **{**fields, "names": tuple(fields["names"]), "values": None if values is None else tuple(values)}
-    )
-
-
-def _table(rows: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[tuple[PointLoss, ...], ...]:
-    return tuple(tuple(_point(cell) for cell in row) for row in rows)
-
-
-def _point(cell: Mapping[str, float | None]) -> PointLoss:
-    return PointLoss(**{name: number(value) for name, value in cell.items()})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.serving.engine import Engine
 from rm_optimizer.serving.service.inputs import InputReader
 
 
 @dataclass(frozen=True)
-class ParityReport:
+class ParityReport(JsonRecord):
     """Comparison of served rewards with those certified at export.
 
     Args:
@@ -40,10 +41,9 @@ class ParityReport:
         """True if the server may answer; a reward that is not finite fails."""
         return self.same_tokens and self.relative_difference <= self.tolerance
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON values; a difference that is not finite becomes None."""
-        values = {**asdict(self), "is_passed": self.is_passed}
-        return {key: None if value != value or value == float("inf") else value for key, value in values.items()}
+    def entries(self) -> dict[str, Any]:
+        """The fields, and whether the server may answer."""
+        return super().entries() | {"is_passed": self.is_passed}
 
 
 async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str, Any]) -> ParityReport | None:
@@ -56,7 +56,7 @@ async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str,
     """
     if "certificate" not in export:
         return None
-    certificate = ParityCertificate.from_json(export["certificate"])
+    certificate = from_values(ParityCertificate, export["certificate"])
     scores = certificate.scores
     encoded = reader.renderer.encode_batch([score.prompt for score in scores], [score.response for score in scores])
     fitting = [score for score in scores if len(score.input_ids) <= reader.max_length]

@@ -230,7 +230,7 @@ class RewardService:
             max_request_tokens=self.batcher.max_queued_tokens,
             max_request_items=MAX_ITEMS,
             shares_prompts=description.shares_prompts,
-            parity=None if self.parity is None else self.parity.to_json(),
+            parity=None if self.parity is None else self.parity.entries(),
             reward_statistics=description.export.get("reward_statistics"),
         )
 

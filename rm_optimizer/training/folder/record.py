@@ -108,7 +108,7 @@ def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> N
         train_fingerprint=record.train_fingerprint,
         val_fingerprint=record.val_fingerprint,
     )
-    write_text(run_dir / IDENTITY_FILE, identity.to_json())
+    write_text(run_dir / IDENTITY_FILE, identity.to_json() + "\n")
     write_text(run_dir / OPTIONS_FILE, json.dumps(record.options, indent=2) + "\n")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.pairs.orders import SHUFFLED
+from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_folder import RESULT_FILE
 
@@ -71,7 +70,7 @@ class DataSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(JsonRecord, indent=2):
     """The result of a run, saved as `run.json` in its folder.
 
     Args:
@@ -125,22 +124,9 @@ class RunResult:
         """Negative log-likelihood on validation, what a sweep minimizes."""
         return self.metrics.nll.value
 
-    def to_json(self) -> str:
-        """The result as JSON text."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["metrics"] = json.loads(self.metrics.to_json())
-        fields["data"] = dataclasses.asdict(self.data)
-        return json.dumps(fields, indent=2, default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> RunResult:
-        """The result that `to_json` wrote."""
-        fields = json.loads(text)
-        fields["status"] = RunStatus(fields["status"])
-        fields["metrics"] = PairwiseMetrics.from_json(json.dumps(fields["metrics"]))
-        fields["data"] = DataSummary(**fields["data"])
-        fields["extensions"] = tuple(fields.get("extensions", ()))
-        return cls(**fields)
+    def entries(self) -> dict[str, Any]:
+        """The fields; the metrics with what they add to theirs."""
+        return super().entries() | {"metrics": self.metrics.entries()}
 
     def save(self) -> Path:
         """Write `run.json` into the run folder, atomically."""

@@ -11,6 +11,7 @@ from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.run_folder import (
     IDENTITY_FILE,
     OPTIONS_FILE,
@@ -102,8 +103,7 @@ def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
     again = "set resume=restart, or choose another hydra.run.dir"
     if content is None:
         raise CheckpointError(f"{path} does not say which run it belongs to, for an earlier version saved it; {again}")
-    known = {name: content[name] for name in RunRecord.__dataclass_fields__ if name in content}
-    record = RunRecord(**{**known, "extensions": tuple(content["extensions"])})
+    record = from_values(RunRecord, content)
     identity = read_identity(run_dir)
     if identity is not None and identity.run_id != record.run_id:
         raise CheckpointError(

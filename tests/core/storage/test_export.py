@@ -84,9 +84,8 @@ def test_a_pinned_chat_template_is_exported_as_it_was_used(tmp_path: Path) -> No
     assert loaded.renderer.identity() == model.renderer.identity()
 
 
-def test_the_certificate_survives_json_and_stands_in_the_folder(tmp_path: Path) -> None:
+def test_the_certificate_stands_in_the_folder(tmp_path: Path) -> None:
     certificate = reward_model("llama").save_pretrained(tmp_path / "export")
-    assert ParityCertificate.from_json(json.loads(json.dumps(certificate.to_json()))) == certificate
     assert read_certificate(tmp_path / "export") == certificate
     assert any(isinstance(score.prompt, tuple) for score in certificate.scores)
     with pytest.raises(CheckpointError, match="no parity certificate"):

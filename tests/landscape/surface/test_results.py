@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +36,7 @@ from rm_optimizer.landscape.surface.results import (
     trajectory_grid,
     write_rows,
 )
+from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 from tests.landscape.measured_losses import PAIRS, tiny_measured_loss
 
@@ -59,9 +62,19 @@ def losses(ledger: GridLedger) -> list[float]:
     return [ledger.points[index].loss for index in sorted(ledger.points)]
 
 
+@contextmanager
+def grid_ledger(path: Path, identity: str, num_points: int) -> Iterator[GridLedger]:
+    with open_ledger(path, identity, other="other weights", num_wanted=num_points) as ledger:
+        yield GridLedger(ledger)
+
+
+def points_in(path: Path, identity: str, num_points: int) -> dict[int, PointLoss]:
+    with grid_ledger(path, identity, num_points) as ledger:
+        return ledger.points
+
+
 def measured_grid(measured_loss, directions: Directions, points, **options) -> GridLedger:
-    with TemporaryDirectory() as folder:
-        ledger = GridLedger(Path(folder) / "points.jsonl", "any", len(points))
+    with TemporaryDirectory() as folder, grid_ledger(Path(folder) / "p.jsonl", "any", len(points)) as ledger:
         measure_grid(measured_loss, directions, points, ledger, **options)
     return ledger
 
@@ -142,31 +155,15 @@ def test_an_interrupted_grid_goes_on_and_ends_the_same(measured_loss, tmp_path):
         if done == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        measure_grid(measured_loss, directions, points, GridLedger(path, "x", 5), on_point=stop)
+    with pytest.raises(KeyboardInterrupt), grid_ledger(path, "x", 5) as ledger:
+        measure_grid(measured_loss, directions, points, ledger, on_point=stop)
     with path.open("a") as file:
         file.write('{"index": 2, "po')  # killed while writing
-    ledger = GridLedger(path, "x", 5)
-    assert sorted(ledger.points) == [0, 1]
-    measure_grid(measured_loss, directions, points, ledger, on_point=lambda done, total: measured.append(done))
+    with grid_ledger(path, "x", 5) as ledger:
+        assert sorted(ledger.points) == [0, 1]
+        measure_grid(measured_loss, directions, points, ledger, on_point=lambda done, total: measured.append(done))
     assert measured == [2, 3, 4, 5]
-    assert_same(GridLedger(path, "x", 5).points, whole.points)
-
-
-def test_part_of_something_else_is_refused_and_kept(tmp_path):
-    path = tmp_path / "points.jsonl"
-    GridLedger(path, "one", 2).add(0, POINT)
-    with pytest.raises(DataError, match="other weights, pairs or options; remove it"):
-        GridLedger(path, "another", 2)
-    assert GridLedger(path, "one", 2).points == {0: POINT}
-
-
-def test_a_finished_grid_makes_room_for_another(tmp_path):
-    path = tmp_path / "points.jsonl"
-    for ledger in (GridLedger(path, "one", 1), GridLedger(path, "another", 2)):
-        assert ledger.points == {}
-        ledger.add(0, POINT)
-    assert GridLedger(path, "another", 2).points == {0: POINT}
+    assert_same(points_in(path, "x", 5), whole.points)
 
 
 def test_other_options_start_a_finished_analysis_anew_and_refuse_to_mix_with_an_unfinished_one(measured_loss, tmp_path):
