@@ -13,6 +13,7 @@ from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.records.randomness import keeping_random_state
 
 CHANGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest change of a reward that arithmetic explains, in standard deviations of the probe's rewards.
@@ -33,10 +34,9 @@ def change_tolerance(model: BradleyTerryRM) -> float:
 def running(model: BradleyTerryRM, *, training: bool) -> Iterator[None]:
     """Training or evaluation mode without gradients, and the earlier mode and random state afterwards."""
     was_training = model.training
-    devices = [model.device] if model.device.type == "cuda" else []
     model.train(training)
     try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with keeping_random_state(), torch.no_grad():
             yield
     finally:
         model.train(was_training)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rm_optimizer.optim.composite import CompositeOptimizer
+from rm_optimizer.records.randomness import random_state, set_random_state
 
 
 class SAM(CompositeOptimizer):
@@ -43,11 +44,11 @@ class SAM(CompositeOptimizer):
         """
         if closure is None:
             raise ValueError("SAM needs step(closure): it computes the gradients twice in each step")
-        random_state = _random_state()
+        before = random_state()
         with torch.enable_grad():
             loss = closure()
         weights = self._ascend()
-        _set_random_state(random_state)
+        set_random_state(before)
         with torch.enable_grad():
             closure()
         with torch.no_grad():
@@ -66,15 +67,3 @@ class SAM(CompositeOptimizer):
         for p, g in zip(moved, scaled, strict=True):
             p.add_((g * p.abs() if self.adaptive else g) * scale.to(p.device))
         return weights
-
-
-def _random_state() -> tuple[Tensor, list[Tensor]]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), devices
-
-
-def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    cpu, devices = state
-    torch.set_rng_state(cpu)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)

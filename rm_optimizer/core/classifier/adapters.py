@@ -22,6 +22,7 @@ from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, req
 from rm_optimizer.core.classifier.modalities import parts_beside_text
 from rm_optimizer.core.classifier.quantization import is_quantized, parameter_size
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         )
     injected = copy.deepcopy(config)
     injected.modules_to_save, injected.inference_mode = None, False
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with keeping_random_state(seed=seed):
         try:
             peft.inject_adapter_in_model(injected, model, ADAPTER_NAME)
         except ValueError as error:

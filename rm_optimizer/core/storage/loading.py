@@ -51,6 +51,7 @@ from rm_optimizer.core.storage.torn_files import damage
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import EXPORT_FILE, Source, SourceKind
+from rm_optimizer.records.randomness import keeping_random_state
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -206,7 +207,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = _prepared(AutoConfig.from_pretrained(source.location, **origin), options)
     tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
-    with _seeded(options.seed), _without_load_report():
+    with keeping_random_state(seed=options.seed), _without_load_report():
         model, report = AutoModelForSequenceClassification.from_pretrained(
             source.location,
             config=config,
@@ -345,7 +346,7 @@ def _prepared(config: PretrainedConfig, options: LoadOptions) -> PretrainedConfi
 
 
 def _build(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    with _seeded(options.seed):
+    with keeping_random_state(seed=options.seed):
         model = AutoModelForSequenceClassification.from_config(
             config,
             dtype=options.dtype,
@@ -396,10 +397,3 @@ def _record_folder(source: Source, options: LoadOptions) -> Path:
         _raise_exceptions_for_connection_errors=False,
     )
     return Path(found).parent if found else Path(os.devnull)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +15,7 @@ from transformers import PreTrainedModel
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
+from rm_optimizer.records.randomness import keeping_random_state
 
 DIFFERENTIABLE_TWICE = ("sdpa", "eager")
 """Kernels with a second derivative: PyTorch's own restricted to its plain backend, and the model's own code."""
@@ -39,7 +38,7 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True
     """
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(_random_state(model.device))
+        enter(keeping_random_state())
         enter(_evaluation_mode(model))
         enter(_gradients_to(model, subset))
         enter(torch.inference_mode(False))
@@ -51,17 +50,6 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True
         if model.reward_head.weight.dtype == torch.float64:
             enter(KeepFloat64())
         yield
-
-
-@contextmanager
-def _random_state(device: torch.device) -> Iterator[None]:
-    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global generator is what is saved
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)  # noqa: NPY002
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.vectors import orthogonality_loss
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, rounding
+from rm_optimizer.records.randomness import keeping_random_state
 
 MAX_ITERATIONS = 100
 """PyHessian's own default, for each eigenvalue."""
@@ -93,10 +94,9 @@ class PyHessianProblem:
         gradients, default = [parameter.grad for parameter in parameters], torch.get_default_dtype()
         self._forget()
         try:
-            with torch.random.fork_rng(), warnings.catch_warnings():
+            with keeping_random_state(seed=seed), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
                 torch.set_default_dtype(self.objective.dtype)
-                torch.manual_seed(seed)
                 yield
         finally:
             torch.set_default_dtype(default)

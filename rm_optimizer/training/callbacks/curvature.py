@@ -18,11 +18,11 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature
 from rm_optimizer.optim import set_train_mode
+from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import HessianConfig
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
-from rm_optimizer.training.folder.resume import random_state, set_random_state
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 log = logging.getLogger("rm_optimizer")
@@ -167,16 +167,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: whose gradients, empty inside, and modes are kept.
     """
-    state = random_state()
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with keeping_random_state():
+            yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, training in modes:
             module.training = training
-        set_random_state(state)

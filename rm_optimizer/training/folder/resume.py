@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import random
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import distributed
 
+from rm_optimizer.records.randomness import random_state, set_random_state
 from rm_optimizer.training.folder.checkpoints import checkpoint_step, periodic_checkpoints
 
 log = logging.getLogger("rm_optimizer")
@@ -40,7 +38,7 @@ def _damage(path: Path) -> str | None:
 
 
 def random_states() -> list[dict[str, Any]]:
-    """What `random_state` gives on each rank, in their order; every rank must take part."""
+    """Return the `random_state` of each rank, in their order; every rank must take part."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [random_state()]
     states: list[Any] = [None] * distributed.get_world_size()
@@ -52,26 +50,3 @@ def set_random_states(states: Sequence[Mapping[str, Any]]) -> None:
     """Put this rank's generators back to the state that `random_states` gave for it."""
     is_alone = not (distributed.is_available() and distributed.is_initialized())
     set_random_state(states[0 if is_alone else distributed.get_rank()])
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every generator a step may draw from, as values that `torch.load(weights_only=True)` reads."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (that libraries use)
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put every generator back to a state that `random_state` gave."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,50 @@
+"""State of the random generators of Python, NumPy and PyTorch: saved, put back, and kept over a block."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every generator, as values that `torch.load(weights_only=True)` reads."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (that libraries use)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put every generator back to a state that `random_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def keeping_random_state(*, seed: int | None = None) -> Iterator[None]:
+    """Put every generator back when the block ends.
+
+    Args:
+        seed: seed of PyTorch's generators in the block; None leaves them where they are.
+    """
+    state = random_state()
+    try:
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+    finally:
+        set_random_state(state)
