@@ -150,7 +150,7 @@ def no_trained_head(source: object, reason: str) -> CheckpointError:
     """The error of a model without a trained reward head.
 
     Args:
-        source: where it was loaded from.
+        source: path or name that it was loaded from.
         reason: the end of the sentence, from what shows it.
     """
     return CheckpointError(

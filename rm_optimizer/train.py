@@ -211,7 +211,7 @@ def _require_compatible(config: TrainConfig) -> None:
 
 
 def _has_ended(config: TrainConfig) -> bool:
-    """Whether `resume=auto` finds a run that has ended; its summary is then printed again and nothing is changed."""
+    """True if `resume=auto` finds a run that has ended; its summary is printed again and nothing changes."""
     from rm_optimizer.schema.config import Resume
 
     if config.resume != Resume.auto or not (Path(config.output_dir) / "run.json").is_file():

@@ -1,4 +1,4 @@
-"""What breaks reward models in the pairs themselves: leaks, repeats, contradictions, labels, lengths, truncation."""
+"""Checks of the pairs: leaks, repeats, contradictions, labels, lengths, truncation."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _identical(audit: DataAudit) -> Check:
 
 
 def _longer_wins(audit: DataAudit) -> Check:
-    """How far length alone explains the labels."""
+    """Check of how far length alone explains the labels."""
     expected = f"below {LENGTH_BIAS:g}, or not above 0.5 beyond its interval"
     found = {name: split.longer_wins for name, split in audit.splits.items() if split.longer_wins.num_samples}
     if not found:

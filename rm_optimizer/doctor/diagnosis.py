@@ -18,7 +18,7 @@ FAILED_EXIT_CODE = 4
 
 
 class Status(StrEnum):
-    """How a check, or the whole diagnosis, came out."""
+    """Outcome of a check or of the whole diagnosis."""
 
     ok = "ok"
     warn = "warn"
@@ -35,10 +35,10 @@ class Check:
 
     Args:
         name: stable name of the check, in `snake_case`.
-        status: how it came out.
-        measured: what was found; None where there is no finite number.
+        status: outcome of the check.
+        measured: measured value; None if there is no finite number.
         unit: unit of a number, in words; empty for words.
-        expected: what is right, in words.
+        expected: expected value, in words.
         explanation: one sentence; where something is wrong it holds the remedy.
         details: further numbers and words.
     """
@@ -61,12 +61,12 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
     """All checks of one model, and the verdict.
 
     Args:
-        model: which model, in words.
+        model: name of the model, in words.
         seed: seed of every random choice.
         num_pairs: pairs given, for each data set.
         num_pairs_scored: of these, pairs whose rewards were computed.
         num_pairs_audited: of these, pairs whose text was audited.
-        wall_seconds: how long it took.
+        wall_seconds: duration in seconds.
         checks: the checks, in the order they were made.
     """
 
@@ -111,7 +111,7 @@ def skipped(name: str, expected: str, reason: str) -> Check:
 
     Args:
         name: of the check.
-        expected: what would be right, in words.
+        expected: expected value, in words.
         reason: one sentence that says why it was not made.
     """
     return Check(name, Status.skipped, None, "", expected, reason)

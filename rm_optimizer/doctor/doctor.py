@@ -132,7 +132,7 @@ class _Examination:
         return [("leaks and labels", self._splits), ("repeats and lengths", self._audit), ("rewards", self._rewards)]
 
     def stages_without_data(self) -> list[Stage]:
-        """What is left of the checks on pairs where there are none."""
+        """Skipped checks of a diagnosis without pairs."""
         return [("rewards", self._probe_rewards), ("pairs", lambda: [self._without_data(name) for name in _NEEDS_DATA])]
 
     def _text(self) -> list[Check]:

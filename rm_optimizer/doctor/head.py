@@ -1,4 +1,4 @@
-"""What breaks rewards in the final layer: its start, precision, gradient, number of outputs and activation."""
+"""Checks of the final layer: its initialization, precision, gradient, number of outputs and activation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rm_optimizer.doctor.probe_conversations import running
 
 
 def is_head_fresh(model: BradleyTerryRM) -> bool:
-    """Whether the head still has the weights it was drawn with: those that its recorded seed draws again."""
+    """True if the head still has its initial weights, drawn again from its recorded seed."""
     drawn_from = re.fullmatch(r"normal\(.*\), seed=(\d+)", model.head_init)
     if drawn_from is None:
         return False

@@ -1,4 +1,4 @@
-"""Whether hidden states of a frozen model predict the labels of pairs, beside what they predict of random labels.
+"""Checks that hidden states of a frozen model predict the labels of pairs, and no random labels.
 
 A linear probe is fitted on differences of hidden states and judged on prompts it has not seen. The same probe on a
 control task (Hewitt & Liang, 2019, https://arxiv.org/abs/1909.03368), in which every two texts got a winner at random,
@@ -30,7 +30,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
 
     Args:
         scored: pairs with the hidden states of both sides.
-        is_fresh: whether the model is untrained; its hidden states may then miss a signal that is there.
+        is_fresh: True for an untrained model, whose hidden states may miss an existing signal.
         seed: of folds, random labels and bootstrap.
     """
     expected = ("above 0.5", "0.5")

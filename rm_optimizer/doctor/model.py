@@ -1,4 +1,4 @@
-"""What breaks rewards inside the model: pooling, padding, batch, dropout, attention kernel, saving."""
+"""Checks of the model: pooling, padding, batch, dropout, attention kernel, saving."""
 
 from __future__ import annotations
 

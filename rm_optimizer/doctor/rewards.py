@@ -1,4 +1,4 @@
-"""What a reward model learned instead of preferences: checks of its rewards and hidden states on preference pairs."""
+"""Checks of a model's rewards and hidden states on preference pairs, for features learned instead of preferences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ScoredPairs:
     Args:
         pairs: the pairs, those that are equal after truncation left out.
         rewards: of both sides, `(pairs, 2)`.
-        features: what the head reads of both sides, `(pairs, 2, hidden)`.
+        features: hidden states of both sides that the head reads, `(pairs, 2, hidden)`.
         num_scored: pairs of each data set.
         cut_pairs: pairs that are equal after truncation, which count as ties.
     """
@@ -222,7 +222,7 @@ def _power(estimate: Estimate) -> str:
 
 
 def reward_length(scored: ScoredPairs) -> Check:
-    """How far the margin follows the difference in length: Spearman's rank correlation over pairs.
+    """Check of how far the margin follows the difference in length: Spearman's rank correlation over pairs.
 
     Differences within a pair, since a prompt's own reward and length are no preference. The interval is Fisher's with
     the standard error `1.03 / sqrt(n - 3)` (Fieller, Hartley & Pearson, 1957, doi:10.1093/biomet/44.3-4.470).
@@ -245,7 +245,7 @@ def reward_length(scored: ScoredPairs) -> Check:
 
 
 def prompt_only(model: BradleyTerryRM, scored: ScoredPairs, token_budget: int) -> Check:
-    """With one response on both sides no pair is told apart: a prompt alone says nothing of which side is better."""
+    """Check that equal responses get equal rewards, since a prompt alone does not tell which side is better."""
     pairs = scored.pairs[:_MOST_PROMPTS]
     sides = [_encoded(model, [(pair, _SAME_RESPONSE)])[0] for pair in pairs for _ in range(2)]
     rewards = _forward(model, sides, token_budget)[0].reshape(-1, 2)

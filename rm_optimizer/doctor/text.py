@@ -1,4 +1,4 @@
-"""What breaks rewards before the model sees a token: padding, special tokens, the template, its date, truncation."""
+"""Checks of the tokenization: padding, special tokens, the template, its date, truncation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _openers(model: BradleyTerryRM) -> set[int]:
 
 
 def _leading(ids: Sequence[int], wanted: set[int]) -> int:
-    """How many ids at the start are among the wanted."""
+    """Number of ids at the start that are among the wanted."""
     return next((i for i, token in enumerate(ids) if token not in wanted), len(ids))
 
 
@@ -119,7 +119,7 @@ def _text_on(model: BradleyTerryRM, day: datetime, prompt: Prompt, response: str
 
 
 def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """What the model reads are the tokens of the whole conversation's text, not of its parts."""
+    """Check that the model reads the tokens of the whole conversation's text, not of its parts."""
     expected = "every sequence holds the tokens of the whole conversation's text"
     whole = [_whole_text_ids(model, prompt, response) for prompt, response in DEFAULT_PROBE]
     short = [i for i, ids in enumerate(whole) if len(ids) + 4 <= model.max_length]

@@ -1,4 +1,4 @@
-"""How often the highest reward of many responses to a prompt goes to one of the best: what best-of-n selection needs.
+"""Best-of-n accuracy: how often the highest reward among many responses to a prompt goes to one of the best.
 
 A pair accuracy hides it: most pairs of a long list are between two mediocre responses.
 """

@@ -1,4 +1,4 @@
-"""What one look at the curvature of the training loss gives: the type that training logs and the landscape computes."""
+"""Result of one curvature measurement during training, computed by the landscape and logged by training."""
 
 from __future__ import annotations
 

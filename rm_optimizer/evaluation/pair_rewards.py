@@ -43,7 +43,7 @@ class PairRewards:
     Args:
         chosen: rewards of the chosen responses, float64, `(pairs,)`.
         rejected: rewards of the rejected ones.
-        pair_index: which pair of the data set each entry is, ascending.
+        pair_index: position in the data set of each entry, ascending.
     """
 
     chosen: NDArray[np.float64]
@@ -83,7 +83,7 @@ def score_pairs(
         prefix_sharing: compute each prompt once for both responses.
         after_batch: called with the pairs done so far on this rank.
         should_stop: asked before each pass; where it is true on any rank, all of them stop.
-        positions: which of the tokenized pairs; None is all. Of the ties there are then as large a share.
+        positions: positions of the tokenized pairs to score, with an equal share of the ties; None is all.
 
     Raises:
         ScoringStopped: if `should_stop` was true.
@@ -130,7 +130,7 @@ def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
 
 
 def _stops(model: BradleyTerryRM, requested: bool) -> bool:
-    """Whether to stop before this pass; under FSDP2, whose ranks pass together, if any of them is asked to."""
+    """True to stop before this pass; under FSDP2, whose ranks pass together, if any rank was asked to stop."""
     return bool(most_over_ranks(int(requested), model.device)) if is_sharded(model) else requested
 
 

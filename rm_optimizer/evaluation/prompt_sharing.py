@@ -1,4 +1,4 @@
-"""Whether a run computes each prompt once for both responses: decided once, proven before it is used."""
+"""Choice and verification of prompt sharing, which computes each prompt once for both responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSh
     Args:
         model: the reward model.
         tokenized: the pairs.
-        mode: what the user asked for.
+        mode: requested mode.
 
     Raises:
         ConfigError: if `on` is asked for where it cannot be done.

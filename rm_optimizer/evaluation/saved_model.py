@@ -30,13 +30,13 @@ from rm_optimizer.records.files import write_text
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found, saved as `metrics.json`.
+    """Result of an evaluation, saved as `metrics.json`.
 
     Args:
         metrics: metrics of all pairs, and of their groups.
-        truncation: what cutting to the length limit did to the pairs; those equal after it are ties.
-        has_default_length: whether nobody chose that limit, neither the caller nor the model's training.
-        trained_on: how many of the pairs the model was trained on; None where it has no record of that.
+        truncation: effect of the length limit on the pairs; pairs equal after truncation are ties.
+        has_default_length: True if neither the caller nor the model's training chose that limit.
+        trained_on: number of the pairs that the model was trained on; None without a record of them.
         best_of_n: best-of-n selection; None where no pairs come from lists of at least three responses.
         num_skipped: rows of the sources that gave no pair.
         checkpoint: the model, as it was named.
@@ -64,7 +64,7 @@ def evaluate_checkpoint(
     Args:
         source: anything `BradleyTerryRM.from_pretrained` loads.
         data: the pairs.
-        output_dir: where the files go.
+        output_dir: folder for the files.
         max_length: most tokens of a sequence; None takes the stored number, or the model's.
         options: keywords of `evaluate_model`.
 
@@ -97,8 +97,8 @@ def evaluate_model(
     Args:
         model: the model, on its device.
         data: the pairs.
-        checkpoint: where the model was loaded from, for the record of what it was trained on.
-        output_dir: where `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl` go.
+        checkpoint: source of the model, for the record of its training pairs.
+        output_dir: folder for `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl`.
         token_budget: tokens, padding included, of one pass.
         num_bootstrap: resamples over prompts for the intervals.
         seed: seed of the resamples.

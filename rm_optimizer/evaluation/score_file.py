@@ -78,7 +78,7 @@ class CountingScorer(Protocol):
 
 @dataclass(frozen=True)
 class ScoredFile:
-    """What scoring a file came to.
+    """Result of scoring a file.
 
     Args:
         num_rows: rows.
@@ -108,7 +108,7 @@ def score_file(
     that of an uninterrupted call.
 
     Args:
-        scorer: what gives the rewards.
+        scorer: scorer of the responses.
         source: JSONL (also .gz), CSV or Parquet with columns `prompt` and `response`, or `prompt` and a list
             `responses`.
         target: a file that is not there yet, in the source's format or JSONL.

@@ -1,1 +1,1 @@
-"""What a person starts: the `rm-opt` command line."""
+"""The `rm-opt` command line."""

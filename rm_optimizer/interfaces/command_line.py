@@ -43,7 +43,7 @@ def checked(
     """The options that these overrides compose, every name and value checked.
 
     Args:
-        overrides: what the user typed, in Hydra's grammar, without sweeps.
+        overrides: overrides of the command line, in Hydra's grammar, without sweeps.
         kind: the dataclass of the whole configuration.
         name: main file.
         config_dir: the user's own folder of presets, searched before ours.
@@ -85,7 +85,7 @@ def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: st
     """The value of `hydra.run.dir` for these overrides, times in it filled in.
 
     Args:
-        overrides: what the user typed, in Hydra's grammar, without sweeps.
+        overrides: overrides of the command line, in Hydra's grammar, without sweeps.
         name: main file.
         config_dir: the user's own folder of presets, searched before ours.
 
@@ -125,7 +125,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
     """The jobs that Hydra makes of these overrides and of the sweeps in their presets, which come first.
 
     Args:
-        overrides: what the user typed, in Hydra's grammar.
+        overrides: overrides of the command line, in Hydra's grammar.
         name: main file.
         config_dir: the user's own folder of presets, searched before ours.
 
@@ -144,7 +144,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
 
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:
-    """For each override those that a sweep makes of it."""
+    """Overrides of a sweep's runs, for each override."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:

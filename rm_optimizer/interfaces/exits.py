@@ -73,7 +73,7 @@ def _system_refusal(error: Exception) -> int | None:
 
 
 def _output_refusal() -> OSError | None:
-    """What one more line break on standard output meets; errors of streams do not name them."""
+    """Error of one more line break on standard output, since errors of streams do not name the stream."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")

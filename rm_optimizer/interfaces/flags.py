@@ -17,7 +17,7 @@ def parse_flags(arguments: Sequence[str], kind: type) -> argparse.Namespace:
     """Hydra's flags and the overrides among them.
 
     Args:
-        arguments: what the user typed, without the program's name.
+        arguments: arguments of the command line, without the program's name.
         kind: the dataclass of the whole configuration, for the hint where an option was written with dashes.
 
     Raises:
@@ -38,7 +38,7 @@ def flags_first(arguments: Sequence[str], kind: type) -> list[str]:
     """The same command line with Hydra's flags before the overrides: its parser takes overrides in one run only.
 
     Args:
-        arguments: what the user typed, without the program's name.
+        arguments: arguments of the command line, without the program's name.
         kind: the dataclass of the whole configuration, as `parse_flags` takes it.
 
     Raises:
@@ -73,7 +73,7 @@ def require_given_once(overrides: Sequence[str]) -> None:
 
 
 def only_tells(flags: argparse.Namespace) -> bool:
-    """Whether Hydra answers a question rather than runs a composed configuration of ours."""
+    """True if Hydra prints information instead of running a composed configuration."""
     asks = (flags.help, flags.hydra_help, flags.shell_completion, flags.info)
     return any((*asks, flags.experimental_rerun, flags.config_path))
 

@@ -63,14 +63,14 @@ class RootCommands(Commands):
 
 
 def _usage_sentence(error: Any) -> str:
-    """What is wrong with flags or arguments, and where their list is."""
+    """Sentence about an error in flags or arguments, with the command that lists them."""
     text = " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if error.ctx is not None else "rm-opt"
     return f"{text[:1].lower()}{text[1:]}; {command} --help lists what there is"
 
 
 class HydraCommand(TyperCommand):
-    """A command that leaves what it does not know to Hydra, whose two-letter flags it must not take apart."""
+    """Command that passes unknown arguments on to Hydra and keeps Hydra's two-letter flags whole."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Write Hydra's two-letter flags in full, so that `-cd DIR` is not read as `-c -d DIR`."""

@@ -30,7 +30,7 @@ def as_overrides(given: Mapping[str, str | None]) -> list[str]:
 
 
 def names_model(value: str) -> bool:
-    """Whether `--model` got the path or hub id of a model rather than a preset.
+    """True if `--model` is the path or hub id of a model, False for a preset.
 
     Example:
         >>> names_model("models/llama"), names_model("Qwen/Qwen3-0.6B"), names_model("llama")
@@ -40,7 +40,7 @@ def names_model(value: str) -> bool:
 
 
 def names_data(value: str) -> bool:
-    """Whether `--data` got a path or hub name rather than a preset.
+    """True if `--data` is a path or hub name, False for a preset.
 
     Example:
         >>> names_data("org/preferences"), names_data("default")
@@ -65,7 +65,7 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by `python -m module arguments…`, so that distributed children can repeat its command line.
 
     Args:
-        module: what to run.
+        module: module to run.
         arguments: passed on as they are.
     """
     command = [sys.executable, "-m", module, *arguments]

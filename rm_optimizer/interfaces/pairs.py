@@ -1,4 +1,4 @@
-"""How the commands read preference data: their flags, once."""
+"""Flags of the commands that read preference pairs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def naming_sweep_folder() -> Iterator[None]:
     """Name the option of a sweep's folder where a refusal names that of one run.
 
     Raises:
-        ConfigError: what the block raises, in these words.
+        ConfigError: if the block raises one, with the sweep's option in its text.
         CheckpointError: likewise.
     """
     try:

@@ -1,4 +1,4 @@
-"""Curvature of a reward model's loss: operators, solvers, estimators. Names load on first use."""
+"""Curvature of a reward model's loss: operators, solvers, estimators. Public names load on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rm-opt analyze` without its terminal: spectra, grids of losses and layer-wise curvature, kept as they grow."""
+"""Measurements of `rm-opt analyze`: spectra, grids of losses and layer-wise curvature, saved as they grow."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, Landscape
 
 
 def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
-    """The loss along lines through the weights."""
+    """Measure the loss along lines through the weights."""
     config = context.config
     identity = _identity_of_directions(context, config.num_directions)
     with _points(context, identity, config.num_directions * config.num_points) as ledger:
@@ -66,7 +66,7 @@ def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
 
 
 def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
-    """The loss over a plane through the weights."""
+    """Measure the loss over a plane through the weights."""
     identity = _identity_of_directions(context, 2)
     with _points(context, identity, context.config.num_points**2) as ledger:
         directions = _directions(context, 2, identity)
@@ -77,11 +77,11 @@ def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
 
 
 def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]) -> AnalysisResult[Trajectory]:
-    """The checkpoints of a run in the plane they stay closest to, and the loss over it.
+    """Measure the loss over the plane closest to the checkpoints of a run.
 
     Args:
-        context: its model is the last checkpoint's.
-        checkpoints: files by optimizer step, ascending.
+        context: context with the model of the last checkpoint.
+        checkpoints: checkpoint files by optimizer step, ascending.
 
     Raises:
         ConfigError: if there are fewer than three, or all lie on one line.
@@ -225,7 +225,7 @@ def _new_directions(context: AnalysisContext, count: int) -> Directions:
 
 
 def _span(config: LandscapeConfig, directions: Directions) -> float:
-    """As far as asked; else 1, or where the parabola of the eigenvalue largest in magnitude has risen by 1 nat."""
+    """Span of the options; by default 1, or the distance at which the largest eigenvalue's parabola rises by 1 nat."""
     if config.span is not None:
         return config.span
     largest = max((abs(value) for value in directions.values or ()), default=0.0)
@@ -242,7 +242,7 @@ def _points(context: AnalysisContext, identity: str, num_points: int) -> Iterato
 
 
 def _measure(context: AnalysisContext, directions: Directions, points: Points, ledger: GridLedger) -> bool:
-    """Measure the points, and say whether an interruption left some out.
+    """Measure the points; True if an interruption left some out.
 
     Raises:
         KeyboardInterrupt: if it left all of them out.
@@ -264,7 +264,7 @@ def _measure(context: AnalysisContext, directions: Directions, points: Points, l
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    """A checkpoint's weights by the names that the reward model gives them."""
+    """Weights of a checkpoint by the reward model's names."""
     return {f"model.{name}": tensor for name, tensor in read_checkpoint(path)[1].items()}
 
 

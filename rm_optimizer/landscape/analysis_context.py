@@ -1,4 +1,4 @@
-"""What an analysis measures and how, and what it hands back."""
+"""Context and result of an analysis."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class AnalysisResult(Generic[ResultT]):
-    """A result, and whether an interruption cut it short.
+    """Result of an analysis, partial after an interruption.
 
     Args:
-        result: what was measured.
-        is_partial: whether the user stopped it before it was whole.
-        is_kept: whether the same analysis goes on from it.
+        result: measured values.
+        is_partial: True if the user stopped the analysis before its end.
+        is_kept: True if the same analysis can continue from it.
     """
 
     result: ResultT
@@ -41,13 +41,13 @@ class AnalysisResult(Generic[ResultT]):
 
 @dataclass(frozen=True)
 class AnalysisContext:
-    """What is measured and how.
+    """Loss, options and folder of an analysis.
 
     Args:
         measured_loss: model, pairs and loss.
         config: the options.
-        folder: where points are kept while they are measured, so that the same analysis goes on after a kill.
-        on_progress: told what is being done, how much of it is, of how much (None where nobody knows), and a remark.
+        folder: folder for measured points, from which the same analysis continues after a kill.
+        on_progress: function of the current step, its progress, its total (None if unknown) and a remark.
     """
 
     measured_loss: MeasuredLoss
@@ -56,16 +56,16 @@ class AnalysisContext:
     on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
 
     def on_iteration(self, progress: Progress) -> None:
-        """A product of a Lanczos iteration."""
+        """Report a product of a Lanczos iteration."""
         remark = f"{progress.num_products} products, largest error {progress.worst_error:.1e}"
         self.on_progress("eigenvalues", progress.num_converged, progress.num_wanted, remark)
 
     def on_product(self, num_products: int) -> None:
-        """Products beside a Lanczos iteration's."""
+        """Report products outside a Lanczos iteration."""
         self.on_progress("products", num_products, None, "")
 
     def on_point(self, done: int, total: int) -> None:
-        """A point of a grid."""
+        """Report a point of a grid."""
         self.on_progress("points", done, total, "")
 
     def ledger(self, name: str, identity: Sequence[object], num_wanted: int) -> AbstractContextManager[Ledger]:
@@ -88,7 +88,7 @@ class AnalysisContext:
         )
 
     def measured(self, directions: Directions) -> GridDescription:
-        """What captions say."""
+        """Description of the measurement for captions."""
         sample = self.measured_loss.sample
         params = self.measured_loss.params
         return describe(
@@ -102,7 +102,7 @@ class AnalysisContext:
 
 
 def require_finite_loss(measured_loss: MeasuredLoss) -> None:
-    """Make sure of the loss where the landscape is looked at.
+    """Require a finite loss at the weights of the analysis.
 
     Raises:
         TrainingDiverged: if it is NaN or infinite; names the pairs.

@@ -1,4 +1,4 @@
-"""Two spectra side by side."""
+"""Comparison of two spectra."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rm_optimizer.records.codec import JsonRecord
 
 @dataclass(frozen=True)
 class SpectrumComparison(JsonRecord):
-    """What changed from one spectrum to another.
+    """Changes from one spectrum to another.
 
     Args:
         ratios: eigenvalues of the second over those of the first, from the top; NaN over an eigenvalue of 0.
         trace_ratio: likewise of the traces; None where either is missing or the first is 0.
         subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
-            k / parameters for spaces that know nothing of each other; None where eigenvectors were not kept.
+            k / parameters for independent spaces; None if eigenvectors were not kept.
         num_compared: k.
         num_pairs: pairs behind each.
     """
@@ -32,7 +32,7 @@ class SpectrumComparison(JsonRecord):
 
 
 def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: int | None = None) -> SpectrumComparison:
-    """Eigenvalues, trace and top subspace of the second against the first.
+    """Compare eigenvalues, trace and top subspace of two spectra.
 
     Args:
         first: the reference, such as an earlier step of a run.

@@ -1,4 +1,4 @@
-"""The front door: the spectrum of a reward model's loss."""
+"""Public interface to the spectrum of a reward model's loss."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from rm_optimizer.schema import LossConfig
 
 
 class HessianAnalyzer:
-    """Computes spectra of the curvature of a reward model's loss, and leaves the model as it was.
+    """Analyzer of the curvature of a reward model's loss, which leaves the model unchanged.
 
     Args:
         model: the reward model.
-        loss: what it was trained on; None is the plain Bradley-Terry loss.
+        loss: training loss; None is the plain Bradley-Terry loss.
         params: `trainable`, `head`, `lora`, or patterns of parameter names.
         token_budget: tokens with padding of a micro-batch; bounds memory and changes nothing else.
         dtype: type to compute in; another than the weights' measures a copy.
-        seed: of all random vectors and of the draw of pairs.
+        seed: seed of all random vectors and of the draw of pairs.
         group: processes that hold shares of the pairs; None where this one has all.
     """
 
@@ -91,12 +91,12 @@ class HessianAnalyzer:
             top_k: eigenvalues to find, at each end where `options.which` is `both`.
             matrix: `hessian`, `gauss_newton` or `fisher`; None is the Hessian, or what the method is of.
             num_pairs: pairs to draw; None takes all.
-            options: what else to find, and how exactly.
+            options: further quantities to compute, and their accuracy.
             start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
             prompts: number of each pair's prompt by its `pair_index`, for a loader; pairs know their prompts. Errors
                 over pairs take pairs of one prompt as one.
-            on_iteration: told after each product of `lanczos`.
-            on_product: told the products spent so far by other methods, and by what follows the eigenvalues.
+            on_iteration: function called after each product of `lanczos`.
+            on_product: function of the products so far, by other methods and by the estimates after the eigenvalues.
 
         Raises:
             ConfigError: if an option is unknown or does not fit, the model cannot be differentiated twice, or `start`

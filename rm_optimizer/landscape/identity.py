@@ -1,4 +1,4 @@
-"""Whether two measurements are of the same thing: digests of weights and of pairs as the loss sees them."""
+"""Identity of measurements: digests of the weights and of the pairs that enter the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rm_optimizer.landscape.operators.pair_gradients import single_pairs
 
 
 def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:
-    """Of each pair's tokens, margin, label and weight, whatever the micro-batches, their padding and their layout."""
+    """Digest of each pair's tokens, margin, label and weight, independent of micro-batches, padding and layout."""
     singles = (single for batch in batches for single in single_pairs(batch))
     rows = [
         [
@@ -25,7 +25,7 @@ def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:
 
 
 def identity_of(objective: PairObjective) -> str:
-    """Of everything that the loss and its derivatives depend on."""
+    """Digest of everything that the loss and its derivatives depend on."""
     loss, dtype = vars(objective.loss), str(objective.dtype)
     pairs = pairs_digest(objective.batches)
     return digest([weights_digest(objective.model), pairs, objective.subset.names, loss, dtype])

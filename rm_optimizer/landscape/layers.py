@@ -24,8 +24,8 @@ class BlockCurvature:
         block: `embeddings`, `layer 1` … or `head`.
         num_parameters: numbers in it.
         top_eigenvalue: largest algebraic eigenvalue of the block.
-        error_bound: how far it may be off.
-        converged: whether that is within the tolerance asked for.
+        error_bound: bound on the error of the eigenvalue.
+        converged: True if the bound is within the requested tolerance.
         trace: of the block, with the error of its probes.
         num_products: Hessian-vector products spent.
     """
@@ -59,7 +59,7 @@ class LayerCurvature(JsonRecord, indent=1):
 
 
 def block_names(measured_loss: MeasuredLoss) -> dict[str, tuple[str, ...]]:
-    """The parameters of each layer, as far as they may move; layers without any are left out."""
+    """Selected parameters of each layer; layers without any are omitted."""
     chosen = set(select_parameters(measured_loss.model, measured_loss.params).names)
     blocks = {
         name: tuple(chosen.intersection(block.names)) for name, block in parameter_blocks(measured_loss.model).items()
@@ -76,15 +76,15 @@ def curvature_of_blocks(
     max_products: int | None = None,
     on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
 ) -> Iterator[BlockCurvature]:
-    """Measure one block after the other; what was given before an interruption stays valid.
+    """Measure one block after the other; blocks yielded before an interruption stay valid.
 
     Args:
-        measured_loss: what is measured.
+        measured_loss: model, pairs and loss.
         blocks: parameters of each block, as `block_names` gives them.
         tolerance: relative error of a top eigenvalue.
         num_probes: probes of a trace, one product each.
         max_products: products at most of a top eigenvalue.
-        on_iteration: told after each product of a top eigenvalue.
+        on_iteration: function called after each product of a top eigenvalue.
     """
     method: ProductName = "auto"
     for block, names in blocks.items():

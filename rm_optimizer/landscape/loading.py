@@ -1,4 +1,4 @@
-"""From the options of `rm-opt analyze` to the model, the pairs and the loss that are measured."""
+"""Loading of the model, the pairs and the loss that `rm-opt analyze` measures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("rm_optimizer")
 
 
 def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -> MeasuredLoss:
-    """The model of a checkpoint on its device, and pairs drawn as the options say.
+    """Load the model of a checkpoint and draw pairs according to the options.
 
     Args:
         options: the composed options.
@@ -57,7 +57,7 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
 
 
 def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
-    """Say that the loss has another inverse temperature than the model's own, as outside of its run folder."""
+    """Warn if the loss has another inverse temperature than the model, as outside of its run folder."""
     if trained not in (1.0, options.loss.beta):
         _log.warning(
             "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",
@@ -79,7 +79,7 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
 
 
 def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
-    """Refuse pairs that are read as a run read its own, from the same place, and are others now.
+    """Refuse pairs that differ from those that the run read from the same place.
 
     Raises:
         DataError: if their fingerprints differ.

@@ -1,4 +1,4 @@
-"""Pairs, in whatever form they come, as fixed micro-batches."""
+"""Fixed micro-batches from pairs or loaders of pairs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fixed_batches(
     """All pairs of the source, or some drawn once, in micro-batches, and their prompts where the source tells them.
 
     Args:
-        model: whose tokens they become.
+        model: model that tokenizes the pairs.
         source: the pairs; batches of a loader are taken as they are.
         token_budget: tokens with padding of a micro-batch that is made here.
         num_pairs: pairs to draw; None takes all. Pairs of a loader are all taken.

@@ -1,4 +1,4 @@
-"""Numbers made of a spectrum that people quote, each defined, and None with a reason where it cannot be known."""
+"""Quantities derived from a spectrum, each with its definition; None with a reason if it cannot be known."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NO_TOP = "the largest eigenvalue was not computed; use which=both or largest"
 
 @dataclass(frozen=True)
 class Quantity:
-    """A derived number, or why there is none.
+    """Derived number, or the reason why there is none.
 
     Args:
         estimate: the number. From a trace or density that was estimated it has a standard error. From eigenvalues alone
             it has none, and an interval as wide as their error bounds allow; its `num_samples` is then 0.
-        reason: why there is none.
+        reason: reason why there is none.
     """
 
     estimate: Estimate | None
@@ -173,7 +173,7 @@ def summarize(spectrum: HessianSpectrum) -> dict[str, Quantity]:
 
 
 def _has_all(spectrum: HessianSpectrum) -> bool:
-    """Whether every eigenvalue is listed, or is 0."""
+    """True if every eigenvalue is listed or is 0."""
     return spectrum.is_exhaustive or len(spectrum.eigenvalues) == spectrum.num_parameters
 
 
@@ -211,7 +211,7 @@ def _of_all(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quanti
 
 
 def _of_listed(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
-    """Within what moving each eigenvalue by its error bound changes, all these changes added up."""
+    """Function of the listed eigenvalues, with the sum of the changes by each eigenvalue's error bound."""
     values, bounds = np.array(spectrum.eigenvalues), np.array(spectrum.error_bounds)
     if not values.any():
         return Quantity(None, "every eigenvalue is 0")

@@ -1,4 +1,4 @@
-"""What is measured: a model, its loss, and the fixed pairs that the loss is averaged over."""
+"""Measured loss: a model, its loss, and the fixed pairs of the average."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def draw_pairs(
     """Draw pairs by a seed, as the training callback draws them, in padded micro-batches.
 
     Args:
-        pairs: what to draw from.
+        pairs: pairs to draw from.
         renderer: the model's.
-        num_pairs: how many to draw; all of them where there are fewer.
+        num_pairs: number of pairs to draw, at most all.
         seed: of the draw.
         token_budget: tokens of a micro-batch, padding included; bounds memory and changes no result.
-        cache_dir: where tokens are kept; see `tokenize_pairs`.
+        cache_dir: folder of the token cache; see `tokenize_pairs`.
 
     Raises:
         DataError: if fewer than two pairs are left after truncation: one says nothing about sampling error.
@@ -90,12 +90,12 @@ def draw_pairs(
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """One model at one point of weight space, and the loss that its landscape is taken of. Crosses processes.
+    """Model at one point of weight space with its loss and pairs. Can be sent to other processes.
 
     Args:
         model: the reward model.
         sample: the pairs.
-        loss: what is minimized.
+        loss: training loss.
         params: the parameters that may move; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
     """
@@ -108,7 +108,7 @@ class MeasuredLoss:
 
     @contextmanager
     def measuring(self) -> Iterator[PairObjective]:
-        """The loss over the pairs, with the model held still.
+        """Objective over the pairs, with fixed weights and modes.
 
         Raises:
             ConfigError: if no parameter is selected, or the model cannot be differentiated twice.

@@ -1,4 +1,4 @@
-"""From a loss held still to the eigenvalues of its curvature, by the method asked for."""
+"""Eigenvalues of an objective's curvature by the requested method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAVE_EVERY = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SpectrumOptions:
-    """What to find, and how exactly.
+    """Quantities to compute, and their accuracy.
 
     Args:
         which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each.
@@ -46,9 +46,9 @@ class SpectrumOptions:
         num_sampled: eigenvalues from the top that get their error over pairs; of the Hessian by any method, of the
             others by `gauss_newton_exact`.
         sam_rho: radius of the ascent step that `geometry` is measured with; 0 measures none.
-        state_file: where `lanczos` keeps its state and continues from after a kill; the caller removes it.
+        state_file: file of `lanczos`'s state, from which it continues after a kill; the caller removes it.
         memory_bytes: most memory for the rows of `gauss_newton_exact`.
-        product: way to multiply with the Hessian, or `auto`; see `choose_product`.
+        product: Hessian-vector product method, or `auto`; see `choose_product`.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
     """
 
@@ -69,13 +69,13 @@ class SpectrumOptions:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """Result of a solver.
 
     Args:
         pairs: eigenpairs.
-        is_exhaustive: whether all eigenvalues that are not listed are 0.
-        is_interrupted: whether the user stopped it.
-        trace: where the method gives it exactly.
+        is_exhaustive: True if all unlisted eigenvalues are 0.
+        is_interrupted: True if the user stopped it.
+        trace: exact trace, if the method gives it.
         sampling: the first eigenvalues with their error over pairs, where the method gives it.
     """
 
@@ -87,7 +87,7 @@ class Solution:
 
 
 def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
-    """Make sure that method and matrix are known and fit each other, and warn of options that they leave out.
+    """Require a known method and matrix that fit each other, and warn of unused options.
 
     Raises:
         ConfigError: if they do not.
@@ -112,7 +112,7 @@ def _warn(option: str, by: str, remedy: str) -> None:
 
 
 def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, int]:
-    """How many of the values, descending, are the largest of all without a gap, and how many the smallest.
+    """Numbers of the descending values that are the largest of all, and the smallest of all, without a gap.
 
     Values of largest magnitude are both: an eigenvalue above the smallest positive of them would be among them.
     """

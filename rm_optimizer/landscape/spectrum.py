@@ -1,4 +1,4 @@
-"""The spectrum of a loss's curvature at one point: what was found, how far to trust it, and what it rests on."""
+"""Spectrum of a loss's curvature at one point, with error bounds and the settings behind it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rm_optimizer.records.codec import NOT_STORED, JsonRecord
 
 
 class SpectrumStatus(StrEnum):
-    """How a computation ended."""
+    """End of a computation."""
 
     complete = "complete"
-    """As asked for; single values may still say that they did not converge."""
+    """Complete, though single values may not have converged."""
     interrupted = "interrupted"
-    """The user stopped it; what is here was found until then."""
+    """Stopped by the user, with the values found until then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +30,28 @@ class HessianSpectrum(JsonRecord, indent=2):
         eigenvalues: those computed, descending.
         residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
         error_bounds: bound on the error of each, from residual and gap, rounding included.
-        converged: whether the solver's part of each error bound is within the tolerance; rounding is the rest.
-        num_top: how many of the first are the largest of all, with none missing between them.
-        num_bottom: how many of the last are the smallest of all, with none missing between them.
-        is_exhaustive: whether every eigenvalue that is not listed is 0.
+        converged: True for each value whose solver error is within the tolerance; rounding is the rest of the bound.
+        num_top: number of the first values that are the largest of all, with none missing between them.
+        num_bottom: number of the last values that are the smallest of all, with none missing between them.
+        is_exhaustive: True if every unlisted eigenvalue is 0.
         trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
         density: of all eigenvalues; None where it was not estimated.
         sampling: the first eigenvalues with their error over pairs, as many as were asked for.
         geometry: gradient and sharpness at the point; None where they were not asked for.
         matrix: `hessian`, `gauss_newton` or `fisher`.
-        method: how the eigenvalues were found.
-        params: which parameters.
+        method: method of the eigenvalues.
+        params: selection of the parameters.
         num_parameters: eigenvalues in all.
         num_pairs: pairs that the loss is averaged over.
         loss: the loss.
         num_products: products with vectors, those of trace and density included.
-        product: way to multiply.
-        product_reason: why that one, and what others cost.
+        product: Hessian-vector product method.
+        product_reason: reason of its choice, with the costs of the others.
         gradients_per_product: cost of a product in gradients, where it was measured.
-        wall_seconds: time of it all.
+        wall_seconds: total time in seconds.
         dtype: type computed in.
         seed: of all random vectors.
-        status: how it ended.
+        status: end of the computation.
         eigenvectors: one row for each eigenvalue, where they were kept; not part of the JSON text.
     """
 

@@ -1,4 +1,4 @@
-"""What is estimated beside the eigenvalues: trace, density, sampling error, and the geometry of the point."""
+"""Estimates beside the eigenvalues: trace, density, sampling error, and the geometry of the point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rm_optimizer.landscape.solve import Solution, SpectrumOptions
 
 @dataclass
 class SpectrumEstimates:
-    """What is known beside the eigenvalues; see the fields of `HessianSpectrum`."""
+    """Estimates beside the eigenvalues; see the fields of `HessianSpectrum`."""
 
     trace: Estimate | None = None
     density: SpectralDensity | None = None
@@ -32,14 +32,14 @@ def with_estimates(
     seed: int,
     clusters: Sequence[int] | None = None,
 ) -> tuple[Solution, SpectrumEstimates]:
-    """What is asked for and the solver did not give.
+    """Add the requested estimates that the solver did not give.
 
-    Interrupted (Ctrl-C), what is done until then, and the solution marked so.
+    After Ctrl-C it returns the estimates so far, with the solution marked as interrupted.
 
     Args:
         operator: the matrix.
         found: its eigenvalues.
-        options: what to estimate.
+        options: requested estimates.
         seed: of resampling; random vectors take the next one.
         clusters: number of each pair's prompt, in the order of the batches.
     """

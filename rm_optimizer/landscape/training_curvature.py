@@ -43,22 +43,22 @@ def measure_curvature(
     num_products: int = 1,
     seed: int = 0,
 ) -> Callable[[], CurvatureReading]:
-    """Makes a measurement that is called again and again while the model trains.
+    """Create a measurement that is called repeatedly while the model trains.
 
     The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's Ritz vectors
     and takes a product, at the present weights, of the first, and with `num_products` of 2 also one of a mixture of the
     second with the first's residual; the residual of what is best so far comes with the number `q^T H q`, and
     Rayleigh-Ritz over them gives the value and the next two vectors. A second product is what sees an eigenvalue
-    overtake the first. No product is kept from one call to the next: the matrix moves, and sums of products of
-    different matrices give values that are nobody's. Each call ends with one probe of the trace with the first vector
-    taken out (Hutchinson, 1990), one more number. So a later call costs a gradient and two forward passes, and a
-    gradient more for each product: 2.7 or 3.7 gradients of the pairs. Weights, gradients, modes and random generators
-    are left as they were. Every process that calls it measures by itself.
+    overtake the first. No product is kept from one call to the next, since the matrix changes and sums of products of
+    different matrices have no meaning. Each call ends with one probe of the trace with the first vector deflated
+    (Hutchinson, 1990), one more number. A later call therefore costs a gradient and two forward passes, and a gradient
+    more for each product: 2.7 or 3.7 gradients of the pairs. Weights, gradients, modes and random generators are
+    restored. Every process that calls it measures by itself.
 
     Args:
         model: the model in training.
         micro_batches: the pairs, the same for every call.
-        loss: what is minimized.
+        loss: training loss.
         num_products: products of each call after the first, 1 or 2.
         seed: of the first vector and of the probes, which are drawn anew in each call.
     """
@@ -89,7 +89,7 @@ def measure_curvature(
 class _Top:
     value: float
     vectors: Float[Tensor, "vectors parameters"]
-    """Of the largest Ritz value, and of the second where there is one."""
+    """Vectors of the largest Ritz value, and of the second if there is one."""
     residual: float
 
 
@@ -133,7 +133,7 @@ def _beside(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
 
 
 def _rest(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:
-    """What a vector has outside an orthonormal basis."""
+    """Part of a vector outside an orthonormal basis."""
     rest = vector.clone()
     for direction in (*basis, *basis):  # twice, for what rounding leaves of the first time
         rest.sub_(direction, alpha=inner(direction, rest))
@@ -145,7 +145,7 @@ def _combined(weights: NDArray[np.float64], vectors: Sequence[Tensor]) -> Tensor
 
 
 def _standard_error(probes: Sequence[float]) -> float | None:
-    """From differences of successive readings, `mean d^2 / 2` (von Neumann, 1941); drift between them adds to it."""
+    """Standard error from differences of successive readings, `mean d^2 / 2` (von Neumann, 1941), drift included."""
     if len(probes) < 2:
         return None
     return math.sqrt(float(np.mean(np.diff(probes) ** 2)) / 2)

@@ -45,7 +45,7 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
 
 
 def _setups(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[TrainingSetup, str]]:
-    """What of the run an optimizer may refuse, each with the option's value."""
+    """Setups of the run that an optimizer may refuse, each with the option's value."""
     if hardware.strategy == SHARDED_STRATEGY:
         yield "fsdp2", hardware.strategy
     elif hardware.strategy.startswith("fsdp"):

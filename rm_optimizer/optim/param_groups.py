@@ -110,7 +110,7 @@ class GroupRow:
 
 
 def describe_groups(optimizer: Optimizer) -> tuple[GroupRow, ...]:
-    """What a built optimizer trains and how, one row for each of its groups."""
+    """Parameters and options of a built optimizer, one row for each of its groups."""
     return tuple(
         GroupRow(
             role=group["role"],

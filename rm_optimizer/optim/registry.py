@@ -24,9 +24,9 @@ class RelativeRate(NamedTuple):
     """Center of the learning-rate grid as a multiple of AdamW's."""
 
     full: float
-    """When every weight trains."""
+    """Value for training every weight."""
     lora: float
-    """When LoRA factors train."""
+    """Value for training LoRA factors."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OptimizerInfo:
     refuses: Mapping[TrainingSetup, str]
     """Setups in which it would train something else than its name says, each with the reason."""
     build: Callable[..., Optimizer]
-    """From a partition, the entry's configuration and the number of steps of the run, if known, to the optimizer."""
+    """Function of a partition, the entry's configuration and the run's number of steps, if known, to the optimizer."""
 
 
 FLAT: Mapping[TrainingSetup, str] = {

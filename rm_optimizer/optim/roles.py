@@ -1,4 +1,4 @@
-"""What each parameter is to its model, told by module type and name, never by the number of dimensions.
+"""Role of each parameter in its model, by module type and name, never by the number of dimensions.
 
 An embedding and a reward head are matrices too, and FSDP1 flattens everything to one dimension.
 """
@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError
 
 
 class Role(StrEnum):
-    """What a parameter is to its model."""
+    """Role of a parameter in its model."""
 
     hidden = "hidden"
     """Weight of a linear layer inside the backbone."""
@@ -52,7 +52,7 @@ def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: 
         name: the parameter's full name.
         parameter: the parameter itself.
         module: the module that holds it.
-        backbone: what names inside the backbone start with.
+        backbone: prefix of the names inside the backbone.
 
     Raises:
         ConfigError: for a linear layer with one output after the backbone, which is a reward head nobody named.
@@ -103,12 +103,12 @@ def role_of_new(parameter: nn.Parameter) -> Role:
 
 
 def under(name: str, modules: Collection[str]) -> bool:
-    """Whether a parameter's full name lies inside one of the named modules."""
+    """True if a parameter's full name lies inside one of the named modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 def backbone_prefix(model: nn.Module) -> str:
-    """What the names of the backbone's parameters start with.
+    """Prefix of the names of the backbone's parameters.
 
     Transformers models say which of their children the pretrained backbone is; anything else counts as backbone whole.
     """

@@ -1,1 +1,1 @@
-"""What a measurement leaves behind: whole files, logs that go on after a kill, provenance and run folders."""
+"""Records of a measurement: atomic files, logs that continue after a kill, provenance and run folders."""

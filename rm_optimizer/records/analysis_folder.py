@@ -41,7 +41,7 @@ def results_folder(options: AnalyzeConfig) -> Path:
 
 
 def _is_for(folder: Path, identity: dict[str, Any]) -> bool:
-    """Whether a folder holds no analysis, or this one."""
+    """True if a folder holds no analysis, or this one."""
     recorded = _recorded(folder)
     return not recorded or _identity(recorded) == identity
 

@@ -28,7 +28,7 @@ def writing(path: Path, *, first_in: Path | None = None) -> Iterator[None]:
     """Turn the system's refusal to write into one sentence that names the path.
 
     Args:
-        path: what is being written; named where the system does not say which file it refused.
+        path: written path, named if the system does not report which file it refused.
         first_in: folder where it is written before it is moved, if that is elsewhere.
 
     Raises:
@@ -46,8 +46,8 @@ def disk_error(error: Exception, path: Path | None = None, first_in: Path | None
     """The sentence for a refusal of the system to write; None for any other failure.
 
     Args:
-        error: what was raised.
-        path: what was being written; named where the system does not say which file it refused.
+        error: raised error.
+        path: written path, named if the system does not report which file it refused.
         first_in: folder where it is written before it is moved, if that is elsewhere.
     """
     if not isinstance(error, OSError | SafetensorError) or (number := _error_number(error)) not in REMEDIES:
@@ -69,7 +69,7 @@ def _error_number(error: OSError | SafetensorError) -> int:
 
 
 def _is_elsewhere(error: OSError | SafetensorError, path: Path) -> bool:
-    """Whether permission is missing for a file that is not beside or below what is written, and perhaps only read."""
+    """True if permission is missing for a file outside the written folder, which may only be read."""
     named = getattr(error, "filename", None)
     beside = not isinstance(named, str) or Path(named).is_relative_to(path.parent)
     return _error_number(error) in (errno.EACCES, errno.EPERM) and not beside

@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _is_written_through(path: Path) -> bool:
-    """Whether something other than a regular file or folder stands there, or an open stream under a name of /dev."""
+    """True for a path that is neither a regular file nor a folder, or an open stream under a name of /dev."""
     if not path.exists():
         return False
     mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""What a model's source is: a hub id, a folder, a run of ours, or a Lightning checkpoint."""
+"""Sources of models: a hub id, a folder, a run folder, or a Lightning checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class SourceKind(Enum):
-    """How a model is stored."""
+    """Kind of a model's storage."""
 
     HUB = "hub id"
     FOLDER = "folder"
@@ -26,10 +26,10 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is read from.
+    """Location of a model.
 
     Args:
-        kind: how it is stored.
+        kind: kind of storage.
         location: hub id or path, as `transformers` and torch take it.
     """
 

@@ -23,7 +23,7 @@ def progress(what: str, unit: str) -> Iterator[OnProgress]:
 
     Args:
         what: the computation, as "scoring".
-        unit: what is counted, as "rows".
+        unit: counted unit, such as "rows".
     """
     console = Console(stderr=True)
     if not console.is_terminal:

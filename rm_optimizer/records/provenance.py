@@ -1,4 +1,4 @@
-"""What a result rests on: versions, commit and machine."""
+"""Provenance of a result: versions, commit and machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder records of its options, as overrides for a command that looks at the run. Imports no torch."""
+"""Recorded options of a run folder, as overrides for a command on the run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     the user names pairs of his own, none of the run's ways of reading pairs are taken.
 
     Args:
-        overrides: what the user typed, `checkpoint=…` among it.
+        overrides: overrides of the command line, `checkpoint=…` included.
 
     Raises:
         ConfigError: if an override cannot be read, or the run's pairs are no longer where they were.

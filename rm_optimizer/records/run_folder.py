@@ -64,7 +64,7 @@ def results_in(folder: Path) -> list[str]:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder holds a run, or what is left of one."""
+    """True if a folder holds a run, or the remains of one."""
     marks = ("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", "best/export.json")
     is_marked = any(next(folder.glob(mark), None) is not None for mark in marks)
     return is_marked or bool(read_options(folder)) or read_identity(folder) is not None

@@ -50,7 +50,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
 
 def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether both options give a run of as many steps over the same pairs."""
+    """True if both options give a run of as many steps over the same pairs."""
     old, new = before["training"], after["training"]
     if old["max_steps"] is not None and new["max_steps"] is not None:
         return bool(old["max_steps"] == new["max_steps"])
@@ -102,7 +102,7 @@ def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def is_among(name: str, options: Collection[str]) -> bool:
-    """Whether an option is one of these, or in a group of these."""
+    """True if an option is one of these, or in one of these groups."""
     return any(name == option or name.startswith(f"{option}.") for option in options)
 
 

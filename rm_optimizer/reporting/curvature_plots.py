@@ -36,7 +36,7 @@ CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
 
 @dataclass(frozen=True)
 class Place:
-    """Where an eigenvalue stands in the whole spectrum.
+    """Position of an eigenvalue in the whole spectrum.
 
     Args:
         end: `largest` or `smallest`.
@@ -51,9 +51,9 @@ def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
     """Places of eigenvalues in descending order, each from the nearer end that it is known to be counted from.
 
     Args:
-        num_top: how many of the first are the largest of all.
-        num_bottom: how many of the last are the smallest of all; every eigenvalue is among the one or the other.
-        count: how many there are.
+        num_top: number of the first that are the largest of all.
+        num_bottom: number of the last that are the smallest of all; every eigenvalue is among one of the two.
+        count: number of eigenvalues.
 
     Example:
         >>> [f"{place.end} {place.rank}" for place in places_of(2, 1, 3)]
@@ -78,9 +78,9 @@ def plot_spectrum(
 
     Args:
         values: eigenvalues, descending.
-        errors: how far each may be off.
+        errors: bound on the error of each.
         places: from which end of the spectrum each is counted, and its rank from there.
-        title: what the matrix is.
+        title: name of the matrix.
         caption: pairs, parameters, seed.
         sampling: the first eigenvalues with their interval over pairs, as many as are known.
     """
@@ -114,7 +114,7 @@ def plot_density(curve: DensityCurve, *, top: Sequence[float], title: str, capti
     Args:
         curve: the density.
         top: eigenvalues that were computed one by one.
-        title: what the matrix is.
+        title: name of the matrix.
         caption: pairs, parameters, probes, seed.
     """
     figure, (axes,) = captioned_figure(title, caption)
@@ -186,7 +186,7 @@ def plot_layers(result: LayerCurvature) -> Figure:
 
 
 def has_training_curvature(history: History) -> bool:
-    """Whether a run measured its curvature."""
+    """True if a run measured its curvature."""
     return any(row.get(CURVATURE) not in _EMPTY for row in history)
 
 
@@ -231,7 +231,7 @@ def _cells(item: BlockCurvature) -> tuple[str, str, str]:
 
 
 def _linear_below(values: NDArray[np.float64]) -> float:
-    """Where the logarithmic axis becomes linear: at the smallest magnitude that is not rounding."""
+    """Magnitude at which the logarithmic axis becomes linear, the smallest one that is not rounding."""
     magnitudes = np.abs(values)
     largest = float(magnitudes.max(initial=0.0)) or 1.0
     return float(magnitudes[magnitudes > 1e-4 * largest].min(initial=largest))

@@ -16,7 +16,7 @@ def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
     """One row for each check that is not ok, those that are and those that were skipped in a line, and the verdict.
 
     Args:
-        diagnosis: what was found.
+        diagnosis: diagnosis to print.
         show_all: give the checks that are ok rows as well.
     """
     table = Table(title=Text(f"Doctor: {diagnosis.model}", "bold"), title_justify="left", header_style="bold")
@@ -37,8 +37,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None, *, sho
     """Print `diagnosis_table`.
 
     Args:
-        diagnosis: what was found.
-        console: where to; standard output unless given.
+        diagnosis: diagnosis to print.
+        console: destination; None is standard output.
         show_all: give the checks that are ok rows as well.
     """
     (console or output_console()).print(diagnosis_table(diagnosis, show_all=show_all))

@@ -39,7 +39,7 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
 
     Args:
         result: of one analysis.
-        folder: where to.
+        folder: folder for the pictures.
 
     Returns:
         The files.
@@ -63,7 +63,7 @@ def draw_training_curvature(history: History, folder: Path, caption: str) -> lis
 
     Args:
         history: rows of the `metrics.csv` of a run that measured them.
-        folder: where to.
+        folder: folder for the pictures.
         caption: pairs and seed.
     """
     measured = [{name: float(value) for name, value in row.items() if _is_curvature(name) and value} for row in history]
@@ -80,9 +80,9 @@ def print_result(title: str, result: LandscapeResult, console: Console | None = 
     """Print the numbers of a result.
 
     Args:
-        title: what was analyzed.
+        title: name of the analyzed model.
         result: of one analysis.
-        console: where to; standard output unless given.
+        console: destination; None is standard output.
     """
     (console or Console()).print(summary_table(title, summary_rows(result)))
 

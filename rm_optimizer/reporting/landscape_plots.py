@@ -143,7 +143,7 @@ def _caption(measured: GridDescription, result: Slice | Surface | Trajectory) ->
 
 
 def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
-    """How far the losses are known."""
+    """Sentence about the sampling error of the losses."""
     errors = _losses(points, "loss_standard_error")
     if not np.isfinite(errors).any():
         return ""

@@ -49,7 +49,7 @@ def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
     """Draw reliability and margins of an evaluation into the folder's `plots/`.
 
     Args:
-        folder: where the evaluation's per-pair rewards stand.
+        folder: folder with the evaluation's rewards of each pair.
         metrics: of the evaluation.
 
     Returns:
@@ -69,9 +69,9 @@ def print_evaluation(title: str, evaluation: Evaluation, console: Console | None
     """Print one evaluation, and the metrics of its groups.
 
     Args:
-        title: what was evaluated.
-        evaluation: what was found.
-        console: where to; standard output unless given.
+        title: name of the evaluated model.
+        evaluation: result of the evaluation.
+        console: destination; None is standard output.
     """
     console = console or output_console()
     console.print(summary_table(title, evaluation_rows(evaluation)))
@@ -92,7 +92,7 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
 
     Args:
         result: the run's result.
-        console: where to; standard output unless given.
+        console: destination; None is standard output.
     """
     console = console or output_console()
     data = result.data

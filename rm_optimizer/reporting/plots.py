@@ -197,7 +197,7 @@ def _fit_steps(axes: Axes, history: History) -> None:
 
 
 def _fit_losses(axes: Axes, history: History) -> None:
-    """From 0 to a little over the bulk of the curve, so that a spike does not flatten the rest."""
+    """Limits from 0 to a little over the bulk of the curve, so that a spike does not flatten the rest."""
     training, validation = _column(history, "train_loss")[1], _column(history, "eval_loss")[1]
     tops = [CHANCE_LOSS, *([np.quantile(training, 0.98)] if len(training) else []), *validation]
     axes.set_ylim(0.0, 1.12 * float(max(tops)))

@@ -1,4 +1,4 @@
-"""How every picture looks: one size, one palette that color-blind readers can tell apart, one way to disk."""
+"""Style of every picture: one size, a palette for color-blind readers, and one function that saves."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def new_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure
     """An empty figure with the house's title, caption and axes.
 
     Args:
-        title: what is shown, top left.
+        title: title, top left.
         caption: sample size and anything needed to read it, in gray below the title.
-        strip: whether a second, low axes lies under the first and shares its horizontal axis.
+        strip: True for a second, low axes under the first that shares its horizontal axis.
     """
     figure = Figure(figsize=(7.0, 5.2 if strip else 4.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -36,7 +36,7 @@ def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
     """A table of names and values: estimates with their interval, counts with thousands separated, None as n/a.
 
     Args:
-        title: what is summarized.
+        title: title of the table.
         rows: value of each row, in order.
     """
     table = _new_table(title, "", "")
@@ -206,7 +206,7 @@ def print_audit(audit: DataAudit, console: Console | None = None) -> None:
 
     Args:
         audit: of one or more splits.
-        console: where to; standard output unless given.
+        console: destination; None is standard output.
     """
     (console or output_console()).print(audit_tables(audit))
 

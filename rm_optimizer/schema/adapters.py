@@ -12,7 +12,7 @@ from rm_optimizer.schema.checks import require, require_in
 
 
 class AdapterKind(StrEnum):
-    """What of the backbone is trained; the reward head always is, in full."""
+    """Trained part of the backbone; the reward head always trains, in full."""
 
     none = "none"
     """Every weight."""

@@ -1,4 +1,4 @@
-"""From presets and overrides to typed options, in one process or the next."""
+"""Composition of presets and overrides to typed options, in one process or the next."""
 
 from __future__ import annotations
 

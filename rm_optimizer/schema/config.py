@@ -28,7 +28,7 @@ class Attention(StrEnum):
 
 
 class PrefixSharing(StrEnum):
-    """Whether a prompt is computed once for both responses: `auto` where it is exact, `on`, `off`."""
+    """Computation of a prompt once for both responses: `auto` where it is exact, `on`, `off`."""
 
     auto = "auto"
     on = "on"
@@ -36,7 +36,7 @@ class PrefixSharing(StrEnum):
 
 
 class Resume(StrEnum):
-    """What happens to an earlier run in the folder: `none` refuses it, `auto` continues it, `restart` removes it."""
+    """Treatment of an earlier run in the folder: `none` refuses it, `auto` continues it, `restart` removes it."""
 
     none = "none"
     auto = "auto"
@@ -44,7 +44,7 @@ class Resume(StrEnum):
 
 
 class WandbMode(StrEnum):
-    """How Weights & Biases runs."""
+    """Mode of Weights & Biases."""
 
     offline = "offline"
     online = "online"
@@ -117,7 +117,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class BatchingConfig:
-    """How pairs become optimizer steps and forward passes."""
+    """Division of pairs into optimizer steps and forward passes."""
 
     batch_size: int = MISSING
     """Pairs of one optimizer step, over all devices."""
@@ -174,7 +174,7 @@ class EarlyStoppingConfig:
 
 @dataclass(kw_only=True)
 class CalibrationConfig:
-    """How far the preference probabilities are from what they say, watched while training."""
+    """Calibration of the preference probabilities, measured during training."""
 
     enabled: bool = False
     """Log calibration error, temperature and a reliability picture of evaluations to every logger."""
@@ -258,7 +258,7 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class HardwareConfig:
-    """Where it runs."""
+    """Devices and processes of a run."""
 
     accelerator: str = "auto"
     """Lightning's accelerator: auto, cpu, gpu."""
@@ -301,7 +301,7 @@ class HardwareConfig:
 
 @dataclass(kw_only=True)
 class LoggerConfig:
-    """Who is told the metrics, beside `metrics.csv`, which is always written."""
+    """Loggers of the metrics, beside `metrics.csv`, which is always written."""
 
     tensorboard: bool = True
     """TensorBoard event files in the run folder."""

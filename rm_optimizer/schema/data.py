@@ -13,21 +13,21 @@ from rm_optimizer.schema.checks import require, require_seed
 
 
 class OnBadRow(StrEnum):
-    """What a row that is no preference pair does to the run."""
+    """Treatment of a row that is no preference pair."""
 
     error = "error"
     drop = "drop"
 
 
 class Streaming(StrEnum):
-    """Who holds the training pairs: `off` is memory, `ray` reads them from files as they are needed."""
+    """Storage of the training pairs: `off` is memory, `ray` reads them from files as they are needed."""
 
     off = "off"
     ray = "ray"
 
 
 class KwiseRule(StrEnum):
-    """Which pairs a row of many scored responses gives."""
+    """Pairs that a row of many scored responses gives."""
 
     all = "all"
     best_worst = "best_worst"
@@ -98,7 +98,7 @@ class SyntheticConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Where pairs come from and how rows are read."""
+    """Sources of pairs, and options for reading their rows."""
 
     train: Any = None
     """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, …}. Null: synthetic."""

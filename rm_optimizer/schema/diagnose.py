@@ -41,8 +41,8 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str:
     """One sentence for a failure of composition, naming the option as it was typed.
 
     Args:
-        error: what Hydra, OmegaConf or the YAML reader raised.
-        overrides: what the user typed.
+        error: error of Hydra, OmegaConf or the YAML reader.
+        overrides: overrides of the command line.
     """
     if isinstance(error, OverrideParseException):
         return _syntax_sentence(error, overrides)

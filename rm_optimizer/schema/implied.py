@@ -30,8 +30,8 @@ def refuse_unread_rates(overrides: Sequence[str], config: DictConfig) -> None:
     """Refuse the learning rate of full fine-tuning beside an adapter, and LoRA's without one: nothing would read it.
 
     Args:
-        overrides: what the user typed.
-        config: what they compose.
+        overrides: overrides of the command line.
+        config: composed configuration.
 
     Raises:
         ConfigError: naming the option that is read.

@@ -15,7 +15,7 @@ from rm_optimizer.schema.data import DataConfig
 
 
 class AnalysisType(StrEnum):
-    """What is measured of the loss's landscape."""
+    """Measurements of the loss's landscape."""
 
     hessian = "hessian"
     gauss_newton = "gauss_newton"
@@ -27,7 +27,7 @@ class AnalysisType(StrEnum):
 
 
 class SpectrumMethod(StrEnum):
-    """How eigenvalues are computed."""
+    """Methods of computing eigenvalues."""
 
     lanczos = "lanczos"
     power_iteration = "power_iteration"
@@ -37,7 +37,7 @@ class SpectrumMethod(StrEnum):
 
 
 class TraceMethod(StrEnum):
-    """How the trace is estimated: deflated takes the eigenvalues found out, the others stand alone."""
+    """Estimators of the trace: deflated removes the eigenvalues found, the others do not use them."""
 
     deflated = "deflated"
     hutchinson = "hutchinson"
@@ -53,7 +53,7 @@ class DirectionKind(StrEnum):
 
 
 class Split(StrEnum):
-    """Which pairs are drawn from: those that training saw, its validation pairs, or all of `data.train`."""
+    """Pairs to draw from: those of training, its validation pairs, or all of `data.train`."""
 
     train = "train"
     val = "val"
@@ -69,7 +69,7 @@ class Precision(StrEnum):
 
 @dataclass(kw_only=True)
 class LandscapeConfig:
-    """What is measured, over which parameters, on how many pairs; `landscape=TYPE` sets what suits the type."""
+    """Measurement, parameters and number of pairs; `landscape=TYPE` sets the defaults of the type."""
 
     type: AnalysisType = AnalysisType.hessian
     """hessian, gauss_newton, density, slices, surface, layers or trajectory."""

@@ -9,7 +9,7 @@ from rm_optimizer.errors import ConfigError, did_you_mean
 
 
 class Mode(StrEnum):
-    """Whether a smaller or a larger value of a metric is better."""
+    """Direction of improvement of a metric: smaller or larger."""
 
     min = "min"
     max = "max"

@@ -14,7 +14,7 @@ from rm_optimizer.schema.checks import require, require_in
 
 
 class MuonScaling(StrEnum):
-    """How Muon's orthogonal update is scaled to a matrix of `rows` x `columns`."""
+    """Scale of Muon's orthogonal update for a matrix of `rows` x `columns`."""
 
     match_rms_adamw = "match_rms_adamw"
     """0.2 sqrt(max(rows, columns)): the size of an AdamW update (Liu et al., 2025, arXiv 2502.16982)."""
@@ -42,7 +42,7 @@ class ScheduleName(StrEnum):
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """What every optimizer has."""
+    """Options of every optimizer."""
 
     name: str = MISSING
     """The optimizer's name in the registry."""

@@ -9,7 +9,7 @@ from rm_optimizer.schema.checks import require
 
 
 class RewardModelTrainingMode(StrEnum):
-    """What is sent to a reward server: the whole plain classifier, its final layer, or the LoRA adapter."""
+    """Tensors sent to a reward server: the whole plain classifier, its final layer, or the LoRA adapter."""
 
     full = "full"
     head_only = "head_only"
@@ -17,7 +17,7 @@ class RewardModelTrainingMode(StrEnum):
 
 
 class Transport(StrEnum):
-    """How it travels: one HTTP body, a file on one machine's disk, or a process group on CPUs or GPUs."""
+    """Channel of the transfer: one HTTP body, a file on one machine's disk, or a process group on CPUs or GPUs."""
 
     inline = "inline"
     path = "path"
@@ -26,7 +26,7 @@ class Transport(StrEnum):
 
 
 class OnFailure(StrEnum):
-    """Whether weights that do not reach the server end the run or are warned of."""
+    """Effect of weights that do not reach the server: the end of the run, or a warning."""
 
     error = "error"
     warn = "warn"

@@ -69,7 +69,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 
 def has_adapter(config: DictConfig) -> bool:
-    """Whether a composed configuration trains LoRA factors."""
+    """True if a composed configuration trains LoRA factors."""
     kind = OmegaConf.select(config, "adapter.kind", default=AdapterKind.none)
     return bool(kind != AdapterKind.none)
 
@@ -78,8 +78,8 @@ def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:
     """The one of two numbers of a preset that applies.
 
     Args:
-        full: where every weight trains.
-        lora: where LoRA factors train.
+        full: value for training every weight.
+        lora: value for training LoRA factors.
         _root_: the whole configuration, which OmegaConf passes.
     """
     return float(lora if has_adapter(_root_) else full)

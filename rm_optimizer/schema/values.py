@@ -33,8 +33,8 @@ def require_switches(config: DictConfig, overrides: Sequence[str]) -> None:
     """Refuse a number for an option that is true or false, which OmegaConf would take as true.
 
     Args:
-        config: what the overrides composed.
-        overrides: what the user typed, in Hydra's grammar.
+        config: composed configuration.
+        overrides: overrides of the command line, in Hydra's grammar.
 
     Raises:
         ConfigError: naming the option.

@@ -48,8 +48,8 @@ class RewardModelLightning(pl.LightningModule):
 
     Args:
         model: the model to fit.
-        loss: what is minimized.
-        optimizer: how.
+        loss: training loss.
+        optimizer: options of the optimizer.
         schedule: the learning rate's course over `num_steps`.
         num_steps: optimizer steps of the run.
         gradient_clip_norm: largest gradient norm; 0 does not clip.

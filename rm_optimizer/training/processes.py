@@ -24,12 +24,12 @@ INTERACTIVE = ("bash", "interactive")
 
 @dataclass(frozen=True)
 class Processes:
-    """What the launcher says of this process.
+    """Launcher's description of this process.
 
     Args:
-        launcher: who started it, as the user calls it.
+        launcher: name of the launcher, as in the user's command.
         rank: its number among all.
-        world_size: how many there are.
+        world_size: number of processes.
     """
 
     launcher: str
@@ -102,9 +102,9 @@ def process_overrides(processes: Processes, run_folder: str, overrides: Sequence
     torchrun's first process says which. SLURM's take one named for job and step, which a requeued job finds again.
 
     Args:
-        processes: what the launcher started.
-        run_folder: what `hydra.run.dir` is in this process.
-        overrides: what the user typed.
+        processes: processes that the launcher started.
+        run_folder: value of `hydra.run.dir` in this process.
+        overrides: overrides of the command line.
 
     Raises:
         ConfigError: if the processes cannot agree on a folder with a time in it.

@@ -149,7 +149,7 @@ _ANEW = Start()
 
 @dataclass
 class _Run:
-    """What one run works with."""
+    """Parts of one run."""
 
     config: TrainConfig
     run_dir: Path

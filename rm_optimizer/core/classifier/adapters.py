@@ -43,7 +43,7 @@ _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
 
 @dataclass(frozen=True)
 class TrainableCount:
-    """How many of a model's parameters train.
+    """Numbers of a model's parameters, trainable and in total.
 
     Args:
         adapter: parameters of the LoRA factors.
@@ -78,7 +78,7 @@ def import_peft() -> ModuleType:
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether LoRA layers stand in the classifier."""
+    """True if the classifier has LoRA layers."""
     return ADAPTER_NAME in getattr(model, "peft_config", {})
 
 

@@ -1,4 +1,4 @@
-"""Which attention kernel a model gets: the fastest that it and the machine have."""
+"""Choice of the attention kernel: the fastest that the model and the machine support."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class AttentionSwitch:
 
     @property
     def name(self) -> str:
-        """What `transformers` knows it by; it checks names that contain `sdpa` as it does SDPA."""
+        """Name of this attention in `transformers`, which checks names that contain `sdpa` as it does SDPA."""
         return "sdpa" + "_or_flex" * self.has_blocks + "_or_fa2" * self.has_varlen
 
     def __call__(
@@ -70,7 +70,7 @@ class AttentionSwitch:
         return mask
 
     def unpads(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether padded sequences go through FlashAttention 2."""
+        """True if padded sequences go through FlashAttention 2."""
         return self.has_varlen and torch.device(device).type == "cuda" and dtype in HALF
 
 
@@ -81,7 +81,7 @@ class _FlashName:
 
 @dataclass(frozen=True)
 class _FlashCaller:
-    """What `flash_attention_forward` reads of a layer: with its own configuration it would look for our name."""
+    """Attributes of a layer that `flash_attention_forward` reads, since its own configuration names this switch."""
 
     is_causal: bool
     config: _FlashName = _FlashName()

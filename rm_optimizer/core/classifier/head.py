@@ -95,7 +95,7 @@ def require_trained_head(model: PreTrainedModel, drawn: Collection[str], source:
     Args:
         model: as loaded.
         drawn: names of its weights that the source lacks.
-        source: where it was loaded from, for the message.
+        source: path or name of the model, for the message.
 
     Raises:
         CheckpointError: if weights were drawn at random, or those of the head were trained for another task.

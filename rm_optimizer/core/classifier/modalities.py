@@ -40,7 +40,7 @@ def _text_model_name(model: PreTrainedModel) -> str:
 
 
 def _beside(model: PreTrainedModel, text: str) -> Iterator[str]:
-    """What hangs beside the path from the backbone to its text model, poolers left out."""
+    """Modules beside the path from the backbone to its text model, poolers excluded."""
     steps = text.split(".")
     for depth in range(1, len(steps)):
         parent = ".".join(steps[:depth])

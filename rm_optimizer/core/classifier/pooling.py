@@ -1,4 +1,4 @@
-"""Where a decoder's reward is read: the last attended token, whatever the pad id and the padding side."""
+"""Pooling of a decoder at the last attended token, independent of the pad id and the padding side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 
 
 def pools_last_token(model: PreTrainedModel) -> bool:
-    """Whether the classifier is a decoder: a plain linear `score` applied to each token's hidden state."""
+    """True if the classifier is a decoder: a plain linear `score` applied to each token's hidden state."""
     return isinstance(getattr(model, "score", None), nn.Linear)
 
 

@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError, MissingExtra
 
 
 def quantization_arguments(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What `from_pretrained` needs to store a backbone's matrices in four bits, head-side modules left as they are.
+    """Arguments of `from_pretrained` to store a backbone's matrices in four bits, head-side modules excluded.
 
     Args:
         config: the classifier's configuration.
@@ -54,12 +54,12 @@ def nf4(model: PreTrainedModel, computes_in: torch.dtype) -> BitsAndBytesConfig:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether matrices of the model are stored in four bits."""
+    """True if matrices of the model are stored in four bits."""
     return any(is_packed(module) for module in model.modules())
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a layer's weight is stored in four bits."""
+    """True if a layer's weight is stored in four bits."""
     return getattr(getattr(module, "weight", None), "quant_state", None) is not None
 
 
@@ -72,13 +72,13 @@ def unpacked(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_size(parameter: nn.Parameter) -> int:
-    """How many numbers a parameter stands for; two share a byte in four bits."""
+    """Number of entries of a parameter; two share a byte in four bits."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
 
 
 def reading_arguments(model: PreTrainedModel) -> dict[str, Any]:
-    """What `from_pretrained` needs to read a base as it stands in a model: in four bits on its device, or nothing."""
+    """Arguments of `from_pretrained` to read a base as a model holds it: in four bits on its device, or none."""
     if not is_quantized(model):
         return {}
     return {"quantization_config": model.config.quantization_config, "device_map": {"": model.device}}

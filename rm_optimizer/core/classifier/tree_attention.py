@@ -23,7 +23,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def tree_mask(packed: PackedTrees, window: int | None = None) -> Bool[Tensor, "rows 1 tokens tokens"]:
-    """Which keys (last axis) each query attends to: its own prefix and branch, backwards, within the window.
+    """Mask of the keys (last axis) that each query attends to: its own prefix and branch, backwards, in the window.
 
     Padding attends to padding, so that no row of the softmax is empty.
 
@@ -85,7 +85,7 @@ def _kernel_mask(packed: PackedTrees, kernel: str, window: int | None, dtype: to
 
 
 def takes_blocks(kernel: str, device: torch.device) -> bool:
-    """Whether shared prompts get a block mask: FlexAttention by name, or a switch that has it, on CUDA."""
+    """True if shared prompts get a block mask: FlexAttention by name, or a switch that has it, on CUDA."""
     assert kernel in KERNELS, f"sharing_obstacle lets no {kernel} pass"
     return kernel == "flex_attention" or (kernel in SWITCHES and SWITCHES[kernel].has_blocks and device.type == "cuda")
 
@@ -96,7 +96,7 @@ def last_hidden(hidden: Float[Tensor, "rows tokens hidden"], packed: PackedTrees
 
 
 def sharing_obstacle(decoder: PreTrainedModel) -> str | None:
-    """Why a decoder's tokens cannot be computed once for several sequences, in words, or None where they can.
+    """Reason why a decoder's tokens cannot be computed once for several sequences, in words; None if they can.
 
     A token's state must depend on the tokens it attends to and on their position ids alone.
     """

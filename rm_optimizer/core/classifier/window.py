@@ -1,4 +1,4 @@
-"""How many tokens a model can read."""
+"""Number of tokens that a model can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether P(chosen > rejected) = sigmoid(beta * margin) means what it says.
+"""Calibration of P(chosen > rejected) = sigmoid(beta * margin).
 
 A pair has no "positive" side, so each counts from both: `(p, y)` and `(1 - p, 1 - y)`. Calibration on that symmetrized
 set is calibration on the *folded* pairs, which are seen from the side the model prefers: a confidence in [0.5, 1] and
@@ -30,7 +30,7 @@ class FoldedPairs:
     Args:
         confidence: probability the model gives the side it prefers, in [0.5, 1].
         outcome: probability by the label that this side is the better one, in [0, 1]; 0.5 where the model ties.
-        weight: how many pairs each counts for.
+        weight: number of pairs that each counts for.
     """
 
     confidence: Float[np.ndarray, " pairs"]
@@ -47,7 +47,7 @@ class ReliabilityBin:
         high: upper edge.
         num_pairs: pairs in the bin.
         mean_confidence: mean predicted probability of the preferred side.
-        frequency: how often that side was the better one.
+        frequency: share of pairs in which that side was the better one.
         frequency_low: lower end of the frequency's 95 % Wilson interval, taking pairs as independent.
         frequency_high: upper end.
     """
@@ -84,7 +84,7 @@ def fold(
     Args:
         logit: beta times the reward difference.
         label: probability that `chosen` is the better one.
-        weight: how many pairs each counts for.
+        weight: number of pairs that each counts for.
     """
     outcome = np.where(logit > 0, label, np.where(logit < 0, 1 - label, 0.5))
     return FoldedPairs(expit(np.abs(logit)), outcome, weight)
@@ -167,7 +167,7 @@ def fit_temperature(
     Args:
         logit: beta times the reward difference.
         label: probability that `chosen` is the better one.
-        weight: how many pairs each counts for.
+        weight: number of pairs that each counts for.
     """
     scale = float(np.abs(logit).max())
     if scale == 0:

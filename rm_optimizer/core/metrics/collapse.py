@@ -20,7 +20,7 @@ _TIED = 1e-6
 
 @dataclass(frozen=True)
 class CollapseVerdict:
-    """Whether the rewards tell responses apart at all.
+    """Test that the rewards distinguish responses at all.
 
     Args:
         collapsed: True where they do not.
@@ -37,7 +37,7 @@ def detect_collapse(chosen: np.ndarray, rejected: np.ndarray, weight: np.ndarray
     Args:
         chosen: rewards of the preferred responses, `(pairs,)`.
         rejected: rewards of the others.
-        weight: how many pairs each counts for.
+        weight: number of pairs that each counts for.
         nll: mean negative log-likelihood of the pairs, in nats.
 
     Example:

@@ -16,10 +16,10 @@ class PairColumns:
         chosen: rewards of the preferred responses.
         rejected: rewards of the other responses.
         label: probability that `chosen` is the better one, in [0, 1].
-        weight: how many pairs each counts for, positive.
-        length_gap: how much longer the preferred response is than the other; 0 where lengths are unknown.
+        weight: number of pairs that each counts for, positive.
+        length_gap: length of the preferred response less that of the other; 0 if lengths are unknown.
         cluster: index of the pair's prompt, rising from 0 without gaps.
-        position: where the caller's pair i went.
+        position: position here of the caller's pair i.
     """
 
     chosen: np.ndarray
@@ -47,8 +47,8 @@ class PairColumns:
             chosen: rewards of the preferred responses, `(pairs,)`.
             rejected: rewards of the other responses.
             label: probability that `chosen` is the better one; none is 1.
-            weight: how many pairs each counts for; none is 1.
-            length_gap: how much longer the preferred response is; none is 0.
+            weight: number of pairs that each counts for; none is 1.
+            length_gap: length of the preferred response less that of the other; none is 0.
             prompt_ids: prompt of each pair.
 
         Raises:

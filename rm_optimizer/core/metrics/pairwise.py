@@ -1,4 +1,4 @@
-"""How well rewards agree with preferences: exact over any batching, order and number of processes.
+"""Agreement of rewards with preferences, exact over any batching, order and number of processes.
 
 Metrics are computed once from all rewards in float64, never averaged over batches. Pairs are first put in an order of
 their own, so the result depends on the pairs alone, to the last bit.
@@ -68,10 +68,10 @@ class PairwiseMetrics(JsonRecord):
         reward_mean: mean reward over all responses.
         reward_std: standard deviation of the reward over all responses.
         ece_mass: calibration error with bins of equal weight.
-        ece_noise_floor: what `ece` would be on average if the model were perfectly calibrated.
+        ece_noise_floor: mean of `ece` for a perfectly calibrated model.
         temperature: the temperature that would calibrate the rewards.
         reliability: frequency against confidence, bin by bin.
-        collapse: whether the rewards tell responses apart at all; if not, no other number means anything.
+        collapse: test that the rewards distinguish responses; if they do not, no other number is meaningful.
         groups: the same metrics for each value of each grouping column, `groups["source"]["hh"]`.
         longer_wins: accuracy of calling the longer response better, equal lengths one half; NaN where lengths are
             unknown.
@@ -169,8 +169,8 @@ def evaluate_pairs(
         beta: inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected)).
         prompt_ids: prompt of each pair; pairs of one prompt are resampled together.
         label: probability that `chosen` is the better one, in [0, 1], so below 0.5 `rejected` is; none is 1.
-        weight: how many pairs each counts for, positive; none is 1.
-        length_gap: how much longer the preferred response is than the other, for the length baseline.
+        weight: number of pairs that each counts for, positive; none is 1.
+        length_gap: length of the preferred response less that of the other, for the length baseline.
         groups: columns to report separately, each with a value for every pair (`{"source": […]}`).
         num_bootstrap: resamples; 0 gives standard errors only, for quick evaluations.
         seed: of the bootstrap and the noise floor.
@@ -203,7 +203,7 @@ def evaluate_pairs(
 
 @dataclass(frozen=True)
 class ResponseMetrics(JsonRecord):
-    """How well rewards separate good from bad responses, each judged alone.
+    """Separation of good from bad responses by reward, each judged alone.
 
     Rewards of different prompts differ by an offset that pairs cannot see, so a model of good pairwise accuracy may
     have a poor AUC over many prompts.

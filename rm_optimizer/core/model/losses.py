@@ -142,7 +142,7 @@ def bradley_terry_loss(
         label_smoothing: probability that a label is flipped, in [0, 0.5).
         margin: by how much `chosen` ought to lead, in units of reward.
         label: probability that `chosen` is the better one, in [0, 1].
-        weight: how many pairs each counts for, positive; none is 1.
+        weight: number of pairs that each counts for, positive; none is 1.
         center_rewards: coefficient of the mean of `(c + r)^2`; not negative.
         reward_l2: coefficient of the mean of `(c^2 + r^2) / 2`; not negative.
 

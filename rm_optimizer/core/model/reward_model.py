@@ -52,7 +52,7 @@ class BradleyTerryRM(BaseRewardModel):
     Attributes:
         beta: inverse temperature that the rewards were trained with, `P(a > b) = sigmoid(beta (r(a) - r(b)))`; stored
             with the model.
-        has_default_length: whether `max_length` is neither the caller's nor recorded with the model.
+        has_default_length: True if `max_length` is neither the caller's nor recorded with the model.
 
     Raises:
         CheckpointError: if the model has no single scalar head, or the tokenizer does not belong to it.
@@ -231,7 +231,7 @@ class BradleyTerryRM(BaseRewardModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.reward_head.weight.device
 
     def forward(
@@ -319,7 +319,7 @@ class BradleyTerryRM(BaseRewardModel):
 
         Args:
             prompts: the conversations' prompts, as given to `encode`.
-            encodings: what it returned.
+            encodings: encodings that it returned.
             token_budget: tokens, padding included, of one forward pass.
         """
         encoded = [encoding.ids for encoding in encodings]
@@ -395,7 +395,7 @@ class BradleyTerryRM(BaseRewardModel):
             self.train(was_training)
 
     def identity(self) -> dict[str, Any]:
-        """What a stored model records of its rendering, padding and head; JSON values."""
+        """Recorded rendering, padding and head of a stored model, as JSON values."""
         template, pad_token = self.renderer.identity(), json_values(self.pad_choice)
         return {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
 
@@ -410,9 +410,9 @@ class BradleyTerryRM(BaseRewardModel):
         """Write a folder that plain `transformers` scores alike, with `export.json` to prove it.
 
         Args:
-            folder: where to; an earlier export there is replaced, anything else is not.
+            folder: folder of the export, which may replace an earlier export and nothing else.
             probe: prompts and responses to compare on; None takes a fixed set.
-            statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+            statistics: statistics of the rewards on validation data (mean, std, …), JSON values.
             beside: files to copy into the folder.
 
         Raises:
@@ -440,7 +440,7 @@ class BradleyTerryRM(BaseRewardModel):
 
 
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
-    """What a `.ckpt` stores under `checkpoint.PAYLOAD_KEY`, so that `from_pretrained` can read the file."""
+    """Payload of a `.ckpt` under `checkpoint.PAYLOAD_KEY`, from which `from_pretrained` reads the file."""
     return describe_model(model.model, model.tokenizer, model.identity())
 
 

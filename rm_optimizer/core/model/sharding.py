@@ -59,7 +59,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard_model` split the model."""
+    """True if `shard_model` split the model."""
     return isinstance(model, FSDPModule)
 
 

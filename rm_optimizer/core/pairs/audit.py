@@ -1,4 +1,4 @@
-"""What is in a data set before anything is trained on it: repeats, contradictions, lengths, leaks, trivial baseline."""
+"""Audit of a data set before training: repeats, contradictions, lengths, leaks, trivial baseline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Encoded(Protocol):
 
 
 class Renderer(Protocol):
-    """What the audit needs of a `ConversationRenderer`."""
+    """Part of a `ConversationRenderer` that the audit needs."""
 
     def encode(self, prompt: Prompt, response: str) -> _Encoded:
         """Token ids of prompt and response, and the numbers of tokens cut from each."""
@@ -138,7 +138,7 @@ def audit_pairs(datasets: Mapping[str, PreferenceDataset], renderer: Renderer) -
 
     Args:
         datasets: data sets by the name of their split.
-        renderer: how a prompt and a response become tokens; its length limit decides what is truncated.
+        renderer: renderer of the conversations; its length limit decides which are truncated.
     """
     splits = {name: _audit_split(dataset, renderer) for name, dataset in datasets.items()}
     pairs_of_splits = itertools.combinations(datasets.items(), 2)

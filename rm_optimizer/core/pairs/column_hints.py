@@ -51,7 +51,7 @@ def no_format(
         rows: its first rows under our names.
         columns: the mapping that gave them these names.
         forms: formats that were looked for.
-        spelling: how to name options.
+        spelling: form of option names in messages.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
     looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
@@ -176,7 +176,7 @@ def require_readable(path: str, rows: Sequence[Row], columns: Columns, spelling:
         path: the source as it was named.
         rows: its first rows under our names.
         columns: the mapping that gave them these names.
-        spelling: how to name options.
+        spelling: form of option names in messages.
 
     Raises:
         DataError: if a column would change what the model reads, labels are no probabilities, or no column has prompts.

@@ -78,7 +78,7 @@ def conversation_groups(prompts: Sequence[Prompt]) -> list[int]:
 
 
 def continued(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[bool]:
-    r"""Whether each prompt of `second` continues one of `first`, or is continued by one; equal prompts do not count.
+    r"""Flags of `second`, True if a prompt continues or is continued by one of `first`; equal ones do not count.
 
     Example:
         >>> continued(["Hi\nHow are you?", "Bye"], ["Hi", "Bye", "bye\nnow"])

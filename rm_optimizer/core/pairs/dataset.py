@@ -33,10 +33,10 @@ def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
 
 
 class Renderer(Protocol):
-    """What `PreferenceDataset.accepted_by` needs of a `ConversationRenderer`."""
+    """Part of a `ConversationRenderer` that `PreferenceDataset.accepted_by` needs."""
 
     def refusal(self, pair: PreferencePair) -> str | None:
-        """Why a side of the pair cannot be rendered; None if both can."""
+        """Reason why a side of the pair cannot be rendered; None if both can."""
         ...
 
 
@@ -103,7 +103,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
             columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's
                 name leaves the column out.
             winner: values of the winner column that name response_a, response_b and, if any, a tie.
-            kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
+            kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
             on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
             max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
             seed: of the random part that a fractional weight takes.
@@ -286,12 +286,12 @@ def num_leaked_pairs(train: PreferenceDataset, val: PreferenceDataset) -> int:
 
 @dataclass(frozen=True)
 class TrainVal:
-    """What a training run reads.
+    """Training and validation pairs of a run.
 
     Args:
         train: training pairs.
         val: validation pairs.
-        val_origin: where validation came from, in words.
+        val_origin: origin of the validation pairs, in words.
         ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
     """
 
@@ -309,7 +309,7 @@ class TrainVal:
         """Sentences on what a user may not expect: columns, labels, unused margins, conversations in both splits.
 
         Args:
-            uses_margins: whether the loss reads margins.
+            uses_margins: True if the loss reads margins.
         """
         found = list(dict.fromkeys((*self.train.notes, *self.val.notes)))
         found += [

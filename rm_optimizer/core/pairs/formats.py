@@ -1,4 +1,4 @@
-"""What a row means: the registry of row formats, from columns to comparisons of two responses.
+"""Registry of row formats, which turn columns into comparisons of two responses.
 
 A format turns one row into comparisons, or raises `ValueError` with the reason why it is no comparison. Prompts come
 out alike whatever form they had: an HH-style transcript becomes the messages it holds, so that no source shows by its
@@ -40,7 +40,7 @@ class Comparison:
         prompt: text, or the messages before the response.
         chosen: the preferred response.
         rejected: the other one.
-        margin: how much better, where the format itself says so.
+        margin: strength of the preference, if the format has one.
         extra: further metadata that the format gives the pair.
         label: probability that `chosen` is the better one, where the format itself says so.
     """
@@ -62,9 +62,9 @@ class RowFormat:
         expects: the columns it reads, in words.
         required: sets of columns of which one must be there.
         columns: all columns it reads; the others become metadata.
-        fits: whether a row looks like this format.
+        fits: function that returns True for a row of this format.
         compare: comparisons of a row; raises `ValueError` with the reason where there are none.
-        makes_groups: whether a row may give several comparisons, which then share a group id.
+        makes_groups: True if a row may give several comparisons, which then share a group id.
     """
 
     name: str

@@ -38,10 +38,10 @@ class PreferencePair:
         prompt: text, or the messages before the response; never empty.
         chosen: the preferred response's text.
         rejected: the other response's text, different from `chosen`.
-        margin: how much better, in the source's own units (never mix units), or None.
-        metadata: what else the row carried (`source`, `subset`, …); JSON values.
+        margin: strength of the preference in the source's own units (never mix units), or None.
+        metadata: further values of the row (`source`, `subset`, …); JSON values.
         label: probability that `chosen` is the better one, in [0, 1]; 1 is a plain preference, 0.5 a tie.
-        weight: how many pairs this one counts for, positive.
+        weight: number of pairs that this one counts for, positive.
 
     Raises:
         ValueError: if a text is empty, the responses are equal, or a number is out of range.

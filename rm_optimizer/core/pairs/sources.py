@@ -1,4 +1,4 @@
-"""From what `data.train` and `data.val` name to preference pairs: sources, column mapping, bad rows and mixing."""
+"""Sources of preference pairs named by `data.train` and `data.val`: column mapping, bad rows and mixing."""
 
 from __future__ import annotations
 
@@ -158,12 +158,12 @@ def load_source(
     """Read every pair of one source.
 
     Args:
-        source: what to read and how.
-        kwise_rule: which pairs a row of many scored responses gives.
+        source: source to read, with its options.
+        kwise_rule: pairs that a row of many scored responses gives.
         on_bad_row: stop at the first bad row, or drop and list them. A k-wise row without two different scores is not
             bad; it gives no pair and is listed either way.
         max_bad_share: most bad rows that may be dropped, as a share of all rows.
-        spelling: how messages name options.
+        spelling: form of option names in messages.
 
     Raises:
         DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
@@ -191,10 +191,10 @@ def columns_note(source: DataSource, form: RowFormat, first: Sequence[Row], spel
     """A sentence on columns that look like content and are not read; None if there are none.
 
     Args:
-        source: what is read and how.
+        source: source to read, with its options.
         form: its format.
         first: its first rows.
-        spelling: how the sentence names options.
+        spelling: form of option names in the sentence.
     """
     ours = [row for _, row in renamed(enumerate(first), source.columns)]
     read = form.columns | {"response", "score", *_OPTIONAL} | CONTEXT_COLUMNS
@@ -202,7 +202,7 @@ def columns_note(source: DataSource, form: RowFormat, first: Sequence[Row], spel
 
 
 def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:
-    """Whether rows of the k-wise format are single responses, which must be gathered by prompt."""
+    """True if rows of the k-wise format are single responses, which must be grouped by prompt."""
     return form.name == "kwise" and "responses" not in first and "responses" not in source.columns
 
 
@@ -218,10 +218,10 @@ def numbered_pairs(
     """The pairs of rows, each with the number of its row.
 
     Args:
-        source: where the rows come from.
+        source: source of the rows.
         form: their format.
         rows: numbered rows under our column names.
-        kwise_rule: which pairs a row of many scored responses gives.
+        kwise_rule: pairs that a row of many scored responses gives.
         report: told of bad rows.
         skip: told of rows that are not bad and give no pair.
     """
@@ -333,7 +333,7 @@ def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_json(value: object) -> bool:
-    """Whether JSON can say the value; NaN is a missing number, and bytes or dates are left out."""
+    """True if JSON can express the value; NaN is a missing number, and bytes or dates are left out."""
     if value is None or isinstance(value, str | int):
         return True
     if isinstance(value, float):

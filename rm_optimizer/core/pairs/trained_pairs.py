@@ -43,7 +43,7 @@ def pair_fingerprints(pairs: Iterable[PreferencePair]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """How much of an evaluation's data a model was trained on.
+    """Overlap of an evaluation's data with a model's training data.
 
     Args:
         num_pairs: pairs evaluated that training read, in either order.
@@ -58,7 +58,7 @@ class TrainedOn:
 
 @dataclass(frozen=True, eq=False)
 class TrainedPairs:
-    """What a model was trained on.
+    """Fingerprints of a model's training pairs.
 
     Args:
         pairs: fingerprints of the pairs, sorted, each once.
@@ -70,16 +70,16 @@ class TrainedPairs:
 
     @classmethod
     def of(cls, *parts: NDArray[np.uint64]) -> TrainedPairs:
-        """What stands in arrays that `pair_fingerprints` returned."""
+        """Fingerprints from the arrays of `pair_fingerprints`."""
         both = np.concatenate([np.zeros((0, 2), dtype=np.uint64), *parts])
         return cls(np.unique(both[:, 0]), np.unique(both[:, 1]))
 
     def merged(self, other: TrainedPairs) -> TrainedPairs:
-        """What either holds."""
+        """Union of both."""
         return TrainedPairs(np.union1d(self.pairs, other.pairs), np.union1d(self.prompts, other.prompts))
 
     def count(self, pairs: Sequence[PreferencePair]) -> TrainedOn:
-        """How many of these pairs and their prompts are among what was trained on."""
+        """Numbers of these pairs and of their prompts among the training data."""
         marks = pair_fingerprints(pairs)
         seen_prompt = np.isin(marks[:, 1], self.prompts)
         return TrainedOn(
@@ -100,7 +100,7 @@ class TrainedPairs:
 
     @classmethod
     def read(cls, path: Path) -> TrainedPairs:
-        """What `write` has written.
+        """Read the file of `write`.
 
         Raises:
             CheckpointError: if the file is torn.
@@ -115,7 +115,7 @@ class TrainedPairs:
 
     @classmethod
     def recorded(cls, source: str | Path) -> TrainedPairs | None:
-        """What is recorded of a model: beside it, or in the run folder it lies in; None where nothing is.
+        """Recorded training pairs of a model, beside it or in its run folder; None without a record.
 
         Args:
             source: anything `BradleyTerryRM.from_pretrained` loads.

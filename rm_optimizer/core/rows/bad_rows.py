@@ -57,7 +57,7 @@ def require_few_bad(path: str, causes: Mapping[str, int], num_rows: int, max_sha
         causes: bad rows by their cause.
         num_rows: rows looked at.
         max_share: most of them that may be bad; a single one always may.
-        spelling: how the message names options.
+        spelling: form of option names in the message.
 
     Raises:
         DataError: if more are bad.
@@ -80,7 +80,7 @@ class RowTally:
     Args:
         path: the source as it was named.
         on_bad_row: stop at a bad row, or take note of it.
-        spelling: how messages name options.
+        spelling: form of option names in messages.
         max_bad_share: most bad rows, as a share of all.
 
     Attributes:

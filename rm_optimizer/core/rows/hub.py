@@ -26,13 +26,13 @@ _log = logging.getLogger("rm_optimizer")
 
 
 def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | None:
-    """Why a name that is no path cannot be had from the hub, in words; None where its libraries may try.
+    """Reason why a name cannot be loaded from the hub, in words; None if its libraries may try.
 
     Where the hub cannot be reached and the name is in the cache, the process goes on offline, which is logged.
 
     Args:
         name: hub id, such as `owner/name`.
-        kind: what it should be.
+        kind: expected kind of its content.
         revision: branch, tag or commit; None is the default branch.
     """
     try:

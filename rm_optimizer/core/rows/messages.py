@@ -108,7 +108,7 @@ def parse_transcript(text: str) -> tuple[Message, ...]:
 
 
 def begins_with_turn(text: str) -> bool:
-    """Whether the text begins as an HH-style transcript does."""
+    """True if the text begins like an HH-style transcript."""
     return _TURN.match(text) is not None
 
 
@@ -155,7 +155,7 @@ def messages_json(text: str) -> list[Any] | None:
 
 
 def is_message(value: object) -> bool:
-    """Whether a value looks like a message: an object with `role` and `content`, or `from` and `value`."""
+    """True for a value like a message: an object with `role` and `content`, or `from` and `value`."""
     return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
 
 
@@ -246,12 +246,12 @@ def require_response(name: str, text: str) -> None:
 
 
 def is_empty(value: object) -> bool:
-    """Whether a cell or field holds nothing; tables write nothing as null, NaN, blanks or an empty list."""
+    """True for an empty cell or field: null, NaN, blanks or an empty list."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null")
     return value is None or value == [] or value == {} or value != value
 
 
 def shown_kind(value: object) -> str:
-    """What kind of value a cell holds, in a word."""
+    """Kind of a cell's value, in a word."""
     return "nothing" if value is None or value == "" or value == [] else type(value).__name__

@@ -59,7 +59,7 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
 
 
 def row_unit(source: str | Path) -> str:
-    """What the numbers of a source's rows count: "line" or "row"."""
+    """Unit of the numbers of a source's rows: "line" or "row"."""
     return "line" if _suffix(Path(source)) in (".jsonl", ".csv") else "row"
 
 
@@ -78,7 +78,7 @@ def source_name(source: str | Path) -> str:
 
 
 def is_hub_name(location: str) -> bool:
-    """Whether text is the name of a hub data set and not a path."""
+    """True if text is the name of a hub data set and not a path."""
     found = _HUB_NAME.fullmatch(location)
     if found is None or Path(location).expanduser().exists():
         return False
@@ -192,7 +192,7 @@ def parse_lines(
 
 
 def _unreadable(error: RecursionError | ValueError) -> str:
-    """Why valid JSON cannot be read: Python bounds the depth of lists and the digits of whole numbers."""
+    """Reason why valid JSON cannot be read: Python bounds the depth of lists and the digits of whole numbers."""
     return "its values are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
@@ -272,7 +272,7 @@ _GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
 
 
 def is_saved_folder(folder: Path) -> bool:
-    """Whether `datasets` has written the folder."""
+    """True if `datasets` has written the folder."""
     return any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
 
 

@@ -42,7 +42,7 @@ class ResponseRow:
         number: line of a text file or row of a Parquet file, from 1.
         prompt: text or messages.
         responses: one or more texts.
-        listed: whether the row has a list under `responses`, and so gets a list of rewards.
+        listed: True if the row has a list under `responses`, and so gets a list of rewards.
     """
 
     number: int

@@ -38,7 +38,7 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
 
     Args:
         row: the row under our column names.
-        prompt: what its format gave.
+        prompt: prompt of the row by its format.
         columns: column mapping, our name to the file's.
 
     Raises:

@@ -41,7 +41,7 @@ def unread_note(path: str, rows: Sequence[Row], read: frozenset[str], spelling: 
         path: the source as it was named.
         rows: its first rows under our column names.
         read: columns that are read.
-        spelling: how to name options.
+        spelling: form of option names in messages.
     """
     texts_read = ["\0".join(_folded(text) for name in read for text in _texts(row.get(name))) for row in rows]
     names = dict.fromkeys(name for row in rows for name in row)

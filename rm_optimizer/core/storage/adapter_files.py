@@ -46,7 +46,7 @@ class BaseModel:
     Args:
         source: hub id or absolute folder.
         revision: commit on the hub; None for a folder.
-        is_quantized: whether its matrices were in four bits.
+        is_quantized: True if its matrices were in four bits.
         fingerprint: of its weights.
     """
 
@@ -63,7 +63,7 @@ def adapter_folder(source: str | Path) -> Path | None:
 
 
 def base_of(model: PreTrainedModel) -> BaseModel:
-    """Where an adapted model's base can be found again.
+    """Source of an adapted model's base.
 
     Raises:
         CheckpointError: if it cannot: it was built from a configuration or comes from a `.ckpt` file.
@@ -91,7 +91,7 @@ def base_fingerprint(model: PreTrainedModel) -> str:
 
 
 def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What a training checkpoint records of the adapter, as JSON values; None without one."""
+    """Description of the adapter in a training checkpoint, as JSON values; None without an adapter."""
     if not has_adapter(model):
         return None
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in _values(model).items()}
@@ -110,7 +110,7 @@ def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def is_saved(model: PreTrainedModel, name: str) -> bool:
-    """Whether an adapted model's adapter stores the tensor that the plain model has under `name`."""
+    """True if an adapted model's adapter stores the tensor that the plain model has under `name`."""
     return any(_is_under(name, module) for module in saved_modules(model))
 
 
@@ -227,7 +227,7 @@ def _merged(layer: Any) -> dict[str, Tensor]:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """For each tensor that belongs to the adapter: its name in the model, and its name in peft's file."""
+    """Names of the adapter's tensors: the name in the model, and the name in peft's file."""
     whole, biases = saved_modules(model), lora_config(model).bias
     return {
         name: stored_name(name)

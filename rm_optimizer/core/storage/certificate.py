@@ -68,7 +68,7 @@ class ProbeScore:
     Args:
         prompt: text, or the messages before the response.
         response: the response's text.
-        input_ids: what the model read, special tokens included.
+        input_ids: token ids that the model read, special tokens included.
         reward: in memory, before the export.
         reloaded: from the exported files through plain `transformers`.
     """
@@ -102,7 +102,7 @@ class ParityCertificate:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the export may be used in the model's place; a reward that is not finite fails."""
+        """True if the export may be used in the model's place; a reward that is not finite fails."""
         return self.relative_difference <= self.tolerance
 
     def loaded_tolerance(self, dtype: str) -> float:
@@ -128,7 +128,7 @@ def require_parity(
         certificate: stored with the model.
         rewards: of its `shortest` conversations, in that order, as loaded.
         dtype: type of the model's matrix products.
-        source: where the model was loaded from, for the message.
+        source: path or name of the model, for the message.
 
     Raises:
         CheckpointError: if a reward differs by more than rounding, or is not finite.
@@ -162,7 +162,7 @@ def certify(
         rewards: of the model in memory.
         reloaded: of the exported files.
         dtype: type of the exported backbone; sets the tolerance.
-        device: where both were computed.
+        device: device of both computations.
     """
     before, after = rewards.double(), reloaded.double()
     difference = (before - after).abs()

@@ -32,7 +32,7 @@ def describe_model(
     Args:
         model: the classifier.
         tokenizer: its tokenizer; files are stored in base64, since some are binary.
-        identity: what `export.json` would say of the rendering, padding and head.
+        identity: rendering, padding and head as in `export.json`.
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

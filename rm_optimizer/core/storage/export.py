@@ -111,9 +111,9 @@ def save_adapter(
 
     Args:
         reward_model: a model with an adapter.
-        folder: where to; an earlier export there is replaced, anything else is not.
+        folder: folder of the export, which may replace an earlier export and nothing else.
         probe: prompts and responses to compare on; None takes a fixed set.
-        statistics: what is known of the rewards on validation data (mean, std, …), JSON values.
+        statistics: statistics of the rewards on validation data (mean, std, …), JSON values.
 
     Raises:
         CheckpointError: if there is no adapter, its base cannot be loaded again, the folder cannot be written, or the
@@ -247,7 +247,7 @@ def _certified(
 
 
 def _renders_plainly(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> bool:
-    """Whether plain `apply_chat_template` of the stored tokenizer gives the certified tokens; if not, a warning."""
+    """True if plain `apply_chat_template` of the stored tokenizer gives the certified tokens; otherwise it warns."""
     has_code = hasattr(reward_model.model.config, "auto_map")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
     whole = [score for score in certificate.scores if len(score.input_ids) < reward_model.max_length]

@@ -63,7 +63,7 @@ _log = logging.getLogger("rm_optimizer")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a classifier is built.
+    """Options for building a classifier.
 
     Args:
         attn_implementation: `auto`, or an attention kernel by name.
@@ -88,12 +88,12 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a source held.
+    """Model loaded from a source.
 
     Args:
         model: a classifier with one label, in evaluation mode.
         tokenizer: its tokenizer.
-        is_head_fresh: whether the source had no head, so that the model's is at its random start.
+        is_head_fresh: True if the source had no head, so that the model's has its random initialization.
         record: its `export.json`; empty for other people's models, and for `.ckpt` files but for `identity`.
         drawn: names of the weights that the source lacks, so that they are at their random start.
     """
@@ -106,7 +106,7 @@ class LoadedModel:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What was recorded of rendering, padding and head when we saved it; empty for other people's models."""
+        """Recorded rendering, padding and head; empty for a model saved by other software."""
         identity: Mapping[str, Any] = self.record.get("identity", {})
         beta = (self.record.get("reward_statistics") or {}).get("beta")  # where exports had it before identities did
         return identity if beta is None else {"beta": beta, **identity}
@@ -170,7 +170,7 @@ def build_model(
     Args:
         architecture: `model_type` and fields of that type's configuration.
         tokenizer: gives the vocabulary's size and the special tokens' ids.
-        options: how to build it.
+        options: options for building it.
 
     Raises:
         ConfigError: if the type or a field is unknown, or the fields do not fit each other.

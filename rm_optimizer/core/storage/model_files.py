@@ -73,7 +73,7 @@ def _refuse_folder(source: str, folder: Path) -> None:
 
 
 def _rows_of_one(folder: Path) -> Iterator[bool]:
-    """For each stored tensor, whether it has the shape of the weight of a linear layer with one output."""
+    """Flag of each stored tensor, True for the weight shape of a linear layer with one output."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as stored:
             for name in stored.keys():  # noqa: SIM118, no dictionary

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a model folder, in words, once a library has failed to load them."""
+"""Defects of a model folder's files, in words, after a library has failed to load them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ParquetRows:
         group: the row group.
         skip: rows of the group before them.
         first_row: number of the first one in the file, from 1.
-        num_rows: how many.
+        num_rows: number of rows.
     """
 
     group: int
@@ -68,7 +68,7 @@ class Lines:
         start: the byte they start at.
         stop: the byte after them.
         first_row: number of the first one in the file, from 1.
-        num_rows: how many, blank ones included.
+        num_rows: number of rows, blank ones included.
     """
 
     start: int
@@ -93,8 +93,8 @@ class Block:
     """Rows that one worker reads and tokenizes at once.
 
     Args:
-        file: which of the stream's files they lie in.
-        part: where in it.
+        file: number of their file in the stream.
+        part: their position in the file.
         stream_row: rows of the stream before the file.
     """
 
@@ -221,7 +221,7 @@ def _line_parts(path: Path, block_bytes: int) -> Iterator[Part]:
 
 
 def _line_ends(file: BinaryIO, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where each block of lines stops, and how many it has; a last line without an end counts."""
+    """End of each block of lines, and its number of lines; a last line without an end counts."""
     start = position = lines = 0
     ends_whole = True
     while chunk := file.read(block_bytes):

@@ -42,7 +42,7 @@ class RayPreferenceDataset:
         format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
         columns: column mapping, our name to the file's, of sources that do not bring their own.
         winner: values of the winner column that name response_a, response_b and, if any, a tie.
-        kwise_rule: which pairs a k-wise row gives: all, best_worst or adjacent.
+        kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
         on_bad_row: "error" stops when a bad row is reached, "drop" leaves bad rows out.
         max_bad_share: most bad rows that may be dropped, as a share of a file's rows; judged from 1,000 rows on.
         held_out_prompts: prompts that the stream must not hold, those of the validation pairs; case and blanks do not
@@ -158,7 +158,7 @@ class RayPreferenceDataset:
             shuffle: mix blocks and pairs; False keeps the order of the files.
             start_step: first step to give; pairs before it are counted, which costs as much as giving them. A stream's
                 `position`, kept and set again, costs nothing.
-            rank: whose share to give, in [0, world_size).
+            rank: rank of the process, in [0, world_size).
             world_size: number of ranks; each has workers of its own.
             prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
             mean_weight: mean weight of the pairs, by which a step's loss is divided, as far as it is known.

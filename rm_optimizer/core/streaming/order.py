@@ -22,7 +22,7 @@ from rm_optimizer.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Where a stream stands between two macro-batches.
+    """Position of a stream between two macro-batches.
 
     Args:
         step: the optimizer step of the next one.
@@ -48,7 +48,7 @@ class StreamOrder:
         blocks: the blocks in the order of the files.
         window_blocks: blocks whose pairs are mixed; two windows are held at once.
         seed: not negative.
-        shuffle: whether to mix at all.
+        shuffle: True to shuffle the pairs.
     """
 
     blocks: Sequence[Block]
@@ -86,13 +86,13 @@ class StreamOrder:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How pairs become macro-batches.
+    """Options for dividing pairs into macro-batches.
 
     Args:
         batch_size: pairs of a macro-batch, over all ranks.
         micro_token_budget: tokens of a micro-batch, padding included.
         pad_token_id: the id that fills masked positions.
-        rank: whose share to give.
+        rank: rank of the process.
         world_size: number of ranks.
         prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
         mean_weight: mean weight of the stream's pairs, as far as it is known.
@@ -147,7 +147,7 @@ class MacroBatchStream:
 
     Attributes:
         position: before the next macro-batch; set it to start elsewhere.
-        tally: what the stream has given so far.
+        tally: counts of the stream so far.
     """
 
     def __init__(self, pool: TokenizerPool, order: StreamOrder, shape: BatchShape) -> None:

@@ -1,4 +1,4 @@
-"""What a stream has given so far: pairs, rows left out, and what cutting did, each block counted once."""
+"""Counts of a stream so far: pairs, rows left out, and truncation, each block counted once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StreamTally:
 
     Attributes:
         skipped: the first rows that gave no pair.
-        num_skipped: how many gave none.
+        num_skipped: number of rows that gave none.
     """
 
     def __init__(self, blocks: Sequence[Block] = ()) -> None:
@@ -101,7 +101,7 @@ class StreamTally:
             require_few_bad(rows.path, file.causes, file.num_rows, rows.max_bad_share, rows.spelling)
 
     def report(self, max_length: int) -> TruncationReport:
-        """What cutting did to the pairs seen; a quantile is the length of one of their sequences."""
+        """Effect of truncation on the pairs so far; a quantile is the length of one of their sequences."""
         running = np.cumsum(self._of_length)
         ranks = [quantile * max(0, running[-1] - 1) for quantile in _QUANTILES]
         lengths = np.searchsorted(running, ranks, side="right") if running[-1] else np.zeros(4)

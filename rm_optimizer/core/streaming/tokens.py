@@ -83,7 +83,7 @@ def _joined(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, eq=False)
 class BlockTokens:
-    """What a block gives.
+    """Tokens and counts of a block.
 
     Args:
         pairs: its pairs in the order of its rows, those identical after cutting left out.
@@ -106,7 +106,7 @@ class BlockReader:
 
     Args:
         files: the stream's files.
-        kwise_rule: which pairs a row of many scored responses gives.
+        kwise_rule: pairs that a row of many scored responses gives.
         on_bad_row: stop at a bad row, or leave it out and list it.
         max_bad_share: most bad rows of a file, as a share of its rows.
         held_out_prompts: `folded_prompt_id`s that the stream must not hold.
@@ -126,7 +126,7 @@ class BlockReader:
         """The block's pairs, each with the number of its row in the file.
 
         Args:
-            block: what to read.
+            block: block to read.
             tally: counts the rows, and those that give no pair.
 
         Raises:

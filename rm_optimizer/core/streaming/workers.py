@@ -58,7 +58,7 @@ class TokenizerPool:
     process, however that dies.
 
     Args:
-        tokenizer: what each worker does.
+        tokenizer: tokenizer of blocks that each worker runs.
         num_workers: processes.
         store_mb: memory of the local object store, through which tokens travel.
         fetch_timeout: seconds that one block may take.

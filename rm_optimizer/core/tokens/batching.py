@@ -29,7 +29,7 @@ from rm_optimizer.errors import DataError
 
 
 class _Pairs:
-    """What batches of pairs have in common; all their fields move between devices."""
+    """Common part of batches of pairs; all their fields move between devices."""
 
     pair_index: Int[Tensor, " pairs"]
 
@@ -66,7 +66,7 @@ class PairBatch(_Pairs):
         attention_mask: 1 for a token, 0 for padding.
         margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
         label: probability that chosen is the better one, float32.
-        weight: how many pairs each one counts for, float32.
+        weight: number of pairs that each one counts for, float32.
         pair_index: positions in the data set, int64.
     """
 
@@ -105,7 +105,7 @@ class PackedPairBatch(_Pairs):
         trees: the tokens in rows; branches 2 i and 2 i + 1 are pair i's chosen and rejected sequence.
         margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
         label: probability that chosen is the better one, float32.
-        weight: how many pairs each one counts for, float32.
+        weight: number of pairs that each one counts for, float32.
         pair_index: positions in the data set, int64.
     """
 
@@ -168,7 +168,7 @@ class PairValues:
     Args:
         margin: margins in the source's units, 0 where a pair has none.
         label: probabilities that chosen is the better one.
-        weight: how many pairs each one counts for.
+        weight: number of pairs that each one counts for.
     """
 
     margin: NDArray[np.float32]
@@ -188,7 +188,7 @@ class PairCollator:
 
     Args:
         tokenized: the pairs' tokens.
-        pairs: what they were made of, or the values of each tokenized pair.
+        pairs: pairs before tokenization, or the values of each tokenized pair.
         pad_token_id: the id that fills masked positions.
     """
 
@@ -265,7 +265,7 @@ class MacroBatches(Dataset[MacroBatch]):
         batch_size: pairs of a macro-batch, over all ranks.
         micro_token_budget: tokens of a micro-batch, padding included.
         seed: seed of the order, not negative.
-        rank: whose share to give, in [0, world_size).
+        rank: rank of the process, in [0, world_size).
         world_size: number of ranks.
         order: order of the pairs; None shuffles them by the seed.
 
@@ -361,7 +361,7 @@ def macro_batch(
         step: the optimizer step.
         micro_token_budget: tokens of a micro-batch, padding included.
         mean_weight: mean weight of the data set's pairs.
-        rank: whose share to give, in [0, world_size).
+        rank: rank of the process, in [0, world_size).
         world_size: number of ranks.
     """
     share = rank_share(collator.tokens(positions), positions, rank, world_size)

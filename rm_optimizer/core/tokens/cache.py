@@ -50,7 +50,7 @@ _ARRAYS: Mapping[str, type[np.integer[Any]]] = {
 
 @dataclass(frozen=True)
 class TruncationReport(JsonRecord):
-    """What cutting to the length limit did to a data set.
+    """Effect of the length limit on a data set.
 
     Args:
         max_length: the limit, in tokens.
@@ -116,12 +116,12 @@ class TokenizedPairs:
         folder: a complete cache folder, as `tokenize_pairs` leaves it.
 
     Attributes:
-        folder: where the tokens lie.
+        folder: folder with the tokens.
         lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
         pair_index: position of each pair among those given; pairs identical after cutting are left out.
         prompt_cut: tokens cut from the prompt, shape (pairs, 2).
         response_cut: tokens cut from the response, shape (pairs, 2).
-        report: what cutting did, over all pairs given.
+        report: effect of truncation on all given pairs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -163,7 +163,7 @@ def tokenize_pairs(
     Runs that start together may each build the cache; the first to finish puts it in place and the others use it.
 
     Args:
-        pairs: what to tokenize.
+        pairs: pairs to tokenize.
         renderer: turns prompt and response into token ids.
         cache_dir: folder that holds cache folders; None is `default_cache_dir()`. One that cannot be written to is
             replaced by a temporary folder, with a warning.
@@ -262,7 +262,7 @@ def _encoded(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) ->
 def truncation_report(
     max_length: int, lengths: NDArray[np.int64], cuts: NDArray[np.int32], num_kept: int
 ) -> TruncationReport:
-    """What cutting did to pairs.
+    """Effect of truncation on pairs.
 
     Args:
         max_length: the limit, in tokens.
@@ -329,7 +329,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether every file is there with the content that was written."""
+    """True if every file exists with the content that was written."""
     try:
         meta = _read_meta(folder)
         TruncationReport(**meta["report"])

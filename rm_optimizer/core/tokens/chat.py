@@ -145,7 +145,7 @@ class ConversationRenderer:
         self.template_hash, self.probe_rendering = self._probe()
 
     def has_lead(self, ids: Sequence[int]) -> bool:
-        """Whether a sequence starts with BOS or CLS, or needs none."""
+        """True if a sequence starts with BOS or CLS, or needs none."""
         return not self.frame[0] or bool(self._lead_width(ids))
 
     def refuse_tokens_from(self, num_embeddings: int) -> None:
@@ -165,14 +165,14 @@ class ConversationRenderer:
 
     @property
     def kind(self) -> str:
-        """Where the rendering comes from: `custom`, `chat_template` or `plain`."""
+        """Origin of the rendering: `custom`, `chat_template` or `plain`."""
         if self.render_fn is not None:
             return "custom"
         return "chat_template" if self.tokenizer.chat_template else "plain"
 
     @property
     def is_written(self) -> bool:
-        """Whether the chat template writes the whole sequence, so that no BOS or EOS is added."""
+        """True if the chat template writes the whole sequence, so that no BOS or EOS is added."""
         return self.kind == "chat_template" and WRITTEN_MARK in self.tokenizer.get_chat_template()
 
     @property
@@ -205,7 +205,7 @@ class ConversationRenderer:
         return f"{plain_prompt(messages)}{response}"
 
     def refusal(self, pair: PreferencePair) -> str | None:
-        """Why a side of the pair cannot be rendered; None if both can."""
+        """Reason why a side of the pair cannot be rendered; None if both can."""
         try:
             for response in (pair.chosen, pair.rejected):
                 text = self.text(pair.prompt, response)
@@ -253,7 +253,7 @@ class ConversationRenderer:
         return encodings
 
     def identity(self) -> dict[str, Any]:
-        """What is stored with a model so that it is never scored under another rendering; JSON values."""
+        """Rendering stored with a model, so that it never scores under another one; JSON values."""
         return {
             "kind": self.kind,
             "template_hash": self.template_hash,
@@ -380,13 +380,13 @@ class ConversationRenderer:
         return ended if self._lead_width(ended) else [*self._lead, *ended]
 
     def _lead_width(self, ids: Sequence[int]) -> int:
-        """How many leading ids are BOS or CLS."""
+        """Number of leading ids that are BOS or CLS."""
         if self._lead and tuple(ids[: len(self._lead)]) == self._lead:
             return len(self._lead)
         return int(bool(ids) and ids[0] in self._openers)
 
     def _end_width(self, ids: Sequence[int]) -> int:
-        """How many trailing ids are EOS and the blanks after it; 0 if the sequence does not end with EOS."""
+        """Number of trailing ids that are EOS and the blanks after it; 0 if the sequence does not end with EOS."""
         if self._closing:
             return len(self._closing) * (tuple(ids[-len(self._closing) :]) == self._closing)
         stop = len(ids)

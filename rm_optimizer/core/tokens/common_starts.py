@@ -1,4 +1,4 @@
-"""Which sequences start alike, so that their common start is computed once."""
+"""Groups of sequences with a common start, which is computed once."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def create_dataloader(
         epochs: passes over the pairs, a fraction allowed, rounded up to whole steps; or give `num_steps`.
         num_steps: optimizer steps of the run; or give `epochs`.
         start_step: first step to load, when a run resumes.
-        rank: whose share to load, in [0, world_size).
+        rank: rank of the process, in [0, world_size).
         world_size: number of ranks.
         num_workers: loading processes; 0 loads in this one.
         fetch_timeout: seconds a worker may take for one macro-batch.

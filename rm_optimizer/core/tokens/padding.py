@@ -30,7 +30,7 @@ class PadChoice:
     Args:
         token: its text in the vocabulary.
         token_id: its id.
-        reason: where it comes from, in words.
+        reason: origin of the choice, in words.
     """
 
     token: str
@@ -56,7 +56,7 @@ def choose_pad_token(
         tokenizer: changed in place; pads on the right afterwards.
         num_embeddings: rows of the model's embedding, never resized.
         last_ids: ids that end rendered sequences, beside EOS and SEP.
-        ends_freely: whether a sequence ends with its response's own last token, for want of EOS, so that no token that
+        ends_freely: True if a sequence ends with its response's own last token, for want of EOS, so that no token that
             text can hold may pad.
 
     Raises:

@@ -27,7 +27,7 @@ def rank_share(
     Args:
         tokens: tokens that each pair of the macro-batch costs.
         indices: the pairs, in the same order.
-        rank: whose share to give.
+        rank: rank of the process.
         world_size: number of ranks.
     """
     if world_size == 1:

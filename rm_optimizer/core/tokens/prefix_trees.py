@@ -29,7 +29,7 @@ class PrefixTree:
 
     Args:
         prefix: the tokens all of them start with; may be empty.
-        branches: what follows in each, never empty.
+        branches: continuation of each sequence, never empty.
     """
 
     prefix: NDArray[np.int32]

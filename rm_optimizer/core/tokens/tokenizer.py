@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     `<|eos|>` surround each sequence. There is no chat template.
 
     Args:
-        texts: what to learn the merges from; read once.
+        texts: texts that the merges are learned from, read once.
         vocab_size: tokens at most, the three special ones included; fewer where the texts have no more merges.
     """
     tokenizer = Tokenizer(BPE())

@@ -98,7 +98,7 @@ def choose_form(tokenizer: PreTrainedTokenizerBase, form: str | None, source: ob
     Args:
         tokenizer: without a chat template; gets one.
         form: `plain`, `pair` (as OpenAssistant's DeBERTa reads it), or None, which takes `plain` with a warning.
-        source: where the model was loaded from, for the messages.
+        source: path or name of the model, for the messages.
 
     Raises:
         ConfigError: if the form is unknown, or the tokenizer does not make text pairs that a template can write.
@@ -156,7 +156,7 @@ def _without_template(lead: str, opening: str, middle: str, end: str) -> str:
 def writes_the_sequence(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], response: str, ids: Sequence[int]
 ) -> bool:
-    """Whether plain `apply_chat_template` gives these token ids for a conversation."""
+    """True if plain `apply_chat_template` gives these token ids for a conversation."""
     if not tokenizer.chat_template:
         return False
     turns = [message.to_dict() for message in (*prompt, Message("assistant", response))]
@@ -164,7 +164,7 @@ def writes_the_sequence(
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, renderer: ConversationRenderer) -> bool | None:
-    """Whether the template ends a response with a special token; None where it renders no single turn."""
+    """True if the template ends a response with a special token; None if it renders no single turn."""
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     try:
         return any(token in special for token in renderer.closing())

@@ -1,4 +1,4 @@
-"""How the eigenvalues of an operator are spread: stochastic Lanczos quadrature, known eigenpairs taken out."""
+"""Spectral density of an operator by stochastic Lanczos quadrature, with known eigenpairs deflated."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, extend
 from rm_optimizer.records.codec import JsonRecord
 
 Terms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From eigenvalues to the terms `(terms, eigenvalues)` that are added up over them."""
+"""Function of eigenvalues that returns the terms `(terms, eigenvalues)` to sum over them."""
 Combine = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From totals `(terms, …)` to a number `(…)`."""
+"""Function of totals `(terms, …)` that returns a number `(…)`."""
 
 
 @dataclass(frozen=True)
 class SpectralDensity(JsonRecord):
-    """The eigenvalues found, and for the rest Gauss quadrature rules from random vectors.
+    """Known eigenvalues, and Gauss quadrature rules from random vectors for the rest.
 
     Args:
         exact: eigenvalues known one by one.
-        nodes: where the rest lies, one tuple for each random vector.
-        weights: how many eigenvalues each node stands for; of one vector they add up to about the rest's number.
-        num_parameters: eigenvalues in all.
+        nodes: nodes of the quadrature rules, one tuple for each random vector.
+        weights: number of eigenvalues that each node represents; those of one vector sum to about the rest's number.
+        num_parameters: total number of eigenvalues.
         num_products: products spent on the random vectors.
     """
 
@@ -83,12 +83,12 @@ class SpectralDensity(JsonRecord):
         return student_mean(samples(self), bias=change)
 
     def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors terms+1"]:
-        """Each vector's totals over the rest, and 1, so that sums over vectors know how many they are of."""
+        """Totals of each vector over the rest, and a 1 that counts the vectors in sums."""
         rules = zip(self.nodes, self.weights, strict=True)
         return np.array([[*(terms(np.array(node)) @ np.array(weight)), 1.0] for node, weight in rules])
 
     def _one_step_less(self) -> SpectralDensity:
-        """What the same vectors give with one step less."""
+        """Quadrature of the same vectors with one step less."""
         rules = [_one_step_less(*rule) for rule in zip(self.nodes, self.weights, strict=True)]
         nodes, weights = (tuple(tuple(side.tolist()) for side in sides) for sides in zip(*rules, strict=True))
         return replace(self, nodes=nodes, weights=weights)
@@ -120,9 +120,9 @@ def spectral_density(
     Args:
         operator: the matrix.
         num_probes: random vectors.
-        num_steps: Lanczos steps of each; what the last of them changes tells the error.
+        num_steps: Lanczos steps of each; the change by the last one estimates the error.
         seed: of the vectors.
-        found: eigenpairs to take out; None takes out none.
+        found: eigenpairs to deflate; None deflates none.
 
     Raises:
         ConfigError: if there is no probe, or fewer than two steps.

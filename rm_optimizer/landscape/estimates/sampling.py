@@ -1,4 +1,4 @@
-"""How far eigenvalues would move if other pairs had been drawn."""
+"""Sampling error of eigenvalues over the choice of pairs."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def sampling_error(
     Args:
         objective: the loss.
         vectors: unit vectors.
-        clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches; what
-            is drawn anew are clusters. None takes each pair as one.
+        clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
+            resampling draws clusters. None takes each pair as one.
         num_bootstrap: resamples.
         seed: of the resampling.
 

@@ -1,4 +1,4 @@
-"""Numbers of the loss around a point that need a gradient and a product, no spectrum."""
+"""Local geometry of the loss from a gradient and a product, without a spectrum."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import ProductName, choose_product
 
 VECTORS_AT_ONCE = 4
-"""Rows that are multiplied together: they share what is computed once, and memory grows with them."""
+"""Rows that are multiplied together; they share computation, and memory grows with their number."""
 
 OutputCurvature = Literal["gauss_newton", "fisher"]
 
@@ -33,7 +33,7 @@ class SymmetricOperator(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the vectors are."""
+        """Device of the vectors."""
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row."""
@@ -85,7 +85,7 @@ class DeflatedOperator:
 
 
 class LossOperator(ABC):
-    """What operators of a loss have in common: `on_product` is told how many products have been spent."""
+    """Common part of the operators of a loss; `on_product` receives the number of products so far."""
 
     def __init__(self, objective: PairObjective) -> None:
         self.objective = objective
@@ -123,7 +123,7 @@ class HessianOperator(LossOperator):
 
     Args:
         objective: the loss.
-        product: way to multiply, or `auto`; see `choose_product`. `choice` says which it is, and at what cost.
+        product: product method, or `auto`; see `choose_product`. `choice` holds the method and its cost.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
     """
 
@@ -135,7 +135,7 @@ class HessianOperator(LossOperator):
 
     @property
     def product(self) -> str:
-        """Name of the way to multiply."""
+        """Name of the product method."""
         return self.choice.product.name
 
     def release(self) -> None:
@@ -155,7 +155,7 @@ class OutputOperator(LossOperator):
 
     Args:
         objective: the loss.
-        curvature: which of the two.
+        curvature: `gauss_newton` or `fisher`.
     """
 
     def __init__(self, objective: PairObjective, curvature: OutputCurvature) -> None:

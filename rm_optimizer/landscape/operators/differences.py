@@ -1,4 +1,4 @@
-"""Curvature from first derivatives: coarse, at the price of one gradient a product or one forward pass a number."""
+"""Approximate curvature from first derivatives, for one gradient a product or one forward pass a number."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ class GradientDifferences:
         return {f"reward_model.{name}": at for name, at in zip(objective.subset.names, moved, strict=True)}
 
     def _share(self, point: dict[str, Tensor], batch: AnyPairBatch) -> Tensor:
-        """What a micro-batch adds to the loss at those weights; in float64 from the rewards on, to be differenced."""
+        """Share of a micro-batch in the loss at those weights, in float64 from the rewards on for exact differences."""
         rewards = functional_call(self._module, point, (batch,)).double()
         return self.objective.share(rewards, batch)

@@ -1,4 +1,4 @@
-"""A model held still while it is measured, and left as it was found."""
+"""Model with fixed weights and modes during a measurement, restored afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True
     Args:
         model: the model.
         subset: the parameters that derivatives are taken over.
-        twice: whether second derivatives are; else the model keeps its attention.
+        twice: True to take second derivatives; otherwise the model keeps its attention.
 
     Raises:
         ConfigError: if the model's attention cannot be switched to a kernel of `DIFFERENTIABLE_TWICE`.

@@ -1,4 +1,4 @@
-"""The whole spectrum of the Gauss-Newton matrix, from a matrix of pairs by pairs."""
+"""Full spectrum of the Gauss-Newton matrix, from a matrix of pairs by pairs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gauss_newton_exact(
 
     Args:
         objective: the loss; all its pairs in this process.
-        curvature: which matrix.
+        curvature: `gauss_newton` or `fisher`.
         num_vectors: eigenvectors to give.
         memory_bytes: most memory for rows; more rows are taken again, for some parameters at a time.
 

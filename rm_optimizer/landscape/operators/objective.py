@@ -1,4 +1,4 @@
-"""The loss that curvature is taken of: as trained, averaged over a fixed set of pairs, at weights that stand still."""
+"""Objective of curvature: the training loss averaged over a fixed set of pairs, at fixed weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PairObjective:
     Args:
         model: the reward model, held still.
         batches: this process's micro-batches, on the model's device.
-        loss: what is minimized.
+        loss: training loss.
         subset: the parameters that derivatives are taken over.
         group: processes that hold the other pairs; None where this one holds all.
     """
@@ -62,7 +62,7 @@ class PairObjective:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.model.device
 
     def pair_losses(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, " pairs"]:
@@ -71,11 +71,11 @@ class PairObjective:
         return configured_pair_losses(chosen, rejected, self.loss, margin=batch.margin, label=batch.label)
 
     def share(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, ""]:
-        """What a micro-batch adds to the loss, as a function of its rewards."""
+        """Share of a micro-batch in the loss, as a function of its rewards."""
         return (self.pair_losses(rewards, batch) * batch.weight).sum() / self.total_weight
 
     def batch_gradient(self, batch: AnyPairBatch, *, create_graph: bool = False) -> tuple[Tensor, ...]:
-        """What a micro-batch adds to the gradient, one tensor for each parameter."""
+        """Share of a micro-batch in the gradient, one tensor for each parameter."""
         share = self.share(self.model.rewards_of(batch), batch)
         return torch.autograd.grad(
             share, self.parameters, create_graph=create_graph, allow_unused=True, materialize_grads=True
@@ -113,7 +113,7 @@ class PairObjective:
         return values
 
     def require_still(self) -> None:
-        """Make sure that derivatives are taken where the measurement began, of the same loss.
+        """Require the weights and pairs with which the measurement began.
 
         Raises:
             RMOptimizerError: if the measurement has ended, or a weight or a micro-batch has changed since it began.
@@ -192,11 +192,11 @@ def measuring(
     Args:
         model: the reward model.
         batches: the pairs, in micro-batches of either kind; of this process where there is a group.
-        loss: what is minimized.
+        loss: training loss.
         params: the parameters that derivatives are taken over; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
         group: processes that hold the other pairs; all must call alike.
-        twice: whether second derivatives are taken; first ones leave the model its own attention.
+        twice: True to take second derivatives; otherwise the model keeps its own attention.
 
     Raises:
         ConfigError: if no parameter is selected, or the model cannot be differentiated twice.

@@ -1,4 +1,4 @@
-"""Gradients of single pairs, for about the price of one gradient over all of them."""
+"""Gradients of single pairs, for about the cost of one gradient over all pairs."""
 
 from __future__ import annotations
 

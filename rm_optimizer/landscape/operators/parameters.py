@@ -1,4 +1,4 @@
-"""Which parameters curvature is taken over, and their order in one long vector."""
+"""Selection of the parameters of a curvature matrix, and their order in one long vector."""
 
 from __future__ import annotations
 

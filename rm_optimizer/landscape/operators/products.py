@@ -28,11 +28,11 @@ TRIAL_TOKENS = 1024
 
 
 _GradientGraph: TypeAlias = dict[int, GradientEdge]
-"""Where the graph of a gradient ends, by position of the parameter; parts that no weight changes have no graph."""
+"""Ends of a gradient's graph by position of the parameter; constant parts have no graph."""
 
 
 def _gradient_graph(objective: PairObjective, batch: AnyPairBatch) -> _GradientGraph:
-    """The graph alone: the gradient's own numbers, one for each parameter, are not needed for its products."""
+    """Graph of a gradient without its values, which its products do not need."""
     gradient = objective.batch_gradient(batch, create_graph=True)
     return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
 
@@ -53,7 +53,7 @@ class ProductMethod(ABC):
     def over(
         self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
     ) -> Float[Tensor, "vectors parameters"]:
-        """What these of the objective's micro-batches add to the products."""
+        """Share of some of the objective's micro-batches in the products."""
 
     def release(self) -> None:  # noqa: B027 - most hold nothing
         """Give back the memory that the next product can build again."""
@@ -70,7 +70,7 @@ class ReverseOverReverse(ProductMethod):
     def over(
         self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
     ) -> Float[Tensor, "vectors parameters"]:
-        """What these of the objective's micro-batches add to the products."""
+        """Share of some of the objective's micro-batches in the products."""
         sums = _Sums(self.objective, vectors)
         for batch in batches:
             sums.add(_gradient_graph(self.objective, batch), keep=False)
@@ -89,7 +89,7 @@ class KeptGraph(ProductMethod):
     def over(
         self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
     ) -> Float[Tensor, "vectors parameters"]:
-        """What these of the objective's micro-batches add to the products."""
+        """Share of some of the objective's micro-batches in the products."""
         sums = _Sums(self.objective, vectors)
         for batch in batches:
             sums.add(self.graph(batch), keep=True)
@@ -124,7 +124,7 @@ class ForwardOverReverse(ProductMethod):
     def over(
         self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
     ) -> Float[Tensor, "vectors parameters"]:
-        """What these of the objective's micro-batches add to the products."""
+        """Share of some of the objective's micro-batches in the products."""
         total = torch.zeros_like(vectors)
         for batch in batches:
             total += self._products(batch, vectors)
@@ -149,10 +149,10 @@ class ProductChoice:
     """Chosen method and its measurements.
 
     Args:
-        product: the method chosen.
-        gradients_per_product: cost of one product in gradients of the same pairs, by method; those tried and able.
-        graph_bytes: memory that the graphs of all micro-batches would take; 0 where it was not measured.
-        reason: why, in words.
+        product: chosen method.
+        gradients_per_product: cost of one product in gradients of the same pairs, for each method that was measured.
+        graph_bytes: memory of the graphs of all micro-batches in bytes; 0 if not measured.
+        reason: reason of the choice, in words.
     """
 
     product: ProductMethod
@@ -169,12 +169,12 @@ PRODUCT_METHODS: dict[str, type[ProductMethod]] = {
 def choose_product(
     objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
 ) -> ProductChoice:
-    """The method of that name; else kept graphs where they fit, or the cheaper of the others on one micro-batch.
+    """Choose a method by name; `auto` takes kept graphs if they fit, or the cheaper other method on one micro-batch.
 
     Args:
         objective: the loss.
         name: a method, or `auto` to try them.
-        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+        graph_memory_bytes: most bytes for kept graphs; None takes half of the free memory.
 
     Raises:
         ConfigError: if the name is unknown, or the model cannot be differentiated twice by any method.
@@ -199,7 +199,7 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     failures: list[str] = []
     costs = _cost(kept, trial, gradient_seconds, failures) if fits else {}
     methods: list[ProductMethod] = [kept]
-    if not costs:  # beside kept graphs nothing needs to be tried: the others take half as many operations again
+    if not costs:  # kept graphs need no comparison: the other methods take half as many operations again
         kept.release()
         methods = [ReverseOverReverse(objective), ForwardOverReverse(objective)]
         for method in methods:
@@ -217,19 +217,19 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
 
 
 def _trial(objective: PairObjective) -> AnyPairBatch:
-    """The micro-batch to try methods on: the smallest whose cost is its tokens', not the calls'."""
+    """Micro-batch for trials: the smallest one whose cost is that of its tokens, not of the calls."""
     batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
     return next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
 
 
 def _cost(method: ProductMethod, trial: AnyPairBatch, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
-    """A product's cost in gradients, by its name; nothing but a line of `failures` where it cannot be computed."""
+    """Cost of a product in gradients, by name of the method; on failure empty, with a line in `failures`."""
     objective = method.objective
     vector = torch.ones(1, objective.subset.num_parameters, dtype=objective.dtype, device=objective.device)
     try:
         method.over([trial], vector)
         return {method.name: _seconds(lambda: method.over([trial], vector), objective.device) / gradient_seconds}
-    except RuntimeError as error:  # an operation that autograd cannot differentiate so, or no memory
+    except RuntimeError as error:  # an operation without such a derivative, or too little memory
         failures.append(f"{method.name}: {error}".splitlines()[0])
         return {}
 

@@ -52,7 +52,7 @@ class OrthonormalBasis:
         return self._blocks[-1][(self._size - 1) % _ROWS_OF_A_BLOCK]
 
     def orthogonalize(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
-        """What is left of a vector without its part in the basis.
+        """Remainder of a vector after removal of its part in the basis.
 
         The newest two vectors, which hold almost all of that part of a product, come first; then one pass over all, and
         a second where the first took much away: twice is enough (Giraud et al., 2005; Daniel et al., 1976, Eq. 3.8).
@@ -81,7 +81,7 @@ class OrthonormalBasis:
 
 @dataclass
 class KrylovState:
-    """Where a Lanczos iteration stands; it can be saved between any two products and continued.
+    """State of a Lanczos iteration, which can be saved between any two products and continued.
 
     Args:
         basis: the orthonormal vectors.
@@ -103,13 +103,13 @@ class KrylovState:
 
     @property
     def can_continue(self) -> bool:
-        """Whether it stands between two products: it has the vector that comes next, or all that there are."""
+        """True between two products: the next vector is known, or the basis is complete."""
         size = len(self.basis)
         return size > len(self.diagonal) or (size > 0 and size == len(self.basis.last()))
 
     @property
     def start_of_newest(self) -> int:
-        """Where the newest space with a product begins: at 0, or after the last before it that was exhausted."""
+        """First index of the newest space with a product: 0, or after the last exhausted space."""
         exhausted = [position for position, coupling in enumerate(self.off_diagonal[:-1]) if coupling == 0]
         return exhausted[-1] + 1 if exhausted else 0
 

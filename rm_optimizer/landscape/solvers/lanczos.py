@@ -31,7 +31,7 @@ Float32 moved those of small reward models by 3 as a rule and by 53 at worst, wh
 
 
 def rounding(dtype: torch.dtype, values: Float[np.ndarray, " values"]) -> float:
-    """How far the rounding of products in this type may have moved each eigenvalue of a matrix, by `_EPSILONS`.
+    """Bound on each eigenvalue's error by the rounding of products in this type, by `_EPSILONS`.
 
     Args:
         dtype: type of the products.
@@ -42,18 +42,18 @@ def rounding(dtype: torch.dtype, values: Float[np.ndarray, " values"]) -> float:
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues with vectors and how far to trust them.
+    """Eigenvalues with vectors and error bounds.
 
     Args:
         values: descending.
         vectors: unit vectors, one row for each value.
         residuals: `||A v - lambda v||`; with `rounding` where it is not computed anew, and for a matrix written out, of
             what is written.
-        error_bounds: how far each value may be off: by the solver, and by `rounding`.
-        converged: whether the solver's part of each is within the tolerance asked for.
+        error_bounds: bound on the error of each value, from the solver and from `rounding`.
+        converged: True for each value whose solver error is within the requested tolerance.
         num_products: products spent.
         orthogonality_loss: largest entry of `Q Q^T - I` of the basis.
-        is_orthonormal: whether vectors are orthonormal and values their Rayleigh quotients, as deflation takes them.
+        is_orthonormal: True if vectors are orthonormal and values their Rayleigh quotients, as deflation requires.
     """
 
     values: Float[Tensor, " values"]
@@ -68,7 +68,7 @@ class Eigenpairs:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an iteration stands, for a progress bar.
+    """Progress of an iteration.
 
     Args:
         num_products: products spent.
@@ -110,14 +110,14 @@ def lanczos(
 
     Args:
         operator: the matrix.
-        top_k: how many eigenvalues; of each end where `which` is `both`.
+        top_k: number of eigenvalues; of each end if `which` is `both`.
         which: end of the spectrum.
         tolerance: relative error of each value.
         max_products: most products; None is the dimension, at most 40 + 8 for each value wanted.
         seed: of the starting vector.
         start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0.
         state: an earlier iteration on the same matrix to continue; holds the newest one also when interrupted.
-        on_iteration: told after each product.
+        on_iteration: function called after each product.
         on_done: called after the last product, before the eigenvectors take memory.
 
     Raises:
@@ -167,7 +167,7 @@ def _num_wanted(dimension: int, top_k: int, which: End) -> int:
 def eigenpairs_so_far(
     operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, tolerance: float
 ) -> Eigenpairs:
-    """What an iteration has found until now; fewer than `top_k` while it is young."""
+    """Eigenpairs of an unfinished iteration; fewer than `top_k` after few products."""
     return _eigenpairs(operator, state, _ritz(operator, state, top_k, which), tolerance)
 
 
@@ -254,7 +254,7 @@ def _squared_over_gap(values: NDArray[np.float64], residuals: NDArray[np.float64
 
 
 def _is_done(state: KrylovState, ritz: _Ritz, wanted: int, top_k: int, which: End, tolerance: float) -> bool:
-    """Whether all wanted values are within the tolerance, and a newer space than the first changed none of them."""
+    """True if all wanted values are within the tolerance, and no space after the first changed them."""
     within = ritz.relative <= tolerance
     if len(ritz.selected) < wanted or not within[ritz.selected].all():
         return False

@@ -25,7 +25,7 @@ MAX_ITERATIONS = 100
 
 
 class PyHessianProblem:
-    """What PyHessian takes for model, data and criterion: one batch whose gradient's graph is kept, or a data loader.
+    """Adapter to PyHessian's model, data and criterion: one batch whose gradient's graph is kept, or a data loader.
 
     PyHessian averages batches by their size; each micro-batch says it has size 1 and gives its part of the loss times
     their number, so that the mean is the loss over pairs.
@@ -137,7 +137,7 @@ def pyhessian_eigenpairs(
 
     Args:
         operator: the Hessian.
-        top_k: how many, by magnitude.
+        top_k: number of eigenvalues, by magnitude.
         tolerance: relative change that ends an iteration, PyHessian's `tol`.
         max_iterations: products for each value at most, PyHessian's `maxIter`.
         seed: of its starting vectors.

@@ -1,4 +1,4 @@
-"""The weights that a loss depends on: embeddings of tokens that occur in no pair have no curvature, and need no memory.
+"""Weights that a loss depends on. Embeddings of tokens that occur in no pair have no curvature, and need no memory.
 
 They are half of MiniLM's parameters and a quarter of a model of 0.5B, and Lanczos keeps tens of vectors of them all.
 """
@@ -44,7 +44,7 @@ class Support:
 
     @property
     def identity(self) -> str:
-        """Of the rows that are left."""
+        """Digest of the remaining rows."""
         return digest([[index, rows.tolist()] for index, rows in sorted(self._rows.items())])
 
     def narrow(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors dimension"]:
@@ -106,7 +106,7 @@ class SupportedOperator:
 
     Args:
         operator: the matrix.
-        support: what is left of it; None leaves what `support_of` does.
+        support: rows that are left of it; None takes those of `support_of`.
     """
 
     def __init__(self, operator: LossOperator, support: Support | None = None) -> None:
@@ -134,7 +134,7 @@ class _Lookups(TorchFunctionMode):
         self._used: dict[int, Bool[Tensor, " rows"]] = {}
 
     def used(self, table: Tensor) -> Bool[Tensor, " rows"]:
-        """Which rows of a table; all of one that no lookup was seen of."""
+        """Rows used of a table; all rows of a table without a recorded lookup."""
         return self._used.get(id(table), torch.ones(len(table), dtype=torch.bool))
 
     def __torch_function__(
@@ -167,5 +167,5 @@ _DESCRIPTIONS = frozenset(
 
 
 def _is_description(func: Callable[..., Any], result: object) -> bool:
-    """Whether it read a property such as type, device or shape, and no numbers."""
+    """True for a read of a property such as type, device or shape, and no values."""
     return func.__name__ in _DESCRIPTIONS and not isinstance(result, Tensor)

@@ -1,4 +1,4 @@
-"""Directions through weight space along which the loss is looked at."""
+"""Directions through weight space for slices, surfaces and trajectories of the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILTER_NORMALIZED, EIGENVECTORS, TRAJECTORY = (
     "Hessian eigenvectors",
     "PCA of the trajectory",
 )
-"""Where directions come from, in words for captions."""
+"""Origins of directions, in words for captions."""
 _COLUMNS_AT_ONCE = 1 << 20
 
 
@@ -33,8 +33,8 @@ class Directions:
     Args:
         names: for legends and axes.
         vectors: one row each.
-        method: how they were made, in words.
-        values: what goes with each: the eigenvalue, or the share of the trajectory's variance; None for random ones.
+        method: origin of the directions, in words.
+        values: eigenvalue of each, or its share of the trajectory's variance; None for random ones.
     """
 
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class Directions:
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Directions | None:
-        """What `save` wrote for this identity; None where there is nothing or it belongs to something else.
+        """Read the directions that `save` wrote for this identity; None if there are none.
 
         Raises:
             CheckpointError: if the file is torn.
@@ -75,7 +75,7 @@ def filter_normalized(model: nn.Module, subset: ParameterSubset, count: int, *, 
     Args:
         model: gives the weights.
         subset: the parameters to move.
-        count: how many directions.
+        count: number of directions.
         seed: of the draws, which are the same on every device.
 
     Raises:
@@ -107,7 +107,7 @@ def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
 
     Args:
         found: computed eigenpairs.
-        count: how many of them.
+        count: number of directions.
     """
     order = found.values.abs().argsort(descending=True)[:count]
     values = tuple(found.values[order].tolist())

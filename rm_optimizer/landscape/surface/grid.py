@@ -1,4 +1,4 @@
-"""Many points of weight space measured one by one: over processes, and continued after a kill."""
+"""Measurement of a grid of points in weight space, over processes and resumable after a kill."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rm_optimizer.records.ledger import Ledger
 Points = Sequence[tuple[float, ...]]
 """Coordinates, one for each direction."""
 OnPoint = Callable[[int, int], None]
-"""Told how many points are done, and of how many."""
+"""Function of the number of measured points and their total."""
 
 
 class GridLedger:
-    """Points that are done, each on disk as soon as it is.
+    """Ledger of measured points, each on disk at once.
 
     Args:
         ledger: the file, open; one piece a point.
@@ -56,12 +56,12 @@ def measure_grid(
     """Measure every point that the ledger does not hold, and put it there.
 
     Args:
-        measured_loss: what is measured.
+        measured_loss: model, pairs and loss.
         directions: along which to move.
         points: coordinates of the points.
-        ledger: where the results go; it holds what is done also when this is interrupted.
+        ledger: ledger for the results, which keeps the measured points after an interruption.
         processes: processes that share the points, each with its own copy of the model; CPU only.
-        on_point: told after each point.
+        on_point: function called after each point.
 
     Raises:
         ConfigError: if several processes are asked for on a model that is not on the CPU.
@@ -94,7 +94,7 @@ def _serial(
 def _parallel(
     measured_loss: MeasuredLoss, directions: Directions, tasks: Sequence[Task], processes: int
 ) -> Iterator[tuple[int, PointLoss]]:
-    """Two tasks a process are under way at a time, so that an interruption has little to wait for."""
+    """Measure in parallel, with two tasks a process at a time, so that an interruption is quick."""
     threads = max(1, torch.get_num_threads() // processes)
     pool = ProcessPoolExecutor(
         min(processes, len(tasks)),
@@ -117,7 +117,7 @@ def _parallel(
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches the processes of a pool too, and it is the parent alone that shall end them."""
+    """Start processes that ignore Ctrl-C, which reaches them too, so that only the parent ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -133,7 +133,7 @@ _loss_at: LossAt | None = None
 
 
 def _begin_work(measured_loss: MeasuredLoss, directions: Directions, threads: int) -> None:
-    """In a new process: an own copy of the model, whose weights come in memory shared with the parent's."""
+    """Initialize a process of the pool with its own copy of the model, received in shared memory."""
     global _loss_at
     torch.set_num_threads(threads)
     own = replace(measured_loss, model=copy.deepcopy(measured_loss.model))

@@ -20,7 +20,7 @@ from rm_optimizer.landscape.surface.directions import Directions
 
 @dataclass(frozen=True)
 class PointLoss:
-    """What was measured at one point.
+    """Loss and accuracy at one point.
 
     Args:
         loss: weighted mean over the pairs.
@@ -40,7 +40,7 @@ MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 
 
 class LossAt:
-    """Measures `f(w + sum_i t_i d_i)` for coordinates `t`; the weights are afterwards as they were, bit for bit.
+    """Function `f(w + sum_i t_i d_i)` of coordinates `t`; the weights are restored bit for bit.
 
     Args:
         objective: the loss.

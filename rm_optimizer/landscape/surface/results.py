@@ -1,4 +1,4 @@
-"""The loss along lines and over planes through the weights: what is measured, and the results."""
+"""Results of measuring the loss along lines and over planes through the weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Row = dict[str, float | int | str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class GridDescription:
-    """What a picture of losses says in its caption.
+    """Description of a grid of losses for captions.
 
     Args:
-        method: where the directions come from, in words.
+        method: origin of the directions, in words.
         names: of the directions.
-        values: what goes with each direction: eigenvalue or share of variance; None for random ones.
+        values: eigenvalue or share of variance of each direction; None for random ones.
         params: the parameters that move.
         num_parameters: numbers among them.
         num_pairs: pairs that the loss is averaged over.
@@ -51,7 +51,7 @@ class Slice(JsonRecord):
     """Losses along lines through the weights.
 
     Args:
-        measured: on what.
+        measured: description of the measurement.
         steps: distances along each direction, in its length; 0 is among them.
         points: for each direction, one a distance; `MISSING` where it was not measured.
     """
@@ -77,7 +77,7 @@ class Surface(JsonRecord):
     """Losses over a plane through the weights.
 
     Args:
-        measured: on what.
+        measured: description of the measurement.
         x: distances along the first direction, in its length.
         y: distances along the second.
         points: rows by `y` of columns by `x`; `MISSING` where a point was not measured.

@@ -20,7 +20,7 @@ class BestSoFar:
     A value that is not finite is never the best while there is a finite one.
 
     Args:
-        mode: whether smaller or larger is better.
+        mode: direction of improvement, smaller or larger.
         min_delta: least improvement on `reference` that counts.
         value: the best finite value; None before there is one.
         step: optimizer steps done when it was reached.

@@ -39,7 +39,7 @@ class CalibrationCallback(RunCallback):
     to the run folder's `figures/`.
 
     Args:
-        config: which evaluations are taken.
+        config: selection of the evaluations.
         draw: draws the reliability picture.
     """
 

@@ -46,7 +46,7 @@ class HessianCallback(RunCallback):
     pairs, so that none waits for another in a reduction.
 
     Args:
-        config: how often, and on how many pairs.
+        config: interval of the measurements and number of pairs.
         measure: makes the measurement.
     """
 
@@ -151,9 +151,9 @@ def probe_batches(
 
     Args:
         data: the run's pairs.
-        num_pairs: how many to draw; all of them where there are fewer.
-        pad_token_id: what fills the rows.
-        device: where to put them.
+        num_pairs: number of pairs to draw, at most all.
+        pad_token_id: id that fills the rows.
+        device: device of the batches.
     """
     collator = PairCollator(data.train_tokens, data.data.train, pad_token_id)
     positions = random_positions(len(data.train_tokens), num_pairs, data.seed)
@@ -165,7 +165,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put random generators, gradients and training modes back to the bit, whatever happens inside.
 
     Args:
-        model: whose gradients, empty inside, and modes are kept.
+        model: model whose gradients, empty within the block, and modes are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

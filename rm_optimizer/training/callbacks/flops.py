@@ -62,7 +62,7 @@ class ModelFlops:
         backward: N_back, of these, weights from the first trainable parameter on: below it no gradient is computed.
         trained: N_trained, of these, trainable weights.
         attention: L d, layers times the width of the queries.
-        is_causal: whether a token sees only those before it.
+        is_causal: True if a token attends only to those before it.
     """
 
     forward: int
@@ -100,7 +100,7 @@ def computed_tokens(batch: AnyPairBatch) -> int:
 
 
 def _is_plain_transformer(config: Any, max_length: int) -> bool:
-    """Whether every token passes every weight and sees every token (before it)."""
+    """True if every token passes every weight and attends to every token (before it)."""
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in experts) or not getattr(config, "num_attention_heads", None):
         return False

@@ -1,4 +1,4 @@
-"""What happens between optimizer steps: logging, evaluation, checkpoints, early and requested stops."""
+"""Actions between optimizer steps: logging, evaluation, checkpoints, early and requested stops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Evaluation(pl.Callback):
         datamodule: the run's pairs.
         run_dir: the run folder.
         config: the loop's options.
-        plan: how often, and of how many pairs.
+        plan: interval of the evaluations and number of pairs.
         beta: inverse temperature of the preference probability.
     """
 
@@ -243,7 +243,7 @@ class Checkpoints(pl.Callback):
         run_dir: the run folder.
         every: optimizer steps between checkpoints.
         keep: newest checkpoints kept.
-        stop: whether the user asked to stop.
+        stop: True if the user asked to stop.
         before_saving: called by the first process before each checkpoint, to write what must not be older than it.
     """
 
@@ -288,7 +288,7 @@ class Checkpoints(pl.Callback):
             self._save(trainer, pl_module)
 
     def _stops(self, trainer: pl.Trainer) -> bool:
-        """Whether any process was asked to stop; a signal may reach one alone, or reach them at different steps."""
+        """True if any process was asked to stop, since a signal may reach one alone, or each at another step."""
         stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
         # A signal that comes while the processes agree is theirs to see the next time; it is never taken back here.
         self.stop.requested = self.stop.requested or stops

@@ -1,4 +1,4 @@
-"""What each optimizer step takes: memory, seconds and tokens, and how much of the chip that is."""
+"""Cost of each optimizer step: memory, seconds and tokens, and the utilization of the device."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
 
     Args:
         batch: the step's micro-batches.
-        seconds: what the step took.
+        seconds: duration of the step.
     """
     moved = sum(micro.num_padded_tokens for micro in batch.micro)
     counts = {

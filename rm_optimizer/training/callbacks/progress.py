@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 
 def shows_bars() -> bool:
-    """Whether standard output is a terminal or a notebook, where a bar can be redrawn."""
+    """True if standard output is a terminal or a notebook, where a bar can be redrawn."""
     console = Console()
     return console.is_terminal or console.is_jupyter
 

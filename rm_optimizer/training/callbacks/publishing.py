@@ -27,7 +27,7 @@ log = logging.getLogger("rm_optimizer")
 
 
 class Publisher(Protocol):
-    """What takes new weights to a server."""
+    """Interface that sends new weights to a server."""
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> object:
         """Return once the weights serve under that name.
@@ -72,7 +72,7 @@ class PublishWeights(RunCallback):
     changes, whether the server takes the weights or not.
 
     Args:
-        config: when, and what a failure does.
+        config: interval of the updates, and the effect of a failure.
         open_publisher: connects to the server; called before the model is built and before the first step.
     """
 

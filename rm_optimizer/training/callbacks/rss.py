@@ -16,7 +16,7 @@ _RESIDENT = 1  # the second field of statm, in pages (proc(5))
 
 
 def rss_source() -> str:
-    """How the numbers are obtained on this system, in words."""
+    """Source of the numbers on this system, in words."""
     if _STATM.exists():
         return f"resident set of the training process, sampled every {1000 * INTERVAL:g} ms by a thread"
     return "highest resident set of the training process since its start (getrusage)"

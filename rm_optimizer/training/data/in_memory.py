@@ -219,7 +219,7 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     @property
     def num_skipped(self) -> int:
-        """How many rows gave no pair."""
+        """Number of rows that gave no pair."""
         return len(self.skipped)
 
     def trained_pairs(self) -> TrainedPairs:

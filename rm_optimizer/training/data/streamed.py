@@ -188,7 +188,7 @@ class StreamingDataModule(PreferenceDataModule):
 
     @property
     def num_skipped(self) -> int:
-        """How many rows gave no pair, as far as they were read."""
+        """Number of the rows read so far that gave no pair."""
         return self._tally.num_skipped + len(self.data.val.skipped)
 
     def trained_pairs(self) -> TrainedPairs:

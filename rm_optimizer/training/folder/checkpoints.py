@@ -14,7 +14,7 @@ BEST = "best.ckpt"
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps stands."""
+    """Path of the checkpoint after `step` optimizer steps."""
     return run_dir / FOLDER / f"step-{step:08d}.ckpt"
 
 

@@ -53,7 +53,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
+    """Start of a run.
 
     Args:
         checkpoint: the checkpoint it goes on from; None starts anew.
@@ -113,7 +113,7 @@ def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> N
 
 
 def absolute_source(source: Any) -> Any:
-    """What `data.train` or `data.val` names, with absolute paths; hub names stay.
+    """Sources of `data.train` or `data.val` with absolute paths; hub names stay.
 
     Example:
         >>> absolute_source([{"path": "/data/a.jsonl", "weight": 2.0}, "org/name"])

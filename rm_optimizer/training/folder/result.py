@@ -1,4 +1,4 @@
-"""What a training run ends with."""
+"""Result of a training run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rm_optimizer.records.run_folder import RESULT_FILE
 
 
 class RunStatus(StrEnum):
-    """How a run ended."""
+    """End of a run."""
 
     finished = "finished"
     early_stopped = "early_stopped"
@@ -29,7 +29,7 @@ TOY_WARNING = (
 
 
 def is_toy(model_path: str | None, train: Any) -> bool:
-    """Whether a run builds its model from scratch for pairs other than the embedded world's.
+    """True if a run builds its model from scratch for pairs other than the embedded world's.
 
     Args:
         model_path: `model.path`.
@@ -45,7 +45,7 @@ class DataSummary:
     Args:
         train_pairs: training pairs after dropping bad rows and pairs identical after truncation.
         val_pairs: validation pairs after dropping bad rows; those identical after truncation count as ties.
-        val_origin: where validation came from, in words.
+        val_origin: origin of the validation pairs, in words.
         train_fingerprint: digest of the training pairs.
         val_fingerprint: digest of the validation pairs.
         skipped_rows: rows dropped as bad, over both splits.
@@ -74,7 +74,7 @@ class RunResult(JsonRecord, indent=2):
     """The result of a run, saved as `run.json` in its folder.
 
     Args:
-        status: how the run ended.
+        status: end of the run.
         run_dir: the run folder.
         model: the model preset's name.
         optimizer: the optimizer's name.

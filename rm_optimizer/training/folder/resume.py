@@ -28,7 +28,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint file, whose zip archive stores a checksum of every part; None if nothing."""
+    """Defect of a checkpoint file, by the checksums of its zip archive; None if there is none."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()

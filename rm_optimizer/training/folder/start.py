@@ -75,7 +75,7 @@ def begin(config: TrainConfig, run_dir: Path, *, is_first_rank: bool) -> Start:
     Args:
         config: the options; `require_usable` has passed them.
         run_dir: the run folder.
-        is_first_rank: whether this process may remove files.
+        is_first_rank: True if this process may remove files.
 
     Raises:
         CheckpointError: if the checkpoint is of another run, or of a version that recorded none.
