@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from rm_optimizer.interfaces.cli import GROUPS as COMMANDS
 from rm_optimizer.interfaces.describe import BEGIN, END, REFERENCES
 from rm_optimizer.schema.compose import PACKAGE, compose
 from rm_optimizer.schema.store import OPTIMIZERS
-from tests.test_architecture import FLOORS, MODULES
+from tests.test_architecture import FLOORS, INNER, MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
@@ -213,6 +214,11 @@ def test_the_front_page_of_the_manual_links_every_page():
     assert set(PAGES) <= {link.partition("#")[0] for link in LINK.findall(DOCUMENTS["doc.md"])}
 
 
+def test_the_front_page_of_the_manual_names_every_command():
+    names = {command.__name__ for group in COMMANDS.values() for command, _ in group}
+    assert names <= set(re.findall(r"`rm-opt (\w+)", DOCUMENTS["doc.md"]))
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_link_leads_to_a_file_and_a_heading(name):
     assert broken_links(name, DOCUMENTS[name]) == []
@@ -254,6 +260,9 @@ def test_the_floors_are_those_that_imports_are_held_to():
     there = {name.partition(".")[0] for name in MODULES}
     expected = {floor: rooms & there for floor, rooms in enumerate(FLOORS) if rooms & there}
     assert {int(floor): set(re.findall("`(.+?)`", rooms)) for floor, rooms in rows} == expected
+    inside = re.findall(r"^- `(\w+)`: (.+ < .+)$", DOCUMENTS["docs/architecture.md"], re.MULTILINE)
+    shown = {name: tuple(set(re.findall("`(.+?)`", floor)) for floor in text.split(" < ")) for name, text in inside}
+    assert shown == INNER
 
 
 def test_every_option_of_a_run_and_of_an_analysis_is_in_a_table_with_a_meaning():

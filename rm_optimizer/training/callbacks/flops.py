@@ -51,8 +51,8 @@ def peak_bf16_flops(device_name: str) -> float | None:
 class ModelFlops:
     """Operations that one training step on a batch needs, whatever is recomputed or padded.
 
-    ``tokens (2 N + 2 N_back + 2 N_trained) + keys 4 L d (1 + N_back / N)``: each weight of a matrix is multiplied and
-    added once a token in the forward pass, once for the gradient of its input and once for its own; each key that a
+    ``tokens (2 N + 2 N_back + 2 N_trained) + keys 4 L d (1 + 2 N_back / N)``: each weight of a matrix is multiplied
+    and added once a token in the forward pass, once for the gradient of its input and once for its own; each key that a
     query sees takes 4 d in each of L layers, and twice that backwards. With everything trained this is the 6 N and the
     attention term of Chowdhery et al., 2022 (PaLM, arXiv 2204.02311, appendix B), with two deviations: embeddings are
     looked up, not multiplied, and a causal query is counted with the keys it sees, not with all.
