@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim.roles import Role, backbone_prefix, role_of, role_of_new, under
+from rm_optimizer.optim.roles import Role, backbone_prefix, role_of
 from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.optimizers import OptimizerConfig
 
@@ -125,15 +125,12 @@ def describe_groups(optimizer: Optimizer) -> tuple[GroupRow, ...]:
     )
 
 
-def partition(
-    model: nn.Module, *, head_names: Collection[str], new_module_names: Collection[str] = ()
-) -> ParamPartition:
+def partition(model: nn.Module, *, head_names: Collection[str]) -> ParamPartition:
     """Sort a model's trainable parameters by role; tied parameters count once, under their first name.
 
     Args:
         model: the model before any distributed wrapper.
         head_names: full names of the reward head's parameters.
-        new_module_names: full names of further modules whose matrices count as new.
 
     Raises:
         ConfigError: if nothing is trainable, a head name is no parameter, or a layer with one output after the
@@ -149,13 +146,8 @@ def partition(
             num_layers = max(num_layers, block or 0)
             if not parameter.requires_grad or id(parameter) in found:
                 continue
-            role: Role | None
-            if name in head_names:
-                role = Role.head
-            elif under(name, new_module_names):
-                role = role_of_new(parameter)
-            else:
-                role = role_of(name, parameter, module, backbone=backbone)
+            is_head = name in head_names
+            role = Role.head if is_head else role_of(name, parameter, module, backbone=backbone)
             if role is None:
                 unknown.append(f"{name} {tuple(parameter.shape)} of {type(module).__name__}")
                 role = Role.other

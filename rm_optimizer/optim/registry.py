@@ -71,16 +71,13 @@ BFLOAT16: Mapping[TrainingSetup, str] = {
 AVERAGES: Mapping[TrainingSetup, str] = {
     "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
 }
-TORCH, OWN, POPT = (
-    ("torch", "BSD-3-Clause", None),
-    ("rm-optimizer", "Apache-2.0", None),
-    ("pytorch-optimizer", "Apache-2.0", "optimizers"),
-)
+POPT = "optimizers"
+"""Extra with pytorch-optimizer."""
 
 
 def _entry(
     name: str,
-    source: tuple[str, str, str | None],
+    extra: str | None,
     family: Family,
     state_bytes: float,
     rate: RelativeRate | None,
@@ -89,22 +86,22 @@ def _entry(
     refuses: Mapping[TrainingSetup, str] = MappingProxyType({}),
     passes: int = 1,
 ) -> OptimizerInfo:
-    return OptimizerInfo(name, *source, family, passes, state_bytes, rate, MappingProxyType(dict(refuses)), build)
+    return OptimizerInfo(name, extra, family, passes, state_bytes, rate, MappingProxyType(dict(refuses)), build)
 
 
 OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            _entry("adam", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, refuses=CLIPPED),
-            _entry("adamw", TORCH, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, refuses=CLIPPED),
-            _entry("sgd", TORCH, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd, refuses=CLIPPED),
-            _entry("muon", TORCH, "matrix", 4, RelativeRate(3, 1), build_muon, refuses=FLAT),
-            _entry("lion", OWN, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, refuses=CLIPPED),
-            _entry("adafactor", TORCH, "factored", 0, None, standard.build_adafactor, refuses={**FLAT, **WHOLE}),
+            _entry("adam", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, refuses=CLIPPED),
+            _entry("adamw", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, refuses=CLIPPED),
+            _entry("sgd", None, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd, refuses=CLIPPED),
+            _entry("muon", None, "matrix", 4, RelativeRate(3, 1), build_muon, refuses=FLAT),
+            _entry("lion", None, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, refuses=CLIPPED),
+            _entry("adafactor", None, "factored", 0, None, standard.build_adafactor, refuses={**FLAT, **WHOLE}),
             _entry(
                 "sam",
-                OWN,
+                None,
                 "two_pass",
                 8,
                 RelativeRate(1, 1),
@@ -114,7 +111,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
             ),
             _entry(
                 "schedulefree",
-                OWN,
+                None,
                 "schedule_free",
                 8,
                 RelativeRate(3, 3),
@@ -150,7 +147,6 @@ def build_optimizer(
     config: OptimizerConfig,
     *,
     head_names: Collection[str],
-    new_module_names: Collection[str] = (),
     num_steps: int | None = None,
 ) -> Optimizer:
     """The optimizer of a model's trainable parameters, each in exactly one group.
@@ -161,7 +157,6 @@ def build_optimizer(
         model: the model before any distributed wrapper.
         config: the options of a registered optimizer.
         head_names: full names of the reward head's parameters.
-        new_module_names: full names of further modules whose matrices count as new.
         num_steps: optimizer steps of the whole run; ademamix needs it for the warm-up of its slow momentum.
 
     Raises:
@@ -170,7 +165,7 @@ def build_optimizer(
         MissingExtra: if the optimizer's package is not installed.
     """
     info = optimizer_info(config.name)
-    params = partition(model, head_names=head_names, new_module_names=new_module_names)
+    params = partition(model, head_names=head_names)
     optimizer = info.build(params, config, num_steps)
     for group in optimizer.param_groups:
         group.setdefault("algorithm", config.name)

@@ -5,7 +5,7 @@ An embedding and a reward head are matrices too, and FSDP1 flattens everything t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 from torch import nn
@@ -95,16 +95,6 @@ def _role_by_shape(parameter: nn.Parameter, kind: str) -> Role | None:
     if sum(size > 1 for size in parameter.shape) < 2:
         return Role.norm if "Norm" in kind else Role.bias
     return None if parameter.ndim == 2 else Role.other
-
-
-def role_of_new(parameter: nn.Parameter) -> Role:
-    """The role of a parameter in a module that the caller calls new."""
-    return Role.new if parameter.ndim > 1 else Role.bias
-
-
-def under(name: str, modules: Collection[str]) -> bool:
-    """True if a parameter's full name lies inside one of the named modules."""
-    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def backbone_prefix(model: nn.Module) -> str:

@@ -202,14 +202,6 @@ def test_a_frozen_tower_has_no_layers(toy, head, preset):
     assert partition(model, head_names=head).num_layers == 2
 
 
-def test_modules_named_new_take_any_parameter(toy, head):
-    model = toy()
-    model.model.mixer = nn.ParameterDict({"gain": nn.Parameter(torch.ones(3, 3)), "shift": nn.Parameter(torch.ones(3))})
-    roles = {i.name: i.role for i in partition(model, head_names=head, new_module_names=["model.mixer"]).parameters}
-    assert roles["model.mixer.gain"] == "new"
-    assert roles["model.mixer.shift"] == "bias"
-
-
 def test_a_head_nobody_named_is_refused(toy):
     with pytest.raises(ConfigError, match=r"score\.weight has one output, so it is a reward head"):
         partition(toy(), head_names=[])
