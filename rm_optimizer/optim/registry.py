@@ -34,9 +34,6 @@ class OptimizerInfo:
     """One entry of the registry."""
 
     name: str
-    provider: str
-    """Package whose update rule runs."""
-    license: str
     extra: str | None
     """Extra of rm-optimizer that installs it; null for built-in ones."""
     family: Family

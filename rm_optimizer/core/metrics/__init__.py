@@ -1,1 +1,1 @@
-"""Agreement of rewards with preferences: metrics, calibration, collapse and intervals."""
+"""Agreement of rewards with preferences: metrics, calibration, collapse, intervals and effects."""
