@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rm_optimizer.core.data_loader import TrainVal as TrainVal
     from rm_optimizer.core.data_loader import create_dataloader as create_dataloader
     from rm_optimizer.core.model.reward_model import BradleyTerryRM as BradleyTerryRM
+    from rm_optimizer.core.pairs.orders import PairOrder as PairOrder
     from rm_optimizer.core.pairs.pair import BaseRewardModel as BaseRewardModel
     from rm_optimizer.core.pairs.pair import Message as Message
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from rm_optimizer.serving import create_rm_publisher as create_rm_publisher
     from rm_optimizer.serving import trl_reward as trl_reward
     from rm_optimizer.training import RewardModelLightning as RewardModelLightning
+    from rm_optimizer.training import RunCallback as RunCallback
     from rm_optimizer.training import RunResult as RunResult
     from rm_optimizer.training import train_reward_model as train_reward_model
 

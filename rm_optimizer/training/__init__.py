@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.training.callbacks.run_callback import RunCallback as RunCallback
     from rm_optimizer.training.data.in_memory import PreferenceDataModule as PreferenceDataModule
     from rm_optimizer.training.folder.result import RunResult as RunResult
     from rm_optimizer.training.lightning_module import RewardModelLightning as RewardModelLightning
