@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.core.data_loader import PairOrder as PairOrder
     from rm_optimizer.core.data_loader import PreferenceDataset as PreferenceDataset
+    from rm_optimizer.core.data_loader import PreferenceWorld as PreferenceWorld
     from rm_optimizer.core.data_loader import RayPreferenceDataset as RayPreferenceDataset
     from rm_optimizer.core.data_loader import TrainVal as TrainVal
     from rm_optimizer.core.data_loader import create_dataloader as create_dataloader
