@@ -46,7 +46,7 @@ def checked(
         overrides: overrides of the command line, in Hydra's grammar, without sweeps.
         kind: the dataclass of the whole configuration.
         name: main file.
-        config_dir: the user's own folder of presets, searched before ours.
+        config_dir: folder of the user's presets, searched before the package's.
         writable: also require that the run folder can be made.
         sweeps: take presets of a sweep, which need --multirun to be more than their first value.
         job: number of the job in a sweep, whose folder it then has; None is a run on its own.
@@ -87,7 +87,7 @@ def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: st
     Args:
         overrides: overrides of the command line, in Hydra's grammar, without sweeps.
         name: main file.
-        config_dir: the user's own folder of presets, searched before ours.
+        config_dir: folder of the user's presets, searched before the package's.
 
     Raises:
         ConfigError: if an override is wrong.
@@ -127,7 +127,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
     Args:
         overrides: overrides of the command line, in Hydra's grammar.
         name: main file.
-        config_dir: the user's own folder of presets, searched before ours.
+        config_dir: folder of the user's presets, searched before the package's.
 
     Raises:
         ConfigError: if an override cannot be read or composed.

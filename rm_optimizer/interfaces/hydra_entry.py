@@ -11,7 +11,7 @@ from rm_optimizer.interfaces.exits import one_exit
 
 
 def launch(run: Callable[[Any], object], main_file: str) -> None:
-    """Let Hydra compose what this process's command line asks for, and run it.
+    """Compose the configuration of the command line with Hydra, and run it.
 
     A failure inside `run` ends the process there with its sentence and exit code. Hydra lets that pass, where it would
     first announce an error in a line of its own.

@@ -56,7 +56,7 @@ class SavedModel:
 
 
 def length_note(model: BradleyTerryRM) -> str | None:
-    """A sentence on a length limit that nobody chose; None where the user or the model's training did."""
+    """Sentence about a default length limit; None if the user or the model's training chose it."""
     if not model.has_default_length:
         return None
     return (

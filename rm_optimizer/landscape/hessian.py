@@ -79,10 +79,10 @@ class HessianAnalyzer:
         on_iteration: Callable[[Progress], None] | None = None,
         on_product: Callable[[int], None] = lambda num_products: None,
     ) -> HessianSpectrum:
-        """Eigenvalues, and where asked for trace, density and sampling error.
+        """Compute eigenvalues and, on request, trace, density and sampling error.
 
-        Interrupting (Ctrl-C) `lanczos`, or what follows the eigenvalues, gives what was found until then, and the
-        spectrum's `status` says so.
+        Ctrl-C during `lanczos`, or during the estimates after the eigenvalues, returns the values found until then,
+        with the spectrum's `status` set to `interrupted`.
 
         Args:
             pairs: pairs, or a loader of batches of pairs.

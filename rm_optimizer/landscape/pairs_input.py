@@ -31,7 +31,7 @@ def fixed_batches(
     seed: int,
     fewest: int = FEWEST,
 ) -> tuple[list[AnyPairBatch], Prompts | None]:
-    """All pairs of the source, or some drawn once, in micro-batches, and their prompts where the source tells them.
+    """All pairs of the source, or some drawn once, in micro-batches, and their prompts if the source has them.
 
     Args:
         model: model that tokenizes the pairs.

@@ -43,7 +43,7 @@ def condition_number(spectrum: HessianSpectrum) -> Quantity:
     """`|lambda|max` over the smallest resolved magnitude among the eigenvalues computed.
 
     An eigenvalue is resolved if its magnitude is more than twice its error bound. The smallest of all is not meant:
-    with more parameters than the data constrain it is 0 to rounding, and the ratio to it says nothing.
+    with more parameters than the data constrain it is 0 to rounding, and the ratio to it is meaningless.
     """
     largest = _largest(spectrum)
     if isinstance(largest, str):

@@ -71,7 +71,7 @@ def draw_pairs(
         cache_dir: folder of the token cache; see `tokenize_pairs`.
 
     Raises:
-        DataError: if fewer than two pairs are left after truncation: one says nothing about sampling error.
+        DataError: if fewer than two pairs are left after truncation: one pair gives no sampling error.
     """
     tokenized = tokenize_pairs(pairs, renderer, cache_dir)
     if min(num_pairs, len(tokenized)) < 2:

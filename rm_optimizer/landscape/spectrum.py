@@ -36,8 +36,8 @@ class HessianSpectrum(JsonRecord, indent=2):
         is_exhaustive: True if every unlisted eigenvalue is 0.
         trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
         density: of all eigenvalues; None where it was not estimated.
-        sampling: the first eigenvalues with their error over pairs, as many as were asked for.
-        geometry: gradient and sharpness at the point; None where they were not asked for.
+        sampling: the first eigenvalues with their error over pairs, as many as requested.
+        geometry: gradient and sharpness at the point; None if not requested.
         matrix: `hessian`, `gauss_newton` or `fisher`.
         method: method of the eigenvalues.
         params: selection of the parameters.

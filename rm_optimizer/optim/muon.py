@@ -77,7 +77,7 @@ def refuse_nesterov_bug(config: MuonConfig, *, bf16: bool) -> None:
 
 
 class ShardedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` for matrices sharded by FSDP2: each is gathered, orthogonalised whole, and split again.
+    """`torch.optim.Muon` for matrices sharded by FSDP2: each is gathered, orthogonalized whole, and split again.
 
     Muon itself runs on shards too, but then sums products of bfloat16 parts over ranks: for a gradient of low rank the
     step differs from one device's by up to 0.3 of its length. Momentum is stored in shards; one matrix at a time is

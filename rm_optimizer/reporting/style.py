@@ -69,9 +69,9 @@ def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[
     """Like `new_figure`, with a caption of several parts over two lines where one is too short.
 
     Args:
-        title: what is shown.
+        title: title of the picture.
         caption: parts joined by `; `.
-        strip: whether a second axes lies under the first.
+        strip: True for a second axes under the first.
     """
     lines = wrapped(caption)
     figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
@@ -93,7 +93,7 @@ def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Fi
     """Like `new_figure` with a strip, in which both axes have room for a curve.
 
     Args:
-        title: what is shown.
+        title: title of the picture.
         caption: sample size and anything needed to read it.
         ratios: heights of the upper and the lower axes.
     """
@@ -111,7 +111,7 @@ def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
     Args:
         figure: the figure.
         png: PNG to write.
-        svg: whether the SVG is written beside it.
+        svg: True to write an SVG beside it.
 
     Returns:
         The files.

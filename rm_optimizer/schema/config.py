@@ -161,7 +161,7 @@ class EarlyStoppingConfig:
     """Stop when the monitored validation metric no longer improves."""
 
     enabled: bool = False
-    """Off unless asked for."""
+    """Stop early."""
     patience: int = 5
     """Evaluations without improvement before stopping."""
     min_delta: float = 0.0
@@ -223,13 +223,13 @@ class TrainingConfig:
     monitor: str = "val/nll"
     """Validation metric that selects the best checkpoint and stops early."""
     mode: Mode | None = None
-    """Whether a smaller (min) or larger (max) `monitor` is better; null takes the metric's own direction."""
+    """Direction of improvement of `monitor`: smaller (min) or larger (max); null takes the metric's own."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-    """When to stop before the end."""
+    """Early stopping."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    """Whether calibration is watched."""
+    """Calibration during training."""
     hessian: HessianConfig = field(default_factory=HessianConfig)
-    """Whether curvature is watched."""
+    """Curvature during training."""
     num_bootstrap: int = 1000
     """Bootstrap resamples over prompts for the intervals of the final evaluation."""
     progress: bool = True
@@ -330,13 +330,13 @@ class TrainConfig:
     seed: int = 0
     """Seed of head, data order and dropout."""
     resume: Resume = Resume.none
-    """What to do with a run in the run folder: `none` refuses, `auto` continues it, `restart` removes it and starts."""
+    """Treatment of a run in the run folder: `none` refuses, `auto` continues it, `restart` removes it and starts."""
     output_dir: str = MISSING
     """The run folder."""
     profile_memory: bool = False
     """Log memory, token rates, padding and MFU of every step, and leave their medians in `profile.json`."""
     publish: PublishConfig = field(default_factory=PublishConfig)
-    """Whether a reward server is sent the weights."""
+    """Publishing of weights to a reward server."""
     model: ModelConfig = MISSING
     adapter: AdapterConfig = MISSING
     data: DataConfig = MISSING

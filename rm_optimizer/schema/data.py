@@ -115,7 +115,7 @@ class DataConfig:
     winner: Any = None
     """Values of the `winner` column that name response_a, response_b and, if any, a tie: [model_a, model_b, tie]."""
     kwise_rule: KwiseRule = KwiseRule.all
-    """Which pairs a k-wise row gives; equal scores never make a pair."""
+    """Pairs that a k-wise row gives; equal scores never make a pair."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Stop at the first bad row, or drop bad rows, count them and list them."""
     max_bad_share: float = MAX_BAD_SHARE

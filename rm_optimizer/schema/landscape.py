@@ -106,7 +106,7 @@ class LandscapeConfig:
     num_points: int = 21
     """Points along each direction; odd, so that the weights themselves are among them."""
     span: float | None = None
-    """How far to go; null is 1 for random directions, for eigenvectors where the top one's parabola rises by 1 nat."""
+    """Distance to either side; null is 1 for random directions, for eigenvectors a rise of the parabola by 1 nat."""
     processes: int = 1
     """Processes that share the points of slices, surfaces and trajectories; CPU only."""
 
@@ -128,7 +128,7 @@ class LandscapeConfig:
 
 
 def ignored_options(config: LandscapeConfig) -> list[str]:
-    """What differs from its default and is not read by the type, by its method or along its directions.
+    """Options that differ from their defaults and are unused by the type, its method or its directions.
 
     Example:
         >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, method=SpectrumMethod.full, top_k=7))
@@ -182,7 +182,7 @@ class AnalyzeConfig:
     checkpoint: str = MISSING
     """Run folder, exported folder, Lightning .ckpt or hub id."""
     output_dir: str = MISSING
-    """Where results go: `landscape/TYPE` in the run folder, below `outputs/analyze` for other models."""
+    """Folder of the results: `landscape/TYPE` in the run folder, below `outputs/analyze` for other models."""
     seed: int = 0
     """Seed of pairs, random directions, starting vectors and probes."""
     max_length: int | None = None

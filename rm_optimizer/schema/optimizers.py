@@ -151,7 +151,7 @@ class MuonConfig(AdamConfig):
     ns_steps: int = MISSING
     """Newton-Schulz iterations of each orthogonalization."""
     scaling: MuonScaling = MuonScaling.match_rms_adamw
-    """How the orthogonal update is scaled to the matrix."""
+    """Scale of the orthogonal update for a matrix."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -286,7 +286,7 @@ class ShampooConfig(OptimizerConfig):
     beta2: float = MISSING
     """Decay of the preconditioner's statistics."""
     graft: Graft = MISSING
-    """Whose update norm each parameter's step has."""
+    """Update whose norm each parameter's step takes."""
     block_size: int = MISSING
     """Side of the blocks a matrix is cut into."""
     start_step: int = MISSING

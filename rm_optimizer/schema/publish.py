@@ -41,7 +41,7 @@ class PublishConfig:
     every_n_steps: int = 100
     """Optimizer steps between two versions; the last step is always sent."""
     mode: RewardModelTrainingMode = RewardModelTrainingMode.full
-    """What is sent: full, head_only or lora; the server must serve such a model."""
+    """Tensors to send: full, head_only or lora; the server must serve such a model."""
     transport: Transport = Transport.inline
     """inline; path below the server's weights root on this machine; gloo or nccl between machines."""
     host: str = "127.0.0.1"

@@ -16,10 +16,10 @@ from rm_optimizer.schema.publish import Transport
 ENGINES = ("auto", "transformers", "vllm")
 DTYPES = ("float32", "bfloat16")
 DEFAULT_TRANSPORTS = "inline,path"
-"""Transports for which the server connects to nobody."""
+"""Transports for which the server opens no connection."""
 MAX_NAME = 256
 RUN_SUBFOLDERS = frozenset({"best"})
-"""Folders of a run whose name says nothing of the model."""
+"""Folders of a run whose name does not identify the model."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class ServeOptions:
 
     @property
     def model_name(self) -> str:
-        """What requests call the model: the name that was given, or that of its folder, file or hub id."""
+        """Name of the model in requests: the given name, or that of its folder, file or hub id."""
         return self.served_model_name if self.served_model_name is not None else name_of(self.checkpoint)
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """True if only this machine reaches the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -101,17 +101,17 @@ class ServeOptions:
 
     @property
     def checks_host(self) -> bool:
-        """Whether requests must name this machine: where no key keeps a web page of another name out."""
+        """True if the `Host` of requests must be this machine, since no key keeps web pages of other names out."""
         return self.is_local and self.api_key is None
 
     @property
     def url(self) -> str:
-        """Where the server answers."""
+        """Address of the server."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def warning(self) -> str | None:
-        """What is likely a mistake, in a sentence."""
+        """Likely mistake in the options, in one sentence."""
         if self.is_local or self.api_key is not None:
             return None
         may_replace = " and replace the weights" if self.takes_updates and self.update_key is None else ""

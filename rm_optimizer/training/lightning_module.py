@@ -201,7 +201,7 @@ _NOTHING_DECIDED = {"accuracy": float("nan"), "mean_margin": float("nan")}
 
 
 def _decided_sums(margins: Float[Tensor, " pairs"], batch: AnyPairBatch) -> Float[Tensor, " 3"]:
-    """Weighted sums over the pairs whose label says which response is better: right ones, their lead, their weight."""
+    """Weighted sums over the pairs with a preferred response: correctly ranked ones, their margin, their weight."""
     side = torch.sign(batch.label.double() - 0.5)
     lead = side * margins.double()
     right = 0.5 + 0.5 * torch.sign(lead)

@@ -1,6 +1,6 @@
 """The processes that torchrun or SLURM started a run as: as many as the options say, and one run folder for all.
 
-Imports torch only to ask the other processes. Processes that Lightning starts itself are told their folder by it.
+Imports torch only to communicate with the other processes. Lightning passes the folder to the processes it starts.
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def _stopped_at_once(run_dir: Path) -> str:
 def build_trainer(
     hardware: HardwareConfig, loggers: list[Logger], callbacks: list[Callback], num_steps: int
 ) -> pl.Trainer:
-    """A Lightning trainer that only drives steps: evaluation, checkpoints and logging are callbacks of ours."""
+    """Lightning trainer that only drives steps; evaluation, checkpoints and logging are this package's callbacks."""
     quiet_libraries()
     return pl.Trainer(
         accelerator=hardware.accelerator,

@@ -35,7 +35,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning hands the optimizer's state to `load_optimizer_state_dict`."""
+        """True, so that Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def _sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, 
 
 
 def strategy_of(hardware: HardwareConfig) -> str | ShardedStrategy:
-    """What Lightning calls the strategy, or ours for FSDP2."""
+    """Lightning's name of the strategy, or a `ShardedStrategy` for FSDP2."""
     if hardware.strategy == SHARDED_STRATEGY:
         return ShardedStrategy(hardware.devices * hardware.num_nodes)
     return hardware.strategy
 
 
 def cluster_plugins() -> list[Any]:
-    """Under SLURM alone, Lightning without its own requeueing, whose checkpoints `resume=auto` does not know."""
+    """Plugin for SLURM without Lightning's requeueing, whose checkpoints `resume=auto` cannot read; else none."""
     is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     return [SLURMEnvironment(auto_requeue=False)] if is_slurm else []

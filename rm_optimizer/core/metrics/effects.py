@@ -38,7 +38,7 @@ def paired_effect(
         better: margins of the arm that ought to be better.
         worse: margins of the other arm; None estimates the score of `better` itself.
         prompts: prompt of each pair.
-        score: what is compared.
+        score: compared metric.
         offset: added to each seed's effect, and known exactly given the seed.
     """
     sign = 1.0 if worse is None or score == "accuracy" else -1.0

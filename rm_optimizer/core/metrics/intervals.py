@@ -110,7 +110,7 @@ def with_honest_width(
 
     Args:
         estimate: as `cluster_bootstrap` gives it.
-        cluster_weight: what each cluster counts for in the statistic, not negative.
+        cluster_weight: weight of each cluster in the statistic, not negative.
         bounds: smallest and largest value that the statistic can take; None for an unbounded one.
 
     Example:
@@ -148,7 +148,7 @@ def cluster_bootstrap(
     than two clusters say nothing about uncertainty and get neither.
 
     Args:
-        sums: what each cluster adds to each total.
+        sums: share of each cluster in each total.
         statistic: from totals to statistics; called with a leading axis of resamples.
         num_bootstrap: resamples; 0 skips the bootstrap.
         seed: of the resampling; the same seed and number of clusters resample alike.

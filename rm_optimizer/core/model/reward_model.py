@@ -121,7 +121,7 @@ class BradleyTerryRM(BaseRewardModel):
             quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
             new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
                 source is refused, since its rewards would be random.
-            input_form: what a reward model of others reads that has no chat template: `plain`, or `pair` for what its
+            input_form: input of a foreign reward model without a chat template: `plain`, or `pair` for what its
                 tokenizer makes of (prompt, response); None takes `plain`, with a warning.
 
         Raises:

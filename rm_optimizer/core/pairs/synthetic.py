@@ -185,7 +185,7 @@ class PreferenceWorld:
 
     Args:
         seed: seed of texts, labels and of the gold reward's parameters, not negative.
-        concave: whether length costs in the gold reward, so that a policy can over-optimize.
+        concave: True if length lowers the gold reward, so that a policy can over-optimize.
         gold: gold reward in place of one drawn by the seed.
 
     Example:

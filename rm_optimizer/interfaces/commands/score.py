@@ -67,7 +67,7 @@ class LocalScorer:
 
 
 def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
-    """Print one reward a line, in the order of the responses; what was cut is said on standard error."""
+    """Print one reward a line, in the order of the responses; truncation is reported on standard error."""
     from rm_optimizer.evaluation.score_file import require_finite
 
     if not prompt.strip():
@@ -86,7 +86,7 @@ def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], toke
 def _score_to_file(saved: SavedModel, source: Path, target: Path, token_budget: int) -> None:
     """Write `source` with a `reward` column to `target`, continuing an earlier call that was stopped.
 
-    A JSON file beside the target says which model the rewards are of, and what was cut.
+    A JSON file beside the target records the model of the rewards and the truncation.
     """
     from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.evaluation.score_file import score_file

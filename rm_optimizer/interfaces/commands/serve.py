@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rm_optimizer.serving.service.service import RewardService
 
 GRACEFUL_SECONDS = 30
-"""Longest that requests may take to be answered once the server is told to stop."""
+"""Seconds to answer open requests after SIGTERM."""
 WATCH_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 75
-"""Time that an idle connection stays open, longer than load balancers and clients keep theirs."""
+"""Seconds that an idle connection stays open, longer than the defaults of load balancers and clients."""
 
 
 def serve(options: ServeOptions) -> None:
@@ -57,7 +57,7 @@ def _takes_vllm(options: ServeOptions) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that nobody else can take.
+    """Bound socket, reserved for this server.
 
     Raises:
         RMOptimizerError: if the address is taken, or is none of this machine's.

@@ -63,7 +63,7 @@ class DeflatedOperator:
 
     Args:
         operator: the matrix `A`.
-        vectors: what is removed, one a row.
+        vectors: orthonormal vectors to remove, one a row.
     """
 
     def __init__(self, operator: SymmetricOperator, vectors: Float[Tensor, "removed parameters"]) -> None:

@@ -29,7 +29,7 @@ class GramSpectrum:
         pair_of_row: the pair that each row belongs to.
         pair_weights: the pairs' weights in the loss.
         values: eigenvalues, descending; all others of the large matrix are 0.
-        vectors: unit eigenvectors of the large matrix for the first values, as many as were asked for.
+        vectors: unit eigenvectors of the large matrix for the first values, as many as requested.
         num_passes: times that all pairs' gradients were taken, more than one where they did not fit into memory.
     """
 

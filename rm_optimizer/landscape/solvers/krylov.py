@@ -122,7 +122,7 @@ class KrylovState:
     def save(self, path: Path) -> None:
         """Write the state, of the vectors only those that the last `save` did not; a kill leaves that state whole.
 
-        The vectors lie end to end in a file beside `path`, which says how many of them belong to the state.
+        The vectors lie end to end in a file beside `path`, which holds the number that belong to the state.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = list(itertools.chain.from_iterable(self.basis.rows()))

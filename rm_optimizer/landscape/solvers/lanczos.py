@@ -103,7 +103,7 @@ def lanczos(
     Builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all others, and
     solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). Stops when `min(r, r^2 / gap) <= tolerance
     |value|` for every wanted value (Theorem 11.7.1, with the gap to the other values computed), or when the products
-    run out; `converged` tells which hold then.
+    run out; `converged` marks the values that satisfy it.
 
     A Krylov space holds a repeated eigenvalue once. When it is exhausted, another begins at random beside it, until one
     changes no wanted value; until then copies can be missed.

@@ -27,7 +27,7 @@ MAX_ITERATIONS = 100
 class PyHessianProblem:
     """Adapter to PyHessian's model, data and criterion: one batch whose gradient's graph is kept, or a data loader.
 
-    PyHessian averages batches by their size; each micro-batch says it has size 1 and gives its part of the loss times
+    PyHessian averages batches by their size; each micro-batch has size 1 and gives its part of the loss times
     their number, so that the mean is the loss over pairs.
 
     Args:
@@ -105,7 +105,7 @@ class PyHessianProblem:
 
 
 class _Part:
-    """Micro-batches, with what PyHessian asks of a tensor of inputs."""
+    """Micro-batches with the interface of PyHessian's tensor of inputs."""
 
     def __init__(self, batches: Sequence[AnyPairBatch]) -> None:
         self.batches = batches

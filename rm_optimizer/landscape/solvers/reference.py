@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 32
 
 
 def dense_matrix(operator: SymmetricOperator) -> Float[Tensor, "parameters parameters"]:
-    """The matrix in float64, from one product for each row and symmetrised.
+    """The matrix in float64, from one product for each row and symmetrized.
 
     Raises:
         ConfigError: if it has more than `LARGEST` rows.
@@ -71,7 +71,7 @@ def power_iteration(
 
     Args:
         operator: the matrix.
-        top_k: how many.
+        top_k: number of eigenpairs.
         tolerance: relative residual that ends each.
         max_products: products in all, divided evenly over the values.
         seed: of the starting vectors.

@@ -103,7 +103,7 @@ def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
 def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
     """Unit vectors along eigenvectors, those of the largest magnitude first; a unit is one of parameter distance.
 
-    The name of one that did not converge says so.
+    The name of one that did not converge is marked.
 
     Args:
         found: computed eigenpairs.

@@ -64,7 +64,7 @@ def measure_grid(
         on_point: function called after each point.
 
     Raises:
-        ConfigError: if several processes are asked for on a model that is not on the CPU.
+        ConfigError: if several processes are requested for a model that is not on the CPU.
     """
     todo = [index for index in range(len(points)) if index not in ledger.points]
     on_point(len(ledger.points), len(points))

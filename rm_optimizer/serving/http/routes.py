@@ -146,7 +146,7 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
 async def get_reward(body: OpenRLHFRequest, request: Request, response: Response, service: Service) -> OpenRLHFResponse:
     """Rewards in OpenRLHF's form (`--remote_rm_url http://host:port/get_reward`).
 
-    Texts that are too long lose tokens from their left, as in training; `extra_logs.truncated` says which (1.0).
+    Texts that are too long lose tokens from their left, as in training; `extra_logs.truncated` marks them with 1.0.
     """
     reader = service.reader
     if not body.query:

@@ -290,7 +290,7 @@ class Checkpoints(pl.Callback):
     def _stops(self, trainer: pl.Trainer) -> bool:
         """True if any process was asked to stop, since a signal may reach one alone, or each at another step."""
         stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
-        # A signal that comes while the processes agree is theirs to see the next time; it is never taken back here.
+        # a signal during the agreement counts at the next one; it is never reset here
         self.stop.requested = self.stop.requested or stops
         trainer.should_stop = trainer.should_stop or stops
         return stops

@@ -21,10 +21,10 @@ OWN = {
 
 
 class RunCallback(pl.Callback):
-    """Lightning callback with columns of its own in `metrics.csv`, or one that an option asks for.
+    """Lightning callback with columns of its own in `metrics.csv`, or one that an option enables.
 
     Attributes:
-        option: the option that asks for it; empty for callbacks of a user.
+        option: option that enables it; empty for callbacks of a user.
         columns: name of each metric that it logs, and the column of `metrics.csv` that holds it.
     """
 

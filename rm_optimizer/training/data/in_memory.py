@@ -31,7 +31,7 @@ from rm_optimizer.schema import BatchingConfig, DataConfig
 log = logging.getLogger("rm_optimizer")
 
 FEW_PAIRS = 10
-"""Below so many pairs of a split, a warning says so."""
+"""Number of pairs of a split below which a warning is logged."""
 
 
 class StepLoader:
@@ -76,7 +76,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         seed: the run's seed; the data order depends on it and on the step alone.
         epochs: passes over the training pairs.
         max_steps: optimizer steps, overriding `epochs`.
-        model: renders conversations, and says whether prompts can be shared.
+        model: model that renders conversations and determines if prompts can be shared.
         pin_memory: load batches into page-locked memory and copy them to the device while it computes.
         order: order of the training pairs; None shuffles them by the seed.
 

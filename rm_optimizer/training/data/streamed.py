@@ -142,7 +142,7 @@ class StreamingDataModule(PreferenceDataModule):
         return StreamLoader(self)
 
     def open_stream(self) -> MacroBatchStream:
-        """The stream of this rank's workers, started once, as Lightning asks for it twice; `teardown` ends them."""
+        """Stream of this rank's workers, started once, since Lightning calls this twice; `teardown` ends them."""
         if self._open is not None:
             return self._open
         trainer = self.trainer

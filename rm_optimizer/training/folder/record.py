@@ -21,7 +21,7 @@ from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.training.folder.checkpoints import checkpoint_step
 
 RUN_KEY = "run"
-"""Entry of a checkpoint's payload that says which run it belongs to."""
+"""Entry of a checkpoint's payload that identifies its run."""
 
 
 @dataclass(frozen=True, kw_only=True)

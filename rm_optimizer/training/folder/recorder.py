@@ -77,7 +77,7 @@ class MetricsCSV(Logger):
 
     @property
     def version(self) -> str:
-        """Lightning asks for a version; there is one file a run."""
+        """Empty version, which Lightning requires; there is one file a run."""
         return ""
 
     @rank_zero_only
