@@ -13,10 +13,11 @@ from torch import Tensor
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.draws import FEWEST, Prompts
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
-from rm_optimizer.landscape.pairs_input import FEWEST, PairSource, Prompts, clusters_of, fixed_batches
+from rm_optimizer.landscape.pairs_input import PairSource, clusters_of, fixed_batches
 from rm_optimizer.landscape.solve import (
     Matrix,
     Solution,
@@ -130,7 +131,7 @@ class HessianAnalyzer:
             KrylovState.remove(options.state_file)
         return spectrum
 
-    def _batches(self, pairs: PairSource, num_pairs: int | None) -> tuple[list[AnyPairBatch], Prompts | None]:
+    def _batches(self, pairs: PairSource, num_pairs: int | None) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
         return fixed_batches(
             self.model,
             pairs,

@@ -12,8 +12,9 @@ import torch
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from rm_optimizer.landscape.sample import MeasuredLoss, draw_pairs
+from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.records.recall import run_folder_of
 from rm_optimizer.records.run_folder import read_identity, read_options
 from rm_optimizer.records.run_options import FREE, is_among
@@ -45,13 +46,8 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
     data = _pairs(options)
     for note in data.notes if checkpoint is None else ():
         _log.warning(note)
-    sample = draw_pairs(
-        data.accepted_by(model.renderer).pairs,
-        model.renderer,
-        num_pairs=options.landscape.num_pairs,
-        seed=options.seed,
-        token_budget=options.landscape.token_budget,
-    )
+    pairs, config = data.accepted_by(model.renderer).pairs, options.landscape
+    sample = draw_pairs(model, pairs, config.num_pairs, options.seed, token_budget=config.token_budget)
     dtype = getattr(torch, options.landscape.dtype.value)
     return MeasuredLoss(model.eval(), sample, options.loss, params, dtype)
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch, pair_collator
-from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.draws import FEWEST, Prompts, draw_pairs
 
 PairSource: TypeAlias = Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
 """Pairs, or a loader of batches or macro-batches of pairs that ends."""
-Prompts: TypeAlias = Mapping[int, int]
-"""Number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent."""
-FEWEST = 2
-"""Pairs below which curvature is that of one preference, not of a loss over preferences."""
 
 
 def fixed_batches(
@@ -30,7 +23,7 @@ def fixed_batches(
     num_pairs: int | None,
     seed: int,
     fewest: int = FEWEST,
-) -> tuple[list[AnyPairBatch], Prompts | None]:
+) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
     """All pairs of the source, or some drawn once, in micro-batches, and their prompts if the source has them.
 
     Args:
@@ -45,27 +38,19 @@ def fixed_batches(
         ConfigError: if pairs of a loader shall be drawn.
         DataError: if fewer pairs are left.
     """
-    prompts: Prompts | None = None
     if _are_pairs(source):
-        batches, prompts = _of_pairs(model, source, token_budget, num_pairs, seed)
-    else:
-        batches = _of_loader(source)
-    if num_pairs is not None and not _are_pairs(source):
+        pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
+        drawn = draw_pairs(model, pairs, num_pairs, seed, token_budget=token_budget, fewest=fewest)
+        return drawn.batches, drawn.prompts
+    if num_pairs is not None:
         raise ConfigError(
             "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
         )
+    batches = _of_loader(source)
     count = sum(batch.num_pairs for batch in batches)
     if count < fewest:
-        raise DataError(
-            f"curvature of a loss over pairs needs at least {fewest} pairs, got {count}; 64 or more are useful"
-        )
-    return batches, prompts
-
-
-def prompt_numbers(pairs: Iterable[tuple[int, PreferencePair]]) -> Prompts:
-    """Number of each pair's prompt in the order in which prompts first come, from pairs with their `pair_index`."""
-    numbers: dict[str, int] = {}
-    return {index: numbers.setdefault(pair.prompt_id, len(numbers)) for index, pair in pairs}
+        raise DataError(f"a measurement over pairs needs at least {fewest} pairs, got {count}; 64 or more are useful")
+    return batches, None
 
 
 def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
@@ -77,21 +62,6 @@ def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> lis
 
 def _are_pairs(source: PairSource) -> bool:
     return isinstance(source, Sequence) and (len(source) == 0 or isinstance(source[0], PreferencePair))
-
-
-def _of_pairs(
-    model: BradleyTerryRM, source: PairSource, token_budget: int, num_pairs: int | None, seed: int
-) -> tuple[list[AnyPairBatch], Prompts]:
-    pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
-    if num_pairs is not None and num_pairs < len(pairs):
-        drawn = random_positions(len(pairs), num_pairs, seed)
-        pairs = [pairs[index] for index in drawn.tolist()]
-    if not pairs:
-        return [], {}
-    tokens = tokenize_pairs(pairs, model.renderer, None)
-    collator = pair_collator(tokens, pairs, model.renderer.pad_token_id, prefix_sharing=False)
-    batches = [collator(batch) for batch in collator.micro_batches(np.arange(len(tokens)), token_budget)]
-    return batches, prompt_numbers(enumerate(pairs))
 
 
 def _of_loader(source: PairSource) -> list[AnyPairBatch]:

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rm_optimizer.evaluation.draws import PairSample
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.sample import PairSample
 from rm_optimizer.landscape.surface.directions import Directions
 
 

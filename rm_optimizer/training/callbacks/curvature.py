@@ -13,10 +13,10 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from rm_optimizer.core.pairs.orders import random_positions
-from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature
+from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema import TrainConfig
@@ -107,7 +107,7 @@ class HessianCallback(RunCallback):
             try:
                 pl_module.model.eval()
                 self._take = self._take or self.measure(
-                    pl_module.model, self._probe(trainer, pl_module), pl_module.loss_config
+                    pl_module.model, self._drawn(trainer, pl_module), pl_module.loss_config
                 )
                 reading = self._take()
             finally:
@@ -122,11 +122,21 @@ class HessianCallback(RunCallback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
-    def _probe(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
+    def _drawn(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
+        """Training pairs, drawn by the run's seed and no global generator."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, PreferenceDataModule), "a run has its pairs"
-        self.num_pairs = min(self.config.num_pairs, len(data.train_tokens))
-        return probe_batches(data, self.config.num_pairs, module.model.renderer.pad_token_id, module.model.device)
+        sample = draw_pairs(
+            module.model,
+            data.data.train.pairs,
+            self.config.num_pairs,
+            data.seed,
+            token_budget=data.batching.micro_token_budget,
+            fewest=1,
+            tokenized=data.train_tokens,
+        )
+        self.num_pairs = sample.num_pairs
+        return [batch.to(module.model.device) for batch in sample.batches]
 
     def _share(self) -> float:
         return self.seconds / max(time.perf_counter() - self._started, 1e-9)
@@ -142,22 +152,6 @@ def curvature_values(reading: CurvatureReading) -> dict[str, float]:
         "curvature/trace_standard_error": math.nan if error is None else error,
         "curvature/num_products": reading.num_products,
     }
-
-
-def probe_batches(
-    data: PreferenceDataModule, num_pairs: int, pad_token_id: int, device: torch.device
-) -> list[AnyPairBatch]:
-    """Fixed training pairs, drawn by the run's seed and no global generator, in padded micro-batches.
-
-    Args:
-        data: the run's pairs.
-        num_pairs: number of pairs to draw, at most all.
-        pad_token_id: id that fills the rows.
-        device: device of the batches.
-    """
-    collator = PairCollator(data.train_tokens, data.data.train, pad_token_id)
-    positions = random_positions(len(data.train_tokens), num_pairs, data.seed)
-    return [collator(batch).to(device) for batch in collator.micro_batches(positions, data.batching.micro_token_budget)]
 
 
 @contextmanager

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rm_optimizer.errors import DataError
+from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.analysis import measure_slices, measure_surface
 from rm_optimizer.landscape.analysis_context import AnalysisContext
 from rm_optimizer.landscape.operators.base import HessianOperator
-from rm_optimizer.landscape.sample import draw_pairs
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.surface.directions import Directions, along_eigenvectors, filter_normalized
 from rm_optimizer.landscape.surface.grid import GridLedger, measure_grid
@@ -234,8 +234,8 @@ def test_errors_are_those_of_prompts_not_of_pairs():
 
 
 def test_one_pair_is_refused(cache, measured_loss):
-    with pytest.raises(DataError, match="at least 2 pairs to know its sampling error, got 1"):
-        draw_pairs(PAIRS[:1], measured_loss.model.renderer, num_pairs=8, seed=0, token_budget=64, cache_dir=cache)
+    with pytest.raises(DataError, match="at least 2 pairs, got 1"):
+        draw_pairs(measured_loss.model, PAIRS[:1], 8, 0, token_budget=64, cache_dir=cache)
 
 
 POINT, NONE = PointLoss(0.5, 0.1, 0.75, 0.05), PointLoss(math.nan, math.nan, math.nan, math.nan)

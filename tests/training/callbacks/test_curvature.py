@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rm_optimizer import analyze as entry
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+from rm_optimizer.interfaces.command_line import checked
+from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.loading import load_measured_loss
 from rm_optimizer.schema import LossConfig, TrainConfig
+from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import lightning_module, train_reward_model
 from rm_optimizer.training.callbacks import curvature as training_curvature
@@ -190,6 +197,23 @@ def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
     assert [list(each) for each in products] == [["0", "2", "4"]] * 2
     assert [each["2"] for each in products] == [1, 1]
     assert products[0]["4"] == 1 < products[1]["4"]
+
+
+def test_the_run_the_analysis_and_the_analyzer_draw_the_same_pairs(small_config: Build, tmp_path: Path) -> None:
+    pairs = [PreferencePair(f"Number {i}?", f"Yes, {i}.", f"No {'no ' * (i % 5)}{i}.") for i in range(21)]
+    pairs[3] = PreferencePair("Cut?", "so " * 300 + "yes", "so " * 300 + "no")  # equal after truncation
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair.to_dict()) + "\n" for pair in pairs))
+    measure, data = PowerIteration(), [f"data.train={file}", f"data.val={file}", "data.allow_prompt_overlap=true"]
+    config = small_config(tmp_path / "run", *WATCHED, *data, "training.max_steps=1")
+    train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, measure)])
+    arguments = [f"checkpoint={tmp_path / 'run'}", "split=train", "landscape.num_pairs=8"]
+    measured = load_measured_loss(checked(entry.completed(arguments), AnalyzeConfig, name="analyze"))
+    assert sorted(int(i) for batch in measured.sample.batches for i in batch.pair_index) == measure.pairs[0]
+    assert any(index > 3 for index in measure.pairs[0])
+    analyzer = HessianAnalyzer(measured.model, loss=measured.loss, params="head", seed=measured.sample.seed)
+    with measured.measuring() as objective:
+        assert analyzer.compute_spectrum(pairs, num_pairs=8, top_k=1).loss == pytest.approx(objective.value(), rel=1e-6)
 
 
 @pytest.mark.parametrize("watching", [True, False])

@@ -1,0 +1,95 @@
+"""Fixed pairs to measure on: drawn once by a seed, in micro-batches, the same wherever they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
+from rm_optimizer.core.tokens.cache import PairTokens, tokenize_pairs
+from rm_optimizer.errors import DataError
+
+Prompts: TypeAlias = Mapping[int, int]
+"""Number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent."""
+FEWEST = 2
+"""Pairs below which a measurement is of one preference, and has no sampling error."""
+
+
+@dataclass(frozen=True)
+class PairSample:
+    """Pairs in micro-batches, the same for every evaluation.
+
+    Args:
+        batches: the pairs, each in one micro-batch; `pair_index` is the pair's place among all that were given.
+        prompts: numbers of the pairs' prompts.
+        positions: places among the pairs that differ after truncation, ascending.
+        seed: seed of the draw.
+    """
+
+    batches: tuple[AnyPairBatch, ...]
+    prompts: Prompts
+    positions: NDArray[np.int64]
+    seed: int
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in all micro-batches."""
+        return len(self.positions)
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts among them."""
+        return len(set(self.prompts.values()))
+
+
+def draw_pairs(
+    model: BradleyTerryRM,
+    pairs: Sequence[PreferencePair],
+    num_pairs: int | None,
+    seed: int,
+    *,
+    token_budget: int,
+    fewest: int = FEWEST,
+    tokenized: PairTokens | None = None,
+    cache_dir: Path | None = None,
+) -> PairSample:
+    """Draw from the pairs that differ after truncation, and put them into padded micro-batches.
+
+    Args:
+        model: the model whose tokens they become.
+        pairs: the pairs to draw from.
+        num_pairs: pairs to draw, all of them where there are fewer; None takes all.
+        seed: seed of the draw, not negative.
+        token_budget: tokens of a micro-batch, padding included; bounds memory and changes no result.
+        fewest: pairs that must be left; 0 for a process that may have a share of none.
+        tokenized: tokens of the pairs where they are known already.
+        cache_dir: folder of the token cache; see `tokenize_pairs`.
+
+    Raises:
+        DataError: if fewer than `fewest` pairs are left.
+    """
+    if tokenized is None and pairs:
+        tokenized = tokenize_pairs(pairs, model.renderer, cache_dir)
+    left = 0 if tokenized is None else len(tokenized)
+    positions = random_positions(left, left if num_pairs is None else num_pairs, seed)
+    if len(positions) < fewest:
+        raise DataError(
+            f"a measurement over pairs needs at least {fewest} pairs, got {len(positions)} ({len(pairs)} were read, "
+            f"{left} are left after truncation to {model.max_length} tokens); 64 or more are useful"
+        )
+    if tokenized is None:
+        return PairSample((), {}, positions, seed)
+    collator = PairCollator(tokenized, pairs, model.renderer.pad_token_id)
+    batches = tuple(map(collator, collator.micro_batches(positions, token_budget)))
+    numbers: dict[str, int] = {}
+    drawn = tokenized.pair_index[positions].tolist()
+    prompts = {index: numbers.setdefault(pairs[index].prompt_id, len(numbers)) for index in drawn}
+    return PairSample(batches, prompts, positions, seed)
