@@ -151,7 +151,7 @@ def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, flo
         dtype: Worker(WorkerOptions(str(folder), dtype=dtype, threads=args.threads), [])
         for dtype in ("float32", "bfloat16")
     }
-    sides = {"naive float32": naive.rewards} | {f"engine {d}": worker.passes.rewards for d, worker in engines.items()}
+    sides = {"naive float32": naive.rewards} | {f"engine {d}": worker.scorer.rewards for d, worker in engines.items()}
     parts = {"singles": [work.singles], "best_of_8": work.groups}
     costs: dict[tuple[str, str], list[Cost]] = {}
     for side in sides.values():

@@ -80,7 +80,7 @@ def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_bu
     """Reward, tokens, tokens cut from prompt and response, and digest of the token ids, for each response."""
     prompts, responses = [prompt for prompt, _ in chunk], [text for _, text in chunk]
     encodings = model.encode(prompts, responses)
-    rewards = model.score_encoded(prompts, encodings, token_budget=token_budget).tolist()
+    rewards = model.score_encoded(encodings, token_budget=token_budget).tolist()
     require_finite(rewards, lambda index: f"the response {responses[index][:60]!r}")
     return [
         [reward, len(encoding.ids), encoding.prompt_cut, encoding.response_cut, digest(encoding.ids)]

@@ -89,7 +89,7 @@ def test_each_response_of_a_list_is_scored_once(
     seen: list[int] = []
     score = BradleyTerryRM.score_encoded
     monkeypatch.setattr(
-        BradleyTerryRM, "score_encoded", lambda self, p, e, **k: (seen.append(len(e)), score(self, p, e, **k))[1]
+        BradleyTerryRM, "score_encoded", lambda self, e, **k: (seen.append(len(e)), score(self, e, **k))[1]
     )
     result = evaluated(model, data.pairs, tmp_path)
     assert seen == [8]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import numpy as np
 from fastapi import FastAPI
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import EngineUnavailable
+from rm_optimizer.serving.embedded.frames import frame_groups, frame_sequences, sequences_frame
 from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
@@ -37,14 +37,16 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.batches: list[list[tuple[int, ...]]] = []
+        self.group_sizes: list[Sequence[int] | None] = []
         self.failure: str | None = None
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         self.batches.append([tuple(row) for row in sequences])
+        self.group_sizes.append(group_sizes)
         await self.gate.wait()
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
@@ -80,9 +82,10 @@ class InProcessEngine:
 
     async def stop(self) -> None: ...
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         await self.gate.wait()
-        rewards = self.worker.passes.rewards([np.array(row, np.int32) for row in sequences])
+        frame = sequences_frame({}, sequences, group_sizes)
+        rewards = self.worker.scorer.rewards(frame_sequences(frame), frame_groups(frame))
         numbers = tuple(math.nan if self.score_nan else value for value in rewards.tolist())
         return ScoredBatch(numbers, self.version, self.revision)
 

@@ -21,7 +21,8 @@ from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.classifier.tree_attention import sharing_obstacle
 from rm_optimizer.core.classifier.window import check_window, default_max_length
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
-from rm_optimizer.core.pairs.pair import BaseRewardModel, Message, Prompt, as_messages
+from rm_optimizer.core.model.passes import SequenceScorer
+from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.checkpoint import describe_model
 from rm_optimizer.core.storage.export import save_export
@@ -29,8 +30,8 @@ from rm_optimizer.core.storage.loading import LoadedModel, LoadOptions, build_mo
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, set_pad_token_id
-from rm_optimizer.core.tokens.plan import length_batches, pad_sequences, row_batches
-from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS, PrefixTree, pack_trees, prefix_tree, tree_groups
+from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.core.tokens.written_template import choose_form, read_as_written, write_for_training
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import from_values, json_values
@@ -298,7 +299,7 @@ class BradleyTerryRM(BaseRewardModel):
         Raises:
             ValueError: if there are not as many prompts as responses.
         """
-        return self.score_encoded(prompts, self.encode(prompts, responses), token_budget=token_budget)
+        return self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
         """Token ids of the conversations, with the counts of what was cut.
@@ -312,26 +313,16 @@ class BradleyTerryRM(BaseRewardModel):
             )
         return self.renderer.encode_batch(prompts, responses)
 
-    def score_encoded(
-        self, prompts: Sequence[Prompt], encodings: Sequence[Encoding], *, token_budget: int = 16384
-    ) -> Float[Tensor, " sequences"]:
+    def score_encoded(self, encodings: Sequence[Encoding], *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
         """`score` of conversations that `encode` has made token ids of.
 
         Args:
-            prompts: the conversations' prompts, as given to `encode`.
-            encodings: encodings that it returned.
+            encodings: token ids as `encode` returns them.
             token_budget: tokens, padding included, of one forward pass.
         """
-        encoded = [encoding.ids for encoding in encodings]
-        prompt_of = dict(zip(encoded, map(as_messages, prompts), strict=True))
-        rows = sorted(prompt_of)  # each sequence once and in an order of its own, so that rounding is the same as well
-        groups: dict[tuple[Message, ...], list[int]] = {}
-        for index, row in enumerate(rows):
-            groups.setdefault(prompt_of[row], []).append(index)
-        with self._inference():
-            rewards = self._rewards_of_rows(rows, list(groups.values()), token_budget)
-        place = {row: index for index, row in enumerate(rows)}
-        return rewards.clone()[[place[row] for row in encoded]]  # a copy made outside inference mode can be trained on
+        with self.inference():
+            rewards = SequenceScorer(self, token_budget).rewards([encoding.ids for encoding in encodings])
+        return torch.from_numpy(rewards).to(self.reward_head.weight.dtype)
 
     def rewards_of(self, batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
         """Rewards of a micro-batch of pairs on the model's device, interleaved; `batch.split` takes them apart."""
@@ -352,39 +343,13 @@ class BradleyTerryRM(BaseRewardModel):
         Args:
             groups: token ids, each group a tree; for pairs, a chosen and a rejected sequence.
         """
-        apart = [sequence for group in groups for sequence in group]
-        with self._inference():
-            packed = self._packed_rewards([prefix_tree(group) for group in groups])
-            return float((packed - self._padded_rewards(apart)).abs().max())
-
-    def _rewards_of_rows(
-        self, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], token_budget: int
-    ) -> Float[Tensor, " sequences"]:
-        """Rewards of token sequences, those of a group in trees if any group has two and the model can share."""
-        ids = [np.array(row, dtype=np.int32) for row in rows]
-        rewards = torch.zeros(len(ids), dtype=self.reward_head.weight.dtype)
-        if len(groups) == len(ids) or self.supports_prefix_sharing() is not None:
-            for batch in length_batches([len(row) for row in ids], token_budget):
-                rewards[batch] = self._padded_rewards([ids[i] for i in batch])
-            return rewards
-        runs = tree_groups(ids, groups, TREE_TOKENS)
-        trees = [prefix_tree([ids[i] for i in run]) for run in runs]
-        for batch in row_batches([tree.num_tokens for tree in trees], token_budget):
-            members = [index for number in batch for index in runs[number]]
-            rewards[members] = self._packed_rewards([trees[number] for number in batch])
-        return rewards
-
-    def _packed_rewards(self, trees: Sequence[PrefixTree]) -> Tensor:
-        packed = pack_trees(trees, pad_token_id=self.pad_choice.token_id).to(self.device)
-        return packed_logits(self.model, packed).squeeze(-1).cpu()
-
-    def _padded_rewards(self, ids: Sequence[NDArray[np.int32]]) -> Tensor:
-        input_ids, mask = pad_sequences(ids, self.pad_choice.token_id)
-        rewards: Tensor = self(input_ids.to(self.device), mask.to(self.device))
-        return rewards.cpu()
+        apart, scorer = [sequence for group in groups for sequence in group], SequenceScorer(self, 1)
+        with self.inference():
+            packed = scorer.packed([prefix_tree(group) for group in groups])
+            return float((packed - scorer.padded(apart)).abs().max())
 
     @contextlib.contextmanager
-    def _inference(self) -> Iterator[None]:
+    def inference(self) -> Iterator[None]:
         """Evaluation mode without gradients; the mode it had comes back."""
         was_training = self.training
         self.eval()
@@ -433,9 +398,9 @@ class BradleyTerryRM(BaseRewardModel):
             self.pad_choice = recorded
 
     def _require_parity(self, certificate: ParityCertificate, source: str | Path) -> None:
-        ids = [np.array(score.input_ids, dtype=np.int32) for score in certificate.shortest()]
-        with self._inference():
-            rewards = self._padded_rewards(ids)
+        ids = [score.input_ids for score in certificate.shortest()]
+        with self.inference():
+            rewards = SequenceScorer(self, 1).padded(ids)
         require_parity(certificate, rewards, computing_dtype(self.model), source)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -128,8 +129,46 @@ class Scorer(Protocol):
         """Rewards of the responses, float32 on the CPU, in the order given."""
         ...
 
+    def score_groups(
+        self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+    ) -> list[Float[Tensor, " responses"]]:
+        """Rewards of each prompt's responses; the prompt is computed once for them where the model allows it.
 
-class BaseRewardModel(nn.Module, ABC):
+        Args:
+            prompts: text or messages.
+            responses_of_each: the responses to each prompt, in the same order.
+
+        Raises:
+            ValueError: if there are not as many groups of responses as prompts.
+        """
+        return split_groups(self.score(*flat_groups(prompts, responses_of_each)), responses_of_each)
+
+
+def flat_groups(
+    prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+) -> tuple[list[Prompt], list[str]]:
+    """Prompts and responses one for one, neighbors with one prompt.
+
+    Raises:
+        ValueError: if there are not as many groups of responses as prompts.
+    """
+    if len(prompts) != len(responses_of_each):
+        raise ValueError(
+            f"expected a group of responses for each prompt, got {len(prompts)} prompts and "
+            f"{len(responses_of_each)} groups"
+        )
+    rows = [(prompt, text) for prompt, texts in zip(prompts, responses_of_each, strict=True) for text in texts]
+    return [prompt for prompt, _ in rows], [text for _, text in rows]
+
+
+def split_groups(
+    rewards: Float[Tensor, " sequences"], responses_of_each: Sequence[Sequence[str]]
+) -> list[Float[Tensor, " responses"]]:
+    """Rewards of `flat_groups`, group by group."""
+    return list(torch.split(rewards, [len(texts) for texts in responses_of_each]))
+
+
+class BaseRewardModel(nn.Module, Scorer):
     """A module that gives one real reward to a tokenized sequence and can score text."""
 
     @abstractmethod

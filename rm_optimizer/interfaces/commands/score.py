@@ -58,7 +58,7 @@ class LocalScorer:
         from rm_optimizer.evaluation.score_file import CountedRewards
 
         encodings = self.model.encode(prompts, responses)
-        rewards = self.model.score_encoded(prompts, encodings, token_budget=self.token_budget)
+        rewards = self.model.score_encoded(encodings, token_budget=self.token_budget)
         return CountedRewards(
             rewards.tolist(),
             num_prompt_cut=sum(encoding.prompt_cut > 0 for encoding in encodings),

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt
+from rm_optimizer.core.pairs.pair import Prompt, flat_groups, split_groups
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import WrongVersion
 from rm_optimizer.serving.client.connection import Connection
@@ -125,6 +125,12 @@ class AsyncRewardClient:
             RewardServerRefused: if it refuses the request.
         """
         return torch.tensor((await self.score_versioned(prompts, responses)).rewards, dtype=torch.float32)
+
+    async def score_groups(
+        self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+    ) -> list[Float[Tensor, " responses"]]:
+        """Rewards of each prompt's responses, as `Scorer.score_groups` gives them."""
+        return split_groups(await self.score(*flat_groups(prompts, responses_of_each)), responses_of_each)
 
     async def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
         """Margin: reward of `response_a` less that of `response_b`."""

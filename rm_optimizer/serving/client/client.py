@@ -13,7 +13,7 @@ import httpx
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt
+from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import RewardServerUnavailable
 from rm_optimizer.serving.client.async_client import AsyncRewardClient, ClientArguments
@@ -26,7 +26,7 @@ CALLS = 2
 T = TypeVar("T")
 
 
-class RewardClient:
+class RewardClient(Scorer):
     """`AsyncRewardClient` for callers without an event loop; safe to share between threads.
 
     The constructor connects and verifies the server's sigmoid and rendering.

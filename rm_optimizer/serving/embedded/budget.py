@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.serving.embedded.passes import Passes
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_BUDGET = 512
@@ -28,7 +28,7 @@ def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
     """Budget with the least time per token, among those tried within `seconds`."""
     deadline = time.perf_counter() + seconds
     longest = max(8, model.max_length)
-    Passes(model, longest, shares=False).rewards([_sequence(model, min(64, longest), 0)])  # the first pass is slow
+    SequenceScorer(model, longest).rewards([_sequence(model, min(64, longest), 0)])  # the first pass is slow
     best, least = DEFAULT_BUDGET, float("inf")
     for budget in BUDGETS:
         cost = _seconds_a_token(model, budget, deadline)
@@ -42,11 +42,11 @@ def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
 def _seconds_a_token(model: BradleyTerryRM, budget: int, deadline: float) -> float:
     """Least wall time per token over up to three passes of about `budget` tokens."""
     batch = _batch(model, budget)
-    passes, tokens = Passes(model, budget, shares=False), sum(map(len, batch))
+    scorer, tokens = SequenceScorer(model, budget), sum(map(len, batch))
     times: list[float] = []
     while len(times) < 3 and not (times and time.perf_counter() > deadline):
         started = time.perf_counter()
-        passes.rewards(batch)
+        scorer.rewards(batch)
         _wait(model)
         times.append((time.perf_counter() - started) / tokens)
     return min(times)

@@ -131,13 +131,13 @@ class TransformersEngine:
             await self._link.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences; a batch whose worker dies goes to the next worker.
 
         Raises:
             EngineUnavailable: if the engine has stopped, or every worker died on this batch.
         """
-        frame, tokens = sequences_frame({"op": "score"}, sequences), sum(map(len, sequences))
+        frame, tokens = sequences_frame({"op": "score"}, sequences, group_sizes), sum(map(len, sequences))
         for _ in range(ATTEMPTS):
             link = await self._running()
             started = time.monotonic()

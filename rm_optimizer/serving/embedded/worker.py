@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
+from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import adapter_folder
 from rm_optimizer.core.storage.export_record import read_record
@@ -27,8 +27,7 @@ from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import resolve_source
 from rm_optimizer.serving.embedded.budget import calibrated_budget
-from rm_optimizer.serving.embedded.frames import Frame, frame_sequences, rewards_frame
-from rm_optimizer.serving.embedded.passes import Passes, reuse_obstacle
+from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
 from rm_optimizer.serving.engine import EngineDescription, StagedWeights
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
 from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
@@ -95,7 +94,7 @@ class Worker:
             self.model.model, least_gain=options.packed_linears
         )
         budget = options.token_budget or calibrated_budget(self.model)
-        self.passes = Passes(self.model, budget, shares=reuse_obstacle(self.model) is None)
+        self.scorer = SequenceScorer(self.model, budget)
         self.description = self._describe(initial, packed, options, record)
         self.staged: tuple[StagedWeights, Update] | None = None
         self.expected: int | None = None
@@ -117,8 +116,8 @@ class Worker:
             version=version,
             max_length=self.model.max_length,
             vocab_size=self.model.model.get_input_embeddings().weight.shape[0],
-            token_budget=self.passes.token_budget,
-            shares_prompts=self.passes.shares,
+            token_budget=self.scorer.token_budget,
+            shares_prompts=self.scorer.shares,
             packed_linears=packed,
             pad_token_id=self.model.pad_choice.token_id,
             tensors={mode: tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
@@ -161,7 +160,7 @@ class Worker:
     def _check_rewards(self, probe: WeightProbe | None) -> None:
         """Check the probe's rewards; without a probe, check that a reward can be computed."""
         ids = probe_sequences(probe, self.model.max_length)
-        rewards = self.passes.rewards([np.asarray(row, dtype=np.int32) for row in ids]).tolist()
+        rewards = self.scorer.rewards(ids).tolist()
         check_rewards(rewards, probe, self.description.dtype)
 
 
@@ -223,7 +222,7 @@ class _Sender:
 def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None:
     operation, answer = frame.header["op"], {"id": frame.header["id"]}
     if operation == "score":
-        rewards = worker.passes.rewards(frame_sequences(frame))
+        rewards = worker.scorer.rewards(frame_sequences(frame), frame_groups(frame))
         send(rewards_frame(answer | {"version": worker.version, "revision": worker.revision}, rewards))
     elif operation == "stage":
         weights = staged_from_json(frame.header["weights"])

@@ -48,6 +48,7 @@ class _Unit:
     request: _Request = field(compare=False)
     indices: list[int] = field(compare=False)
     tokens: int = field(compare=False)
+    depth: int = field(compare=False)
     start: tuple[int, ...] = field(compare=False)
     is_taken: bool = field(compare=False, default=False)
     is_computed: bool = field(compare=False, default=False)
@@ -178,7 +179,9 @@ class Batcher:
     def _unit(self, request: _Request, indices: list[int], place: float) -> _Unit:
         first = request.sequences[indices[0]]
         start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
-        return _Unit(place, next(self._numbers), request, indices, _unit_tokens(indices, request.sequences), start)
+        depth = _shared([request.sequences[index] for index in indices])
+        tokens = sum(len(request.sequences[index]) for index in indices) - depth * (len(indices) - 1)
+        return _Unit(place, next(self._numbers), request, indices, tokens, depth, start)
 
     async def _run(self) -> None:
         while True:
@@ -230,7 +233,7 @@ class Batcher:
         sequences = [unit.request.sequences[index] for unit in batch for index in unit.indices]
         started = time.perf_counter()
         try:
-            scored = await self.engine.score(sequences)
+            scored = await self.engine.score(sequences, _group_sizes(batch))
         except EngineUnavailable as error:
             for unit in batch:
                 _fail(unit.request, error)
@@ -275,14 +278,25 @@ def _fail(request: _Request, error: EngineUnavailable) -> None:
         request.answer.set_exception(error)
 
 
-def _unit_tokens(indices: Sequence[int], sequences: Sequence[tuple[int, ...]]) -> int:
-    """Tokens of sequences with a common start, which counts once."""
-    lengths = [len(sequences[index]) for index in indices]
-    depth = _common([sequences[index] for index in indices]) if len(indices) > 1 else 0
-    return sum(lengths) - depth * (len(indices) - 1)
+def _group_sizes(batch: Sequence[_Unit]) -> list[int]:
+    """Sequences of each group with a common start; a companion joins unless it would halve the start."""
+    sizes, head, depth = list[int](), tuple[int, ...](), 0
+    for unit in batch:
+        first = unit.request.sequences[unit.indices[0]]
+        shared = _shared([head, first])
+        if sizes and shared >= max(LEAST_SHARED, depth / 2, unit.depth / 2):
+            sizes[-1] += len(unit.indices)
+            depth = min(shared, depth or shared, unit.depth or shared)
+        else:
+            sizes.append(len(unit.indices))
+            head, depth = first, unit.depth
+    return sizes
 
 
-def _common(sequences: Sequence[tuple[int, ...]]) -> int:
+def _shared(sequences: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that two or more sequences have in common at their start; 0 for one."""
+    if len(sequences) < 2:
+        return 0
     first, last = min(sequences), max(sequences)  # sorted neighbors share longer starts
     shortest = min(map(len, sequences))
     return next((place for place in range(shortest) if first[place] != last[place]), shortest)
@@ -290,7 +304,7 @@ def _common(sequences: Sequence[tuple[int, ...]]) -> int:
 
 def _cut(group: list[int], sequences: Sequence[tuple[int, ...]], most_tokens: int) -> list[list[int]]:
     """Parts of a group of at most `most_tokens` tokens, so that no unit delays the others for long."""
-    depth = _common([sequences[index] for index in group]) if len(group) > 1 else 0
+    depth = _shared([sequences[index] for index in group])
     parts, room = list[list[int]](), 0
     for index in group:
         own = len(sequences[index]) - depth

@@ -97,8 +97,8 @@ class VllmEngine:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
-        """Rewards of the sequences, all of one version.
+    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+        """Rewards of the sequences, all of one version; vLLM's prefix cache finds common starts by itself.
 
         Raises:
             EngineUnavailable: if the engine has died; its supervisor starts another.

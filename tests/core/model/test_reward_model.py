@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from rm_optimizer.core.classifier import attention, pooling
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.dropout import disable_dropout
-from rm_optimizer.core.model import reward_model as reward_model_file
+from rm_optimizer.core.model import passes
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Scorer
@@ -88,7 +88,7 @@ def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypa
     alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(prompts, responses, strict=True)])
     packed = []
     monkeypatch.setattr(
-        reward_model_file, "pack_trees", lambda trees, **options: packed.append(trees) or pack_trees(trees, **options)
+        passes, "pack_trees", lambda trees, **options: packed.append(trees) or pack_trees(trees, **options)
     )
     for budget in (1, 100, 250, 16384):
         rewards = model.score(prompts, responses, token_budget=budget)
@@ -137,6 +137,15 @@ def test_a_bidirectional_model_says_why_it_shares_no_prefix() -> None:
     assert "no causal decoder" in str(reward_model("bert").supports_prefix_sharing())
 
 
+def test_groups_have_the_rewards_of_their_responses() -> None:
+    model = reward_model("llama")
+    several, none, one = model.score_groups(PROMPTS[:3], [RESPONSES[:3], (), RESPONSES[:1]])
+    assert none.shape == (0,)
+    expected = model.score([PROMPTS[0]] * 3 + [PROMPTS[2]], [*RESPONSES[:3], RESPONSES[0]])
+    torch.testing.assert_close(torch.cat([several, one]), expected, rtol=1e-5, atol=1e-5)
+    assert model.score_groups([], []) == []
+
+
 def test_score_pair_is_the_margin() -> None:
     model = reward_model("llama")
     a, b = model.score(["Hi", "Hi"], ["Hello.", "No."]).tolist()
@@ -147,6 +156,8 @@ def test_score_pair_is_the_margin() -> None:
 def test_unequal_numbers_of_prompts_and_responses_are_refused() -> None:
     with pytest.raises(ValueError, match="got 1 prompts and 2 responses"):
         reward_model("llama").score(["Hi"], ["a", "b"])
+    with pytest.raises(ValueError, match="got 2 prompts and 1 groups"):
+        reward_model("llama").score_groups(["Hi", "Ho"], [["a", "b"]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

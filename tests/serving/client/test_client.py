@@ -172,6 +172,8 @@ def test_rewards_come_in_the_order_of_the_responses(stub, renderer, expected, to
         assert client.score_pair(PROMPTS[0], *RESPONSES[:2]) == pytest.approx(float(expected[0] - expected[1]))
         assert client.score_versioned(PROMPTS[:1], RESPONSES[:1]).version == client.version == "v1"
         assert client.score([], []).shape == (0,)
+        first, none, second = client.score_groups([PROMPTS[0], "Hi", PROMPTS[1]], [RESPONSES[:1], [], RESPONSES[1:2]])
+        assert torch.equal(torch.cat([first, none, second]), expected[:2])
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_raw_rewards_by_default_and_one_sigmoid_on_request(engine):
 def test_a_reward_of_two_is_served_as_0_8808(engine):
     head = engine.worker.model.reward_head
     ids = [7, 8, 9]
-    reward = engine.worker.passes.rewards([torch.tensor(ids, dtype=torch.int32).numpy()])[0]
+    reward = engine.worker.scorer.rewards([torch.tensor(ids, dtype=torch.int32).numpy()])[0]
     with torch.no_grad():
         head.weight.mul_(2.0 / reward)
 

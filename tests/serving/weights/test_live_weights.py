@@ -60,7 +60,7 @@ def stage(worker, weights):
 
 
 def rewards(worker):
-    return worker.passes.rewards(ROWS)
+    return worker.scorer.rewards(ROWS)
 
 
 def test_full_weights_score_as_their_sender(worker, tmp_path):
