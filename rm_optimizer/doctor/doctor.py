@@ -181,7 +181,7 @@ class _Examination:
         return [
             spread,
             *self._learned(scored, is_fresh),
-            doctor_rewards.prompt_only(self.model, scored, self.token_budget),
+            doctor_rewards.prompt_only(self.model, scored),
             *label_signal.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
         ]
 

@@ -10,19 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_expit
 from scipy.stats import spearmanr
-from torch import Tensor, nn
 
 from rm_optimizer.core.metrics.collapse import detect_collapse
 from rm_optimizer.core.metrics.effects import detectable_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
-from rm_optimizer.doctor.probe_conversations import change_tolerance, running
+from rm_optimizer.doctor.probe_conversations import change_tolerance, padded_rewards, running
 
 MOST_TIES = 0.01
 """Share of tied pairs beyond which there is a warning."""
@@ -107,7 +106,9 @@ def score_sample(
     pairs = [pair for sample in samples.values() for pair in sample]
     ids = _encoded(model, [(pair, text) for pair in pairs for text in (pair.chosen, pair.rejected)])
     kept = [i for i in range(len(pairs)) if ids[2 * i] != ids[2 * i + 1]]
-    rewards, features = _forward(model, [ids[2 * i + side] for i in kept for side in (0, 1)], token_budget)
+    sequences = [ids[2 * i + side] for i in kept for side in (0, 1)]
+    features = np.zeros((len(sequences), model.reward_head.in_features))
+    rewards = scored_features(model, sequences, features, token_budget=token_budget)
     return ScoredPairs(
         tuple(pairs[i] for i in kept),
         rewards.reshape(len(kept), 2),
@@ -120,29 +121,6 @@ def score_sample(
 def _encoded(model: BradleyTerryRM, sides: Sequence[tuple[PreferencePair, str]]) -> list[tuple[int, ...]]:
     encodings = model.renderer.encode_batch([pair.prompt for pair, _ in sides], [text for _, text in sides])
     return [encoding.ids for encoding in encodings]
-
-
-def _forward(
-    model: BradleyTerryRM, ids: Sequence[Sequence[int]], token_budget: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rewards, and the vectors that enter the head."""
-    seen: list[Tensor] = []
-
-    def remember(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen.append(inputs[0].detach().float().cpu())
-
-    rewards = np.zeros(len(ids))
-    features = np.zeros((len(ids), model.reward_head.in_features))
-    hook = model.reward_head.register_forward_pre_hook(remember)
-    try:
-        with running(model, training=False):
-            for batch in length_batches([len(row) for row in ids], token_budget):
-                padded, mask = pad_sequences([ids[i] for i in batch], model.pad_choice.token_id)
-                rewards[batch] = model(padded.to(model.device), mask.to(model.device)).double().cpu().numpy()
-                features[batch] = seen.pop().numpy()
-    finally:
-        hook.remove()
-    return rewards, features
 
 
 def reward_spread(chosen: NDArray[np.float64], rejected: NDArray[np.float64]) -> Check:
@@ -244,11 +222,12 @@ def reward_length(scored: ScoredPairs) -> Check:
     return Check("reward_length", status, rho, "rank correlation", expected, explanation, details)
 
 
-def prompt_only(model: BradleyTerryRM, scored: ScoredPairs, token_budget: int) -> Check:
+def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
     """Check that equal responses get equal rewards, since a prompt alone does not tell which side is better."""
     pairs = scored.pairs[:_MOST_PROMPTS]
-    sides = [_encoded(model, [(pair, _SAME_RESPONSE)])[0] for pair in pairs for _ in range(2)]
-    rewards = _forward(model, sides, token_budget)[0].reshape(-1, 2)
+    sides = [[_encoded(model, [(pair, _SAME_RESPONSE)])[0] for _ in range(2)] for pair in pairs]
+    with running(model, training=False):
+        rewards = np.stack([padded_rewards(model, both).numpy() for both in sides])
     tolerance = change_tolerance(model) * float(scored.rewards.std())
     num_apart = int((~(np.abs(rewards[:, 0] - rewards[:, 1]) <= tolerance)).sum())
     explanation = (

@@ -155,7 +155,7 @@ def read_at_the_end(model, input_ids, attention_mask):
 
 def test_pooling_the_last_column_is_found(model, monkeypatch):
     monkeypatch.setattr(reward_model_module, "last_token_logits", read_at_the_end)
-    assert failed(diagnose(model, seed=0)) == {"padding", "plain_forward", "prefix_sharing"}
+    assert failed(diagnose(model, seed=0)) == {"padding", "plain_forward", "prefix_sharing", "save_reload"}
 
 
 def test_rewards_that_depend_on_the_row_are_found(model, monkeypatch):
