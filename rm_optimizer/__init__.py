@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rm_optimizer.core.data_loader import TrainVal as TrainVal
     from rm_optimizer.core.data_loader import create_dataloader as create_dataloader
     from rm_optimizer.core.model.reward_model import BradleyTerryRM as BradleyTerryRM
-    from rm_optimizer.core.pairs.orders import PairOrder as PairOrder
     from rm_optimizer.core.pairs.pair import BaseRewardModel as BaseRewardModel
     from rm_optimizer.core.pairs.pair import Message as Message
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair

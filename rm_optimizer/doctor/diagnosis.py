@@ -22,11 +22,11 @@ class Status(StrEnum):
 
     ok = "ok"
     warn = "warn"
-    """Likely a mistake, or a property to know of; the model can be used."""
+    """Likely mistake, or a notable property; the model can be used."""
     fail = "fail"
     """Rewards are wrong, or are not what training optimized or a server will give."""
     skipped = "skipped"
-    """The check makes no sense here; its explanation says why."""
+    """Check that does not apply here, with the reason in its explanation."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def skipped(name: str, expected: str, reason: str) -> Check:
     Args:
         name: of the check.
         expected: expected value, in words.
-        reason: one sentence that says why it was not made.
+        reason: reason why it was not made, in one sentence.
     """
     return Check(name, Status.skipped, None, "", expected, reason)
 

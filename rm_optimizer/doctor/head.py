@@ -87,7 +87,7 @@ def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
 
 
 def single_label(model: BradleyTerryRM) -> Check:
-    """One output, said so by head and configuration alike."""
+    """Check for one output in both head and configuration."""
     config, outputs = model.model.config, model.reward_head.out_features
     status = Status.ok if config.num_labels == outputs == 1 else Status.fail
     explanation = (

@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_w
 from rm_optimizer.core.pairs.pair import PreferencePair
 
 FEWEST_RESPONSES = 3
-"""Responses of a list below which a pair says all."""
+"""Least responses of a list; fewer are a pair."""
 
 
 @dataclass(frozen=True)

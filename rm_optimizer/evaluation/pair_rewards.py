@@ -237,7 +237,7 @@ def _capped(values: list[str], most: int, kept_group: str | None) -> list[str]:
 
 
 def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:
-    """Source, subset and the columns asked for; where there are several sources, other groups stay within theirs."""
+    """Groups by source, subset and the requested columns; with several sources, other groups stay within one source."""
     sources = [str(row.get("source", "")) for row in metadata]
     groups = {"source": sources} if len(set(sources)) > 1 else {}
     for column in dict.fromkeys(("subset", *by)):

@@ -21,7 +21,7 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSh
     """Decide on prefix sharing for a model and pairs.
 
     `auto` shares where the model is a causal decoder whose attention takes a mask and whose rewards on the first pairs
-    are the same computed either way; otherwise it says in one sentence why pairs are padded instead.
+    are the same computed either way; otherwise it logs in one sentence why pairs are padded instead.
 
     Args:
         model: the reward model.

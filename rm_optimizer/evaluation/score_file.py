@@ -69,7 +69,7 @@ class CountedRewards:
 
 @runtime_checkable
 class CountingScorer(Protocol):
-    """A scorer that says what it cut."""
+    """Scorer that counts truncations."""
 
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
         """Rewards in the order given, and counts of what was cut."""
@@ -112,7 +112,7 @@ def score_file(
         source: JSONL (also .gz), CSV or Parquet with columns `prompt` and `response`, or `prompt` and a list
             `responses`.
         target: a file that is not there yet, in the source's format or JSONL.
-        scorer_name: tells this scorer from others, so that no rewards of another are continued; for a model, the
+        scorer_name: identity of this scorer, so that no rewards of another are continued; for a model, the
             digest of its weights and options (`identity.scorer_digest`), not its path.
         chunk_rows: rows scored and saved together.
         on_progress: called with the rows done so far, once at the start with those of an earlier call.

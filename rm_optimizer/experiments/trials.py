@@ -34,7 +34,7 @@ def trial_folder(root: Path, spec: Mapping[str, Any]) -> Path:
 
     Args:
         root: folder of the study's trials.
-        spec: resolved options; what JSON does not know is written as its text.
+        spec: resolved options; values without a JSON form are written as text.
     """
     text = json.dumps(spec, default=str, sort_keys=True)
     return root / hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -55,7 +55,7 @@ def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: 
         backbone: prefix of the names inside the backbone.
 
     Raises:
-        ConfigError: for a linear layer with one output after the backbone, which is a reward head nobody named.
+        ConfigError: for a linear layer with one output after the backbone, which is an undeclared reward head.
     """
     path, kind = name.split("."), type(module).__name__
     if "lora_A" in path or "lora_B" in path:
@@ -91,7 +91,7 @@ def _role_of_linear(name: str, parameter: nn.Parameter, backbone: str) -> Role:
 
 
 def _role_by_shape(parameter: nn.Parameter, kind: str) -> Role | None:
-    """The role of a parameter that only its shape tells something of."""
+    """Role of a parameter by its shape alone."""
     if sum(size > 1 for size in parameter.shape) < 2:
         return Role.norm if "Norm" in kind else Role.bias
     return None if parameter.ndim == 2 else Role.other

@@ -23,7 +23,7 @@ LISTED_ANYHOW = 12
 LEAST_PAIRS = 20
 """Pairs below which a group of a column with more groups is counted and not listed; sources always are."""
 FEW_PROMPTS = 1 / 3
-"""Effective share of the prompts below which it is said how few carry half of the weight."""
+"""Effective share of the prompts below which a line reports how few carry half of the weight."""
 
 
 def output_console() -> Console:
@@ -179,7 +179,7 @@ def audit_tables(audit: DataAudit) -> Group:
 
 
 def example_table(name: str, pair: PreferencePair) -> Table:
-    """One pair as it was understood: who says what before the responses, and which of them is the better one.
+    """Table of one pair as it was read: the messages before the responses, and the better response.
 
     Args:
         name: the split it is from.

@@ -39,7 +39,7 @@ def require_in(option: str, value: object, interval: str) -> None:
     Args:
         option: the option's name as the user types it.
         value: the number.
-        interval: such as `[0, 1)` or `(0, inf)`; the bracket says whether the end belongs.
+        interval: such as `[0, 1)` or `(0, inf)`; a square bracket includes the end.
 
     Raises:
         ConfigError: if the value lies outside.

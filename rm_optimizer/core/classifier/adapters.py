@@ -218,7 +218,7 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 def _require_targets(model: PreTrainedModel, targets: str | Collection[str], others: Collection[str]) -> None:
     """Refuse a name that no layer has, or only layers that a reward never passes through or that train in full.
 
-    A regular expression names all layers at once, so peft tells whether any fits.
+    A regular expression names all layers at once, so that peft raises an error if none fits.
     """
     if isinstance(targets, str):
         return
@@ -271,7 +271,7 @@ def _excluding(given: Any, others: list[str], targets: Any) -> Any:
 
 
 def _set_orientation(config: LoraConfig, linear: dict[str, nn.Module]) -> None:
-    """GPT-2's `Conv1D` stores its matrix transposed; peft wants to be told."""
+    """Set peft's option for GPT-2's `Conv1D`, which stores its matrix transposed."""
     kinds = {type(module).__name__ == "Conv1D" for module in linear.values() if not hasattr(module, "out_features")}
     config.fan_in_fan_out = bool(kinds) and all(kinds)
 

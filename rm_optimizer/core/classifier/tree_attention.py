@@ -66,7 +66,7 @@ def attention_masks(packed: PackedTrees, config: Any, dtype: torch.dtype) -> Any
     Args:
         packed: the rows.
         config: the text model's configuration; its kernel is one of `KERNELS`.
-        dtype: of the additive mask that eager attention wants.
+        dtype: type of the additive mask for eager attention.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())

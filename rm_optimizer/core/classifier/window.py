@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rm_optimizer.errors import ConfigError
 
 DEFAULT_MAX_LENGTH = 1024
-"""Tokens kept where nobody says otherwise and the model reads as many."""
+"""Default limit on the tokens of a sequence, if the model reads as many."""
 _OFFSET_FAMILIES = (
     "roberta",
     "camembert",

@@ -162,7 +162,7 @@ def fit_temperature(
 
     The NLL is convex in `a = 1 / T` with slope `mean w (sigmoid(a z) - y) z`, which rises with `a`. Where the slope at
     `a = 0` is not negative the best `a` is not positive; where the slope stays negative however large `a` gets, every
-    pair is ranked as labeled and the best T is 0. Neither is a temperature, and the fit says so instead.
+    pair is ranked as labeled and the best T is 0. Neither is a temperature, and the fit holds the reason instead.
 
     Args:
         logit: beta times the reward difference.

@@ -1,4 +1,4 @@
-"""A model that gives every response the same reward has no accuracy, whatever the count of pairs says.
+"""Detection of models that give every response the same reward and therefore have no accuracy.
 
 Its loss is log 2, and rounding or the way ties are counted turns its "accuracy" into anything from 0 to 1.
 """

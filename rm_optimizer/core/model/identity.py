@@ -30,7 +30,7 @@ def weights_digest(model: nn.Module) -> str:
 def scorer_digest(model: BradleyTerryRM) -> str:
     """16 hexadecimal digits of all that a response's reward depends on: weights, configuration, rendering, length.
 
-    Where the model was loaded from plays no part, so weights that replace others under one path are told apart.
+    It does not depend on the model's path, so that new weights under an old path are recognized.
     """
     config = json.loads(model.model.config.to_json_string(use_diff=False))
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}

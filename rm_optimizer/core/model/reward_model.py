@@ -111,7 +111,7 @@ class BradleyTerryRM(BaseRewardModel):
         Args:
             source: hub id, model folder, run folder (its `best/`) or Lightning `.ckpt`.
             max_length: most tokens of a sequence; None takes the stored one, else at most 1024 that fit the model.
-            attn_implementation: `auto` or a kernel's name; what is unavailable falls back, and says so once.
+            attn_implementation: `auto` or a kernel's name; an unavailable one falls back with one warning.
             dropout: keep the backbone's dropout in training mode.
             seed: seed of the layers that the checkpoint lacks.
             revision: hub revision.
@@ -410,7 +410,7 @@ def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
 
 
 def _settle_input(loaded: LoadedModel, source: object, form: str | None, *, is_trained: bool) -> None:
-    """Make the tokenizer of a model that is not ours write what the model reads, or is to be trained on."""
+    """Adapt the tokenizer of a foreign model to the input that the model reads, or is trained on."""
     if not is_trained:
         write_for_training(loaded.tokenizer)
     elif loaded.tokenizer.chat_template:

@@ -32,7 +32,7 @@ _OTHER_NAMES = {
     "scores": ("rewards", "ratings"),
     "ranks": ("rank", "ranking"),
 }  # fmt: skip
-"""Names of other data sets that mean the same as ours."""
+"""Column names of other data sets, by the equivalent names here."""
 _SIDES = re.compile(r"(?P<stem>.+?)[ _-]?(?P<side>1|2|0|[abjkwlAB])", re.ASCII)
 _PAIRS_OF_SIDES = (("1", "2"), ("0", "1"), ("a", "b"), ("A", "B"), ("j", "k"))
 _WINNER_NAMES = re.compile(r"winner|label|prefer|choice|better|chosen|vote|verdict|overall", re.IGNORECASE)
@@ -155,7 +155,7 @@ def _nested_hint(rows: Sequence[Row], names: Sequence[str], spelling: Spelling) 
 
 
 def winner_untold(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> DataError:
-    """The error for a winner column of which no option says what its values mean."""
+    """Error for a winner column without an option that defines its values."""
     theirs = columns.get("winner") or "winner"
     values = ", ".join(_values(rows, "winner")) or "many values"
     option = _winner_option(spelling)

@@ -42,7 +42,7 @@ class Comparison:
         rejected: the other one.
         margin: strength of the preference, if the format has one.
         extra: further metadata that the format gives the pair.
-        label: probability that `chosen` is the better one, where the format itself says so.
+        label: probability that `chosen` is the better one, if the format has one.
     """
 
     prompt: Prompt
@@ -277,7 +277,7 @@ def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterato
 
     Args:
         rows: numbered rows with `prompt`, `response` and `score`.
-        report: told of rows without a usable response or score; the others of their prompt still count.
+        report: function called for rows without a usable response or score; the others of their prompt still count.
     """
     groups: dict[str, list[tuple[int, Row]]] = {}
     for number, row in rows:

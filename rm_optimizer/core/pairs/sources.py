@@ -222,8 +222,8 @@ def numbered_pairs(
         form: their format.
         rows: numbered rows under our column names.
         kwise_rule: pairs that a row of many scored responses gives.
-        report: told of bad rows.
-        skip: told of rows that are not bad and give no pair.
+        report: function called for each bad row.
+        skip: function called for rows that are not bad and give no pair.
     """
     maker = _PairMaker(source, form)
     for number, row in rows:
@@ -344,7 +344,7 @@ def _is_json(value: object) -> bool:
 
 
 def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:
-    """The pairs of all sources, each source as often as its weight says.
+    """Pairs of all sources, repeated or sampled by the sources' weights.
 
     A source of weight `w` gives all its pairs `floor(w)` times and a random `w - floor(w)` of them once more; repeats
     carry `metadata["copy"]`, counted from 1. The draw depends on the seed and the source's place in the list alone.

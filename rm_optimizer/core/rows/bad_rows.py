@@ -84,7 +84,7 @@ class RowTally:
         max_bad_share: most bad rows, as a share of all.
 
     Attributes:
-        skipped: rows that give no pair, as far as they were told of while reading.
+        skipped: reported rows that give no pair.
         num_rows: rows read.
     """
 

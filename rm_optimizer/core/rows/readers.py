@@ -42,7 +42,7 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
 
     Args:
         source: path or hub name.
-        report: told of rows that cannot be read.
+        report: function called for rows that cannot be read.
 
     Raises:
         DataError: if the source does not exist or cannot be read; the text names the file, and the line where known.
@@ -87,7 +87,7 @@ def is_hub_name(location: str) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    """The ending that tells the file's kind, below `.gz`."""
+    """Suffix of the file's kind, below `.gz`."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
@@ -115,7 +115,7 @@ def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row
 
 
 def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-    """The rows, with every way a file can be torn told in one sentence.
+    """Yield the rows, with one sentence for every kind of torn file.
 
     Raises:
         DataError: if the file cannot be read.
@@ -168,7 +168,7 @@ def parse_lines(
     Args:
         path: the file the lines come from.
         lines: its lines, or a part of them.
-        report: told of lines that hold none.
+        report: function called for lines that hold none.
         first_line: number of the first of these lines.
 
     Raises:

@@ -52,10 +52,10 @@ class ResponseRow:
 
 
 def file_kind(path: Path) -> FileKind:
-    """The format that a file's name says.
+    """Format of a file by its name.
 
     Raises:
-        DataError: if it says none of them.
+        DataError: if the name has no known format.
 
     Example:
         >>> file_kind(Path("answers.jsonl.gz")).name

@@ -59,7 +59,7 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
 
 
 def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
-    """The first column of a row that says something the model would not read; None if there is none."""
+    """First column of a row with context that the model would not read; None if there is none."""
     reads_input = "input" in columns or columns.get("prompt") == "instruction"
     return next(
         (name for name in UNREAD_COLUMNS if not is_empty(row.get(name)) and not (name == "input" and reads_input)), None

@@ -24,7 +24,7 @@ _OF_METADATA = re.compile(
     re.IGNORECASE,
 )
 _NOT_ASKED = frozenset({"metadata", *UNREAD_COLUMNS})
-"""Columns that are told of otherwise: the pairs' own metadata, and those that make a row bad."""
+"""Columns that are reported elsewhere: the pairs' own metadata, and those that make a row bad."""
 _LONG = 80
 """Characters from which a text is content although other rows repeat it."""
 _SENTENCE = 5

@@ -1,4 +1,4 @@
-"""The column that says which of two responses won: its values, and the preference that each of them means."""
+"""Winner column of two responses: its values, and the preference that each of them means."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def described_config(described: Mapping[str, Any]) -> LoraConfig:
-    """The peft configuration that `describe_adapter` told of."""
+    """Peft configuration from the description of `describe_adapter`."""
     return import_peft().LoraConfig(**described["config"])
 
 

@@ -198,7 +198,7 @@ def _config_from_fields(architecture: Mapping[str, Any], tokenizer: PreTrainedTo
 
 
 def _reason(error: Exception) -> str:
-    """The line of an exception's text that says what is wrong."""
+    """Line of an exception's text with its cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if isinstance(error, StrictDataclassError) else lines[0]
 
@@ -230,7 +230,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keep transformers' bar and table of missing weights off the terminal; one line of ours says what is missing."""
+    """Keep transformers' bar and table of missing weights off the terminal; one line of the log names them."""
     before, had_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

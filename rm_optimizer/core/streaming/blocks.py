@@ -172,7 +172,7 @@ def _opened(source: DataSource, named: str) -> StreamFile:
 
 
 def _ignore(number: int, reason: str) -> None:
-    """A bad row among the first is told of when its block is read."""
+    """Ignore a bad row among the first, which is reported when its block is read."""
 
 
 def blocks_of(files: Sequence[StreamFile], block_bytes: int = BLOCK_BYTES) -> tuple[Block, ...]:

@@ -474,7 +474,7 @@ def _check_encodable(text: str) -> None:
 
 
 def _require_one_template(tokenizer: PreTrainedTokenizerBase, render_fn: RenderFn | None) -> None:
-    """Refuse a tokenizer with several named chat templates and no default: nothing says which a reward model reads."""
+    """Refuse a tokenizer with several named chat templates and no default: the model's choice is unknown."""
     named = tokenizer.chat_template
     if render_fn is None and isinstance(named, dict) and "default" not in named:
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Chat templates that write a model's whole sequence, so that plain `apply_chat_template` gives what the model reads.
 
-A sequence of ours has BOS (or CLS) in front and EOS (or SEP) at its end. Where the template does not write them, or
+A sequence has BOS (or CLS) in front and EOS (or SEP) at its end. Where the template does not write them, or
 there is none, a template that does is given to the tokenizer before training, and is exported with it. A reward model
 that others trained is read exactly as its template writes, without an EOS that its training never saw.
 """
@@ -72,7 +72,7 @@ def write_for_training(tokenizer: PreTrainedTokenizerBase) -> None:
 def read_as_written(tokenizer: PreTrainedTokenizerBase) -> None:
     """Mark the chat template of a reward model that others trained: nothing is added to what it writes.
 
-    The template of an encoder that writes no CLS is framed as usual, which a warning says.
+    The template of an encoder that writes no CLS is framed as usual, with a warning.
     """
     framed = ConversationRenderer(tokenizer, _ENOUGH)
     template = tokenizer.chat_template
