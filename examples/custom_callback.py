@@ -5,7 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from rm_optimizer import TrainConfig, compose, train_reward_model, typed
+from rm_optimizer import RewardModelLightning, TrainConfig, compose, train_reward_model, typed
 
 GOOD, BAD = "Put it in boiling water for seven minutes.", "No."
 
@@ -19,6 +19,7 @@ class WatchMargin(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *arguments: Any) -> None:
         """Score the pair after an optimizer step; the score takes no random number and leaves the model as it was."""
+        assert isinstance(module, RewardModelLightning)
         if trainer.global_step % self.every == 0:
             good, bad = module.model.score(["How do I boil an egg?"] * 2, [GOOD, BAD]).tolist()
             print(f"step {trainer.global_step}: margin {good - bad:+.4f}")

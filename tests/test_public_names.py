@@ -44,7 +44,7 @@ def test_errors_stand_in_one_tree_and_are_exported():
 
 
 @pytest.mark.slow
-def test_a_misspelt_method_of_a_public_name_is_a_type_error(tmp_path):
+def test_a_misspelt_method_of_a_public_name_is_a_type_error_and_no_example_has_one(tmp_path):
     lines = ["import rm_optimizer", *(f"import {module}" for module in PUBLIC_MODULES[1:])]
     first = len(lines) + 1
     for module in PUBLIC_MODULES:
@@ -57,7 +57,12 @@ def test_a_misspelt_method_of_a_public_name_is_a_type_error(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("\n".join([*lines, "rm_optimizer.BradleyTeryRM"]) + "\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", str(program)], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", "mypy", "--strict", str(program), *map(str, (ROOT / "examples").glob("*.py"))],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     found = {int(number) for number in re.findall(r"program\.py:(\d+): error", done.stdout)}
     assert found == set(range(first, len(lines) + 2)), done.stdout + done.stderr
+    assert re.findall(r"examples/\w+\.py:\d+: error.*", done.stdout) == []
