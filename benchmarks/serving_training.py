@@ -48,7 +48,8 @@ from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.evaluation.pair_rewards import PAIR_REWARDS_FILE, PairRewards, metrics_of, reward_distribution
+from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, reward_distribution
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.serving.client.client import RewardClient
 
 NUM_BOOTSTRAP = 2000
@@ -212,8 +213,10 @@ def rows_of(found: Mapping[int, PairRewards], held_out: HeldOut, run: Path) -> l
 def gap_of_every_pair(found: Mapping[int, PairRewards], run: Path) -> float:
     """Largest difference of one reward at the best step, whose rewards the trainer keeps."""
     rewards = found[int(json.loads((run / "run.json").read_text())["best_step"])]
-    own = [json.loads(line) for line in (run / PAIR_REWARDS_FILE).read_text().splitlines()]
-    gaps = [np.abs(getattr(rewards, side) - [row[side] for row in own]).max() for side in ("chosen", "rejected")]
+    own = RunFolder(run).pair_rewards()
+    gaps = [
+        np.abs(getattr(rewards, side) - [getattr(row, side) for row in own]).max() for side in ("chosen", "rejected")
+    ]
     return float(max(gaps))
 
 

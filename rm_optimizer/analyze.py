@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from rm_optimizer.landscape.analysis_context import AnalysisResult
+    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 
 OnProgress = Callable[[str, int, int | None, str], None]
@@ -163,13 +164,12 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
 
 def _run_checkpoints(checkpoint: str) -> dict[int, Path]:
     """A run's periodic checkpoints by step, ascending."""
-    from rm_optimizer.records.recall import run_folder_of
-    from rm_optimizer.training.folder.checkpoints import checkpoint_step, periodic_checkpoints
+    from rm_optimizer.records.run_folder import RunFolder
 
-    folder = run_folder_of(checkpoint)
-    if folder is None:
+    run = RunFolder.of(checkpoint)
+    if run is None:
         raise ConfigError(f"landscape=trajectory needs a run folder with its checkpoints, got '{checkpoint}'")
-    return {checkpoint_step(path): path for path in periodic_checkpoints(folder)}
+    return run.checkpoints
 
 
 def _unmerged(checkpoint: str) -> Path | None:
@@ -179,22 +179,19 @@ def _unmerged(checkpoint: str) -> Path | None:
         CheckpointError: if the run has them no more.
         ConfigError: if they are four-bit ones.
     """
-    from rm_optimizer.records.recall import run_folder_of
-    from rm_optimizer.records.run_folder import read_options
+    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.adapters import AdapterKind
-    from rm_optimizer.training.folder.checkpoints import BEST, FOLDER
 
-    run_dir = run_folder_of(checkpoint)
-    if run_dir is None or run_dir != Path(checkpoint).expanduser():
+    run = RunFolder.of(checkpoint)
+    if run is None or run.path != Path(checkpoint).expanduser():
         return None
-    trained = read_options(run_dir)
-    adapter = trained.get("adapter", {}).get("kind", AdapterKind.none)
+    adapter = run.options.get("adapter", {}).get("kind", AdapterKind.none)
     if adapter == AdapterKind.none:
         return None
-    merged = f"checkpoint={run_dir}/best measures the merged model"
+    merged = f"checkpoint={run.path}/best measures the merged model"
     if adapter == AdapterKind.qlora:
-        raise ConfigError(f"{run_dir}: four-bit weights (adapter=qlora) cannot be differentiated twice; {merged}")
-    path = run_dir / FOLDER / BEST
+        raise ConfigError(f"{run.path}: four-bit weights (adapter=qlora) cannot be differentiated twice; {merged}")
+    path = run.best_checkpoint
     if not path.is_file():
         raise CheckpointError(f"{path}, which held the run's adapter apart from its base, is missing; {merged}")
     return path
@@ -202,28 +199,26 @@ def _unmerged(checkpoint: str) -> Path | None:
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
     """The run's own measurements while it trained, beside its Hessian's spectrum."""
-    from rm_optimizer.records.recall import run_folder_of
+    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.curvature_plots import has_training_curvature
     from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
     from rm_optimizer.schema.landscape import AnalysisType
-    from rm_optimizer.training.folder.recorder import read_rows
 
-    run_dir = run_folder_of(options.checkpoint)
-    if run_dir is None or options.landscape.type not in (AnalysisType.hessian, AnalysisType.density):
+    run = RunFolder.of(options.checkpoint)
+    if run is None or options.landscape.type not in (AnalysisType.hessian, AnalysisType.density):
         return
-    history = read_rows(run_dir / "metrics.csv")
+    history = run.metrics()
     if has_training_curvature(history):
-        draw_training_curvature(history, folder, _history_caption(run_dir))
+        draw_training_curvature(history, folder, _history_caption(run))
 
 
-def _history_caption(run_dir: Path) -> str:
-    from rm_optimizer.records.run_folder import RESULT_FILE, read_options
+def _history_caption(run: RunFolder) -> str:
     from rm_optimizer.training.folder.result import RunResult
 
-    trained = read_options(run_dir)
-    num_pairs, result = trained["training"]["hessian"]["num_pairs"], run_dir / RESULT_FILE
-    if result.is_file():
-        num_pairs = min(num_pairs, RunResult.from_json(result.read_text(encoding="utf-8")).data.train_pairs)
+    trained, result = run.options, RunResult.read(run.path)
+    num_pairs = trained["training"]["hessian"]["num_pairs"]
+    if result is not None:
+        num_pairs = min(num_pairs, result.data.train_pairs)
     return f"n = {num_pairs:,} pairs; seed {trained['seed']} of the run"
 
 

@@ -25,8 +25,6 @@ from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 
-PAIR_REWARDS_FILE = "pair_rewards.jsonl"
-"""One line a pair, in the folder of an evaluation."""
 METRICS_FILE = "metrics.json"
 """The metrics of an evaluation, in its folder."""
 

@@ -15,8 +15,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.sample import MeasuredLoss
-from rm_optimizer.records.recall import run_folder_of
-from rm_optimizer.records.run_folder import read_identity, read_options
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import FREE, is_among
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
@@ -62,7 +61,7 @@ def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
 
 
 def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
-    if options.data.train is None and run_folder_of(options.checkpoint) is None:
+    if options.data.train is None and RunFolder.of(options.checkpoint) is None:
         raise ConfigError(
             f"data.train must name pairs, for {options.checkpoint} is in no run folder that records its own; "
             "add --data PAIRS (data.train=PAIRS)"
@@ -80,11 +79,11 @@ def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
     Raises:
         DataError: if their fingerprints differ.
     """
-    run_dir = run_folder_of(options.checkpoint)
-    identity = read_identity(run_dir) if run_dir is not None else None
-    if run_dir is None or identity is None:
+    run = RunFolder.of(options.checkpoint)
+    identity = run.identity if run is not None else None
+    if run is None or identity is None:
         return
-    as_trained = {**read_options(run_dir)["data"], **identity.sources}
+    as_trained = {**run.options["data"], **identity.sources}
     read = json.loads(json.dumps(asdict(options.data), default=str))
     if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
         return
@@ -97,6 +96,6 @@ def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
         if was != now:
             raise DataError(
                 f"{options.data.train or 'the synthetic world'}: the pairs of {option} are not those that the run in "
-                f"{run_dir} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
+                f"{run.path} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
                 "--data PAIRS"
             )

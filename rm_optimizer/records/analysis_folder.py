@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.recall import default_folder, run_folder_of
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
@@ -31,8 +31,8 @@ def results_folder(options: AnalyzeConfig) -> Path:
     folder, identity = Path(options.output_dir), _identity(json.loads(json.dumps(asdict(options), default=str)))
     if _is_for(folder, identity):
         return folder
-    run_dir = run_folder_of(options.checkpoint)
-    if run_dir is None or folder != default_folder(run_dir, options.checkpoint, options.landscape.type):
+    run = RunFolder.of(options.checkpoint)
+    if run is None or folder != run.landscape(options.checkpoint, options.landscape.type):
         raise ConfigError(
             f"{folder} holds the results of another analysis ({_told(folder)}); choose another output_dir"
         )

@@ -44,8 +44,8 @@ class JsonRecord:
         """The record that `to_json` wrote; entries that are not fields are left alone.
 
         Raises:
-            ValueError: if the text is not JSON, or an entry is not of its field's type.
-            TypeError: if an entry is missing or not of its field's type.
+            ValueError: if the text is not JSON, or an entry is not one of its field's choices.
+            TypeError: if an entry is missing, or is no list or object where its field needs one.
         """
         return from_values(cls, json.loads(text))
 
@@ -80,8 +80,8 @@ def from_values(kind: type[ValueT], values: Any) -> ValueT:
         values: JSON values.
 
     Raises:
-        ValueError: if an entry is not of its field's type.
-        TypeError: if an entry is missing or not of its field's type.
+        ValueError: if an entry is not one of its field's choices.
+        TypeError: if an entry is missing, or is no list or object where its field needs one.
 
     Example:
         >>> from_values(tuple[float, ...], [1.0, None])
@@ -100,7 +100,7 @@ def _read(kind: Any, value: Any) -> Any:
         kinds = parameters[:1] * len(value) if parameters[-1] is Ellipsis else parameters
         return tuple(_read(item_kind, item) for item_kind, item in zip(kinds, value, strict=True))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: _read(parameters[1], item) for key, item in value.items()}
+        return {key: _read(parameters[1], item) for key, item in dict(value).items()}
     if isinstance(kind, type) and is_dataclass(kind):
         return kind(**{name: _read(hint, value[name]) for name, hint in _hints(kind).items() if name in value})
     return kind(value) if isinstance(kind, type) and issubclass(kind, Enum | Path) else value

@@ -8,23 +8,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.run_folder import read_identity, read_options
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.diagnose import explain
-
-
-def run_folder_of(checkpoint: str) -> Path | None:
-    """The run folder that a checkpoint belongs to: itself, or the folder of its `best/` or `checkpoints/`."""
-    path = Path(checkpoint).expanduser()
-    return next((folder for folder in (path, *path.parents[:2]) if read_options(folder)), None)
 
 
 def recalled(overrides: Sequence[str]) -> list[str]:
@@ -41,48 +34,36 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     """
     typed = _typed(overrides)
     checkpoint = typed.get("checkpoint")
-    folder = run_folder_of(str(checkpoint)) if checkpoint is not None else None
-    if folder is None:
+    run = RunFolder.of(str(checkpoint)) if checkpoint is not None else None
+    if run is None:
         return []
-    options = read_options(folder)
+    options = run.options
     values: dict[str, Any] = {"seed": options["seed"]}
     values |= _flat("loss", options["loss"], LossConfig)
     if "data.train" not in typed:
-        values |= {"split": "train"} | _flat("data", {**options["data"], **_sources(folder)}, DataConfig)
+        values |= {"split": "train"} | _flat("data", {**options["data"], **_sources(run)}, DataConfig)
     found = [f"{name}={written(value)}" for name, value in values.items()]
-    return [*found, f"output_dir={written(str(default_folder(folder, str(checkpoint), '${landscape.type}')))}"]
+    return [*found, f"output_dir={written(str(run.landscape(str(checkpoint), '${landscape.type}')))}"]
 
 
-def default_folder(run_dir: Path, checkpoint: str, kind: str) -> Path:
-    """The folder of an analysis in a run folder; a periodic checkpoint's has the step in its name.
-
-    Example:
-        >>> default_folder(Path("run"), "run/checkpoints/step-00000010.ckpt", "hessian").as_posix()
-        'run/landscape/hessian-step-00000010'
-    """
-    path = Path(checkpoint).expanduser()
-    step = f"-{path.stem}" if path.suffix == ".ckpt" and path.stem.startswith("step-") else ""
-    return run_dir / "landscape" / f"{kind}{step}"
-
-
-def _sources(folder: Path) -> dict[str, Any]:
+def _sources(run: RunFolder) -> dict[str, Any]:
     """The run's `train` and `val` with the absolute paths of its start; empty where they were not recorded.
 
     Raises:
         ConfigError: if a path is gone, or the pairs came from memory.
     """
-    identity = read_identity(folder)
+    identity = run.identity
     if identity is None:
         return {}
     if not identity.sources:
         raise ConfigError(
-            f"the run in {folder} was trained on pairs in memory, which no file holds; name pairs with --data PAIRS "
+            f"the run in {run.path} was trained on pairs in memory, which no file holds; name pairs with --data PAIRS "
             "(data.train=PAIRS)"
         )
     for path in (path for source in identity.sources.values() for path in _paths(source)):
         if os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path):
             raise ConfigError(
-                f"{path}, which the run in {folder} was trained on, is no longer there; bring it back, or name pairs "
+                f"{path}, which the run in {run.path} was trained on, is no longer there; bring it back, or name pairs "
                 "with --data PAIRS (data.train=PAIRS)"
             )
     return dict(identity.sources)

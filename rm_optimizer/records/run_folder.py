@@ -1,7 +1,8 @@
-"""A run folder belongs to one run: the files that mark it, and who may start in it. Imports no torch."""
+"""A run folder: reading what a run left in it, and who may start in it. Imports no torch."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import JsonRecord, from_values
+from rm_optimizer.records.ledger import whole_lines
+from rm_optimizer.records.locations import BEST_FOLDER, EXPORT_FILE
 from rm_optimizer.records.run_options import options_of, require_same_options
 from rm_optimizer.schema.config import Resume, TrainConfig
 
@@ -19,9 +22,13 @@ IDENTITY_FILE = "identity.json"
 """The run's id, the absolute paths of its pairs and their fingerprints."""
 RESULT_FILE = "run.json"
 """The result of a finished run."""
+PAIR_REWARDS_FILE = "pair_rewards.jsonl"
+"""One JSON line a pair, see `PairReward`."""
+EXPORT = f"{BEST_FOLDER}/{EXPORT_FILE}"
+"""The record of the exported best model."""
 RESULTS = (
-    *("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", RESULT_FILE, "best/export.json", "metrics.csv"),
-    *("evaluations/step-*/metrics.json", "pair_rewards.jsonl"),
+    *("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", RESULT_FILE, EXPORT, "metrics.csv"),
+    *("evaluations/step-*/metrics.json", PAIR_REWARDS_FILE),
 )
 """Files, as patterns, that a run leaves and another would mix with its own."""
 _OF_A_RUN = frozenset({"data", "loss", "seed", "optimizer"})
@@ -46,28 +53,113 @@ class RunIdentity(JsonRecord, indent=2):
     val_fingerprint: str
 
 
-def read_identity(folder: Path) -> RunIdentity | None:
-    """The identity of the run in a folder; None where none is recorded."""
-    content = _json(folder / IDENTITY_FILE)
-    return from_values(RunIdentity, content) if content.keys() >= RunIdentity.__dataclass_fields__.keys() else None
+@dataclass(frozen=True)
+class PairReward:
+    """Rewards of a pair, a line of `pair_rewards.jsonl`.
+
+    Args:
+        pair_id: identity of prompt and both responses.
+        prompt_id: identity of the prompt.
+        label: probability that `chosen` is the better response.
+        chosen: reward of the preferred response.
+        rejected: reward of the other response.
+    """
+
+    pair_id: str
+    prompt_id: str
+    label: float
+    chosen: float
+    rejected: float
 
 
-def read_options(folder: Path) -> dict[str, Any]:
-    """The options of the run in a folder; empty where none are recorded."""
-    content = _json(folder / OPTIONS_FILE)
-    return content if content.keys() >= _OF_A_RUN else {}
+@dataclass(frozen=True)
+class RunFolder:
+    """Files that a run or an evaluation leaves in its folder, as values.
+
+    Args:
+        path: the folder.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, checkpoint: str) -> RunFolder | None:
+        """The run folder that a checkpoint belongs to: itself, or the folder of its `best/` or `checkpoints/`."""
+        path = Path(checkpoint).expanduser()
+        return next((run for run in map(cls, (path, *path.parents[:2])) if run.options), None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the run; empty where none are recorded."""
+        content = _json(self.path / OPTIONS_FILE)
+        return content if content.keys() >= _OF_A_RUN else {}
+
+    @property
+    def identity(self) -> RunIdentity | None:
+        """The identity of the run; None where none is recorded."""
+        content = _json(self.path / IDENTITY_FILE)
+        return from_values(RunIdentity, content) if content.keys() >= RunIdentity.__dataclass_fields__.keys() else None
+
+    @property
+    def results(self) -> list[str]:
+        """Files that a run left, relative to the folder."""
+        return [str(path.relative_to(self.path)) for pattern in RESULTS for path in sorted(self.path.glob(pattern))]
+
+    @property
+    def is_used(self) -> bool:
+        """True if the folder holds a run, or the remains of one."""
+        has_weights = bool(self.checkpoints) or self.best_checkpoint.exists() or (self.path / EXPORT).exists()
+        return has_weights or bool(self.options) or self.identity is not None
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The periodic checkpoints by optimizer step, ascending."""
+        paths = sorted(self.best_checkpoint.parent.glob("step-*.ckpt"))
+        return {checkpoint_step(path): path for path in paths if path.stem.removeprefix("step-").isdigit()}
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """Path of the weights of the best evaluation."""
+        return self.path / "checkpoints" / "best.ckpt"
+
+    def metrics(self, last_step: int | None = None) -> list[dict[str, str]]:
+        """Rows of `metrics.csv`, see `read_rows`."""
+        return read_rows(self.path / "metrics.csv", last_step)
+
+    def pair_rewards(self) -> list[PairReward]:
+        """Rows of `pair_rewards.jsonl`."""
+        lines = (self.path / PAIR_REWARDS_FILE).read_text(encoding="utf-8").splitlines()
+        return [from_values(PairReward, json.loads(line)) for line in lines]
+
+    def landscape(self, checkpoint: str, kind: str) -> Path:
+        """The folder of an analysis of one of the run's checkpoints; a periodic one's has the step in its name.
+
+        Example:
+            >>> RunFolder(Path("run")).landscape("run/checkpoints/step-00000010.ckpt", "hessian").as_posix()
+            'run/landscape/hessian-step-00000010'
+        """
+        path = Path(checkpoint).expanduser()
+        step = f"-{path.stem}" if path.suffix == ".ckpt" and path.stem.startswith("step-") else ""
+        return self.path / "landscape" / f"{kind}{step}"
 
 
-def results_in(folder: Path) -> list[str]:
-    """Files in a folder that a run left, relative to it."""
-    return [str(path.relative_to(folder)) for pattern in RESULTS for path in sorted(folder.glob(pattern))]
+def checkpoint_step(path: Path) -> int:
+    """Optimizer steps done when a periodic checkpoint was saved."""
+    return int(path.stem.removeprefix("step-"))
 
 
-def is_run_folder(folder: Path) -> bool:
-    """True if a folder holds a run, or the remains of one."""
-    marks = ("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", "best/export.json")
-    is_marked = any(next(folder.glob(mark), None) is not None for mark in marks)
-    return is_marked or bool(read_options(folder)) or read_identity(folder) is not None
+def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
+    """Rows of a table of steps, such as `metrics.csv`, as text; an unfinished last line is left out.
+
+    Args:
+        path: the file; one that is missing has no rows.
+        last_step: rows of later steps are left out.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        rows = list(csv.DictReader(line.decode() for line in whole_lines(file)))
+    return rows if last_step is None else [row for row in rows if int(row["step"]) <= last_step]
 
 
 def require_usable(config: TrainConfig) -> None:
@@ -80,20 +172,21 @@ def require_usable(config: TrainConfig) -> None:
         ConfigError: naming the folder, what is in it and what can be done.
     """
     folder = Path(config.output_dir)
-    if not (config.resume == Resume.restart and is_run_folder(folder)):
+    run = RunFolder(folder)
+    if not (config.resume == Resume.restart and run.is_used):
         _require_replaceable(folder / "best")
-    results = results_in(folder)
+    results = run.results
     if not results:
         return
     held = f"{_shown(folder)} already holds {results[0]}"
-    if not is_run_folder(folder):
+    if not run.is_used:
         raise ConfigError(f"{held}, which a run would overwrite, but no run; choose another hydra.run.dir")
     if config.resume == Resume.none:
         raise ConfigError(
             f"{held} of another run; resume=auto continues that run, resume=restart removes it and starts anew, or "
             "choose another hydra.run.dir"
         )
-    before = read_options(folder) or _json(folder / RESULT_FILE).get("config")
+    before = run.options or _json(folder / RESULT_FILE).get("config")
     if config.resume == Resume.auto and before:
         require_same_options(before, options_of(config))
 

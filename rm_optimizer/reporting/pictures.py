@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.evaluation.pair_rewards import PAIR_REWARDS_FILE
 from rm_optimizer.evaluation.saved_model import Evaluation
+from rm_optimizer.records.run_folder import PairReward, RunFolder
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import (
@@ -23,7 +23,6 @@ from rm_optimizer.reporting.tables import (
     output_console,
     summary_table,
 )
-from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.folder.result import TOY_WARNING, RunResult, is_toy
 
 PICTURES = "plots"
@@ -39,7 +38,7 @@ def draw_run(result: RunResult) -> Path:
         The folder of the pictures.
     """
     run_dir = Path(result.run_dir)
-    history = read_rows(run_dir / "metrics.csv")
+    history = RunFolder(run_dir).metrics()
     save_figure(plot_loss(history), run_dir / PICTURES / "loss.png")
     save_figure(plot_accuracy(history, ceiling=result.data.ceiling), run_dir / PICTURES / "accuracy.png")
     return draw_evaluation(run_dir, result.metrics)
@@ -56,7 +55,7 @@ def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
         The folder of the pictures.
     """
     draw_reliability(metrics, folder / PICTURES / "reliability.png")
-    save_figure(plot_margins(read_margins(folder / PAIR_REWARDS_FILE)), folder / PICTURES / "margins.png")
+    save_figure(plot_margins(margins_of(RunFolder(folder).pair_rewards())), folder / PICTURES / "margins.png")
     return folder / PICTURES
 
 
@@ -79,11 +78,10 @@ def print_evaluation(title: str, evaluation: Evaluation, console: Console | None
         console.print(group_table(evaluation.metrics, column))
 
 
-def read_margins(path: Path) -> np.ndarray:
+def margins_of(rows: Sequence[PairReward]) -> np.ndarray:
     """Reward of the better response less that of the other, for every pair that has a better one; all if none has."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    margins = np.array([row["chosen"] - row["rejected"] for row in rows])
-    side = np.sign(np.array([row["label"] for row in rows]) - 0.5)
+    margins = np.array([row.chosen - row.rejected for row in rows])
+    side = np.sign(np.array([row.label for row in rows]) - 0.5)
     return (margins * side)[side != 0] if (side != 0).any() else margins
 
 

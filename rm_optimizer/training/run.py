@@ -35,7 +35,6 @@ from rm_optimizer.core.storage.loading import load_weights
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
 from rm_optimizer.evaluation.pair_rewards import (
-    PAIR_REWARDS_FILE,
     PairRewards,
     ScoringStopped,
     write_evaluation,
@@ -45,7 +44,7 @@ from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.provenance import commit, machine, versions
-from rm_optimizer.records.run_folder import require_usable
+from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, RunFolder, checkpoint_step, require_usable
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.config import WandbMode
@@ -61,7 +60,6 @@ from rm_optimizer.training.compiling import compile_backbone
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data
 from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_step, periodic_checkpoints
 from rm_optimizer.training.folder.extension import extension_at
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start, recorded, write_record
@@ -321,7 +319,7 @@ def _progress(run: _Run) -> Callback:
 
 def _stopped(run: _Run, where: str) -> str:
     """The sentence of a run that the user stopped."""
-    best = run.run_dir / FOLDER / BEST
+    best = RunFolder(run.run_dir).best_checkpoint
     so_far = f", the best so far {best}" if best.exists() else ""
     saved = f"its checkpoint is {run.module.last_checkpoint}{so_far}; resume=auto goes on from there"
     return f"stopped after step {run.steps} of {run.module.num_steps}{where}; {saved}"
@@ -329,7 +327,7 @@ def _stopped(run: _Run, where: str) -> str:
 
 def _stopped_at_once(run_dir: Path) -> str:
     """The sentence of a run that a second signal ended."""
-    newest = periodic_checkpoints(run_dir)
+    newest = list(RunFolder(run_dir).checkpoints.values())
     saved = (
         f"the newest checkpoint is {newest[-1]}; resume=auto goes on from there" if newest else "nothing was saved yet"
     )
@@ -414,7 +412,7 @@ def quiet_libraries() -> None:
 def _finish(run: _Run, status: RunStatus) -> RunResult:
     """Evaluate the best weights on every rank; the first one writes them and what is known of them."""
     config, model, val = run.config, run.module.model, run.datamodule.data.val
-    best = run.run_dir / FOLDER / BEST
+    best = RunFolder(run.run_dir).best_checkpoint
     warn_of_unmeasured(config.training.monitor, run.evaluation.best)
     run.evaluation.best.step = _load_best(model, best, run)
     model.to(run.device)  # Lightning left it on the CPU

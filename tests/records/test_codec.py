@@ -229,6 +229,6 @@ def test_a_number_that_is_not_finite_is_null():
 
 def test_an_entry_of_another_type_is_refused():
     values = json.loads(RESULT.to_json())
-    for wrong in ({"status": "unheard of"}, {"extensions": None}, {"metrics": 3}, {"data": "x"}):
+    for wrong in ({"status": "unheard of"}, {"extensions": None}, {"versions": 3}, {"metrics": 3}, {"data": "x"}):
         with pytest.raises((ValueError, TypeError)):
             RunResult.from_json(json.dumps(values | wrong))

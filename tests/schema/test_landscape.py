@@ -11,7 +11,8 @@ import pytest
 from rm_optimizer.analyze import completed
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
-from rm_optimizer.records.recall import recalled, run_folder_of
+from rm_optimizer.records.recall import recalled
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, config_root
 from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ignored_options, without_ignored
 
@@ -93,14 +94,14 @@ def test_pairs_of_the_users_own_are_not_read_as_the_runs(run_folder):
 
 @pytest.mark.parametrize("inside", ["", "/best", "/checkpoints/step-00000002.ckpt"])
 def test_the_run_is_found_from_its_parts(run_folder, inside):
-    assert run_folder_of(run_folder + inside) == Path(run_folder)
+    assert RunFolder.of(run_folder + inside) == RunFolder(Path(run_folder))
 
 
 def test_other_models_are_in_no_run(tmp_path, run_folder):
-    assert run_folder_of("org/name") is None
+    assert RunFolder.of("org/name") is None
     assert recalled(["checkpoint=org/name"]) == recalled(["seed=1"]) == []
     (tmp_path / "options.json").write_text(json.dumps({"checkpoint": "an analysis"}))
-    assert run_folder_of(str(tmp_path)) is None
+    assert RunFolder.of(str(tmp_path)) is None
 
 
 def test_flags_may_stand_before_and_after(run_folder):

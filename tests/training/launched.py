@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.training.folder.recorder import read_rows
+from rm_optimizer.records.run_folder import read_rows
 
 TRAIN = ["-m", "rm_optimizer.train"]
 ON_CPU = ["hardware.accelerator=cpu", "hardware.num_threads=1"]

@@ -17,11 +17,10 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.recall import recalled
-from rm_optimizer.records.run_folder import read_identity
+from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.run_callback import RunCallback
-from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.folder.result import RunStatus
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
@@ -77,7 +76,7 @@ def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
     here, there = Path(in_memory.run_dir), tmp_path / "run"
     for name in ("metrics.csv", "best/model.safetensors", "trained_pairs.npz"):
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
-    left, right = read_identity(here), read_identity(there)
+    left, right = RunFolder(here).identity, RunFolder(there).identity
     assert left is not None
     assert right is not None
     assert (left.train_fingerprint, left.val_fingerprint) == (right.train_fingerprint, right.val_fingerprint)

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import LoggerConfig, TrainConfig
 from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram
-from rm_optimizer.training.folder.recorder import MetricsCSV, read_rows
+from rm_optimizer.training.folder.recorder import MetricsCSV
 from rm_optimizer.training.run import require_wandb_key
 
 Build = Callable[..., TrainConfig]

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from rm_optimizer.core.data_loader import load_training_data
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.reporting.pictures import print_run
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.run import build_model
 
 Build = Callable[..., TrainConfig]

@@ -15,8 +15,8 @@ from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.core.data_loader import load_training_data
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.errors import ConfigError, TrainingDiverged
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.folder.result import RunStatus
 
 Build = Callable[..., TrainConfig]

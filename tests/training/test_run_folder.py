@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from rm_optimizer.errors import CheckpointError, ConfigError, RMOptimizerError
-from rm_optimizer.records.run_folder import read_identity, require_usable
+from rm_optimizer.records.run_folder import RunFolder, read_rows, require_usable
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.folder.lock import require_free, run_lock
-from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.folder.result import RunStatus
 from rm_optimizer.training.folder.start import begin
 
@@ -128,12 +127,12 @@ def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: Ru
     for name in ["notes.txt", *old, "checkpoints/step-00000099.ckpt"]:
         (used / name).parent.mkdir(parents=True, exist_ok=True)
         (used / name).write_text("old")
-    before = read_identity(used)
+    before = RunFolder(used).identity
     train_reward_model(small_config(used, "resume=restart"))
     assert (used / "notes.txt").is_file()
     assert not any((used / name).exists() for name in [*old, "checkpoints/step-00000099.ckpt"])
     assert_same_outcome(Path(finished_run.run_dir), used)
-    assert read_identity(used) != before
+    assert RunFolder(used).identity != before
 
 
 def test_pairs_of_a_start_that_failed_are_not_those_of_the_run(small_config: Build, tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from rm_optimizer import evaluate_checkpoint, train_reward_model
 from rm_optimizer.core.data_loader import load_training_data
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, set_train_mode
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
-from rm_optimizer.training.folder.recorder import read_rows
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.run import _prepare, _Run, build_trainer
 

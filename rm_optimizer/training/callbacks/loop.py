@@ -21,6 +21,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.records.disk import writing
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainingConfig
 from rm_optimizer.schema.monitors import better_mode, monitored_group
 from rm_optimizer.training.callbacks.best import BestSoFar
@@ -30,7 +31,7 @@ from rm_optimizer.training.callbacks.log_media import log_histogram
 from rm_optimizer.training.callbacks.progress import ProgressLines
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.folder.checkpoints import BEST, FOLDER, checkpoint_path, prune, save_checkpoint
+from rm_optimizer.training.folder.checkpoints import checkpoint_path, prune, save_checkpoint
 from rm_optimizer.training.folder.resume import random_states, set_random_states
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
@@ -99,7 +100,7 @@ class Evaluation(pl.Callback):
         """
         assert isinstance(pl_module, RewardModelLightning)
         self.stop.arm()  # Lightning has put in handlers of its own, which end a run on SIGTERM without a word
-        if not (path := self.run_dir / FOLDER / BEST).is_file() and self.best.forget():
+        if not (path := RunFolder(self.run_dir).best_checkpoint).is_file() and self.best.forget():
             log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
         if self.missed or (trainer.global_step == 0 and self.config.eval_at_start):
             self._evaluate(trainer, pl_module)
@@ -196,7 +197,7 @@ class Evaluation(pl.Callback):
 
     def _judge(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
         if self.best.update(values.get(self.config.monitor, float("nan")), trainer.global_step):
-            path = self.run_dir / FOLDER / BEST
+            path = RunFolder(self.run_dir).best_checkpoint
             with writing(path, first_in=TEMPORARY):
                 save_checkpoint(trainer, path, weights_only=True)
         self._stop_if_stale(trainer)

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytorch_lightning as pl
 
 from rm_optimizer.optim import evaluation_weights
-
-FOLDER = "checkpoints"
-BEST = "best.ckpt"
+from rm_optimizer.records.run_folder import RunFolder
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """Path of the checkpoint after `step` optimizer steps."""
-    return run_dir / FOLDER / f"step-{step:08d}.ckpt"
+    return RunFolder(run_dir).best_checkpoint.with_name(f"step-{step:08d}.ckpt")
 
 
 def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = False) -> Path:
@@ -36,24 +34,14 @@ def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = Fal
     return path
 
 
-def checkpoint_step(path: Path) -> int:
-    """Optimizer steps done when a periodic checkpoint was saved."""
-    return int(path.stem.removeprefix("step-"))
-
-
-def periodic_checkpoints(run_dir: Path) -> list[Path]:
-    """The periodic checkpoints of a run, oldest first."""
-    return sorted((run_dir / FOLDER).glob("step-*.ckpt"))
-
-
 def last_good_checkpoint(run_dir: Path, before: int) -> Path | None:
     """The newest periodic checkpoint of fewer than `before` steps, else the best one, else None."""
-    older = [path for path in periodic_checkpoints(run_dir) if checkpoint_step(path) < before]
-    best = run_dir / FOLDER / BEST
+    run = RunFolder(run_dir)
+    older, best = [path for step, path in run.checkpoints.items() if step < before], run.best_checkpoint
     return older[-1] if older else best if best.exists() else None
 
 
 def prune(run_dir: Path, keep: int) -> None:
     """Remove all but the newest `keep` periodic checkpoints."""
-    for path in periodic_checkpoints(run_dir)[:-keep]:
+    for path in list(RunFolder(run_dir).checkpoints.values())[:-keep]:
         path.unlink(missing_ok=True)

@@ -15,10 +15,9 @@ from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
 from rm_optimizer.core.rows.readers import is_hub_name
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.run_folder import IDENTITY_FILE, OPTIONS_FILE, RunIdentity
+from rm_optimizer.records.run_folder import IDENTITY_FILE, OPTIONS_FILE, RunIdentity, checkpoint_step
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
-from rm_optimizer.training.folder.checkpoints import checkpoint_step
 
 RUN_KEY = "run"
 """Entry of a checkpoint's payload that identifies its run."""

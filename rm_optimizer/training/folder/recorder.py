@@ -15,6 +15,7 @@ from pytorch_lightning.loggers import Logger
 
 from rm_optimizer.records.disk import writing
 from rm_optimizer.records.files import replacing
+from rm_optimizer.records.run_folder import read_rows
 
 COLUMNS = {
     "train/loss": "train_loss",
@@ -143,13 +144,3 @@ class MetricsCSV(Logger):
             writer.writerows(kept)
         self._resume_step = None
         return self.path.open("a", newline="", encoding="utf-8")
-
-
-def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
-    """Rows of a `metrics.csv`, as text, up to `last_step`; an unfinished last line is left out."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    rows = list(csv.DictReader(lines))
-    return rows if last_step is None else [row for row in rows if int(row["step"]) <= last_step]

@@ -128,6 +128,14 @@ class RunResult(JsonRecord, indent=2):
         """The fields; the metrics with what they add to theirs."""
         return super().entries() | {"metrics": self.metrics.entries()}
 
+    @classmethod
+    def read(cls, run_dir: Path) -> RunResult | None:
+        """The result of the run in a folder; None where there is none, or it is torn or of another version."""
+        try:
+            return cls.from_json((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError):
+            return None
+
     def save(self) -> Path:
         """Write `run.json` into the run folder, atomically."""
         return write_text(Path(self.run_dir) / RESULT_FILE, self.to_json() + "\n")

@@ -11,18 +11,18 @@ from typing import Any
 from torch import distributed
 
 from rm_optimizer.records.randomness import random_state, set_random_state
-from rm_optimizer.training.folder.checkpoints import checkpoint_step, periodic_checkpoints
+from rm_optimizer.records.run_folder import RunFolder
 
 log = logging.getLogger("rm_optimizer")
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest periodic checkpoint that is whole; a torn one is skipped with a warning for the one before."""
-    for path in reversed(periodic_checkpoints(run_dir)):
+    for step, path in reversed(RunFolder(run_dir).checkpoints.items()):
         if damage := _damage(path):
             log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
             continue
-        log.info("resuming after step %d from %s", checkpoint_step(path), path)
+        log.info("resuming after step %d from %s", step, path)
         return path
     return None
 

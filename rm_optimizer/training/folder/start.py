@@ -13,17 +13,17 @@ from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.run_folder import (
+    EXPORT,
     IDENTITY_FILE,
     OPTIONS_FILE,
+    PAIR_REWARDS_FILE,
     RESULT_FILE,
-    is_run_folder,
-    read_identity,
-    results_in,
+    RunFolder,
+    checkpoint_step,
 )
 from rm_optimizer.records.run_options import changed_options, has_same_length, options_of, require_same_options
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import Resume
-from rm_optimizer.training.folder.checkpoints import checkpoint_step
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start
 from rm_optimizer.training.folder.result import DataSummary, RunResult, RunStatus
 from rm_optimizer.training.folder.resume import newest_checkpoint
@@ -32,7 +32,7 @@ log = logging.getLogger("rm_optimizer")
 
 LEFT = (
     *(RESULT_FILE, "best", "checkpoints", "evaluations", "landscape", "plots", "figures", "tensorboard", "wandb"),
-    *("metrics.csv", "profile.csv", "profile.json", "pair_rewards.jsonl", "skipped_rows.txt"),
+    *("metrics.csv", "profile.csv", "profile.json", PAIR_REWARDS_FILE, "skipped_rows.txt"),
     TRAINED_PAIRS_FILE,
     *(OPTIONS_FILE, IDENTITY_FILE),
 )
@@ -45,14 +45,11 @@ def finished_result(config: TrainConfig) -> RunResult | None:
     Args:
         config: the options; `require_usable` has passed them.
     """
-    path = Path(config.output_dir) / RESULT_FILE
-    if config.resume != Resume.auto or not path.is_file() or not (path.parent / "best" / "export.json").is_file():
+    run = RunFolder(Path(config.output_dir))
+    result = RunResult.read(run.path)
+    if config.resume != Resume.auto or result is None or not (run.path / EXPORT).is_file():
         return None
-    try:
-        result = RunResult.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, KeyError):
-        return None  # torn, or of another version
-    identity, options = read_identity(path.parent), options_of(config)
+    identity, options = run.identity, options_of(config)
     if result.run_id is None or (identity is not None and identity.run_id != result.run_id):
         return None
     require_same_options(result.config, options)
@@ -83,13 +80,14 @@ def begin(config: TrainConfig, run_dir: Path, *, is_first_rank: bool) -> Start:
     """
     if config.resume == Resume.auto and (path := newest_checkpoint(run_dir)):
         return Start(path, _record_of(path, config, run_dir))
-    results = results_in(run_dir)
+    run = RunFolder(run_dir)
+    results = run.results
     if config.resume == Resume.auto and RESULT_FILE in results:
         raise ConfigError(
             f"resume=auto needs a checkpoint to extend the finished run in {run_dir}, but checkpoints/ holds no whole "
             "one; set the options back, set resume=restart, or choose another hydra.run.dir"
         )
-    if is_first_rank and (results or (config.resume == Resume.restart and is_run_folder(run_dir))):
+    if is_first_rank and (results or (config.resume == Resume.restart and run.is_used)):
         log.info("starting anew in %s; what the run before left is removed", run_dir)
         clear(run_dir)
     if is_first_rank:
@@ -104,7 +102,7 @@ def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
     if content is None:
         raise CheckpointError(f"{path} does not say which run it belongs to, for an earlier version saved it; {again}")
     record = from_values(RunRecord, content)
-    identity = read_identity(run_dir)
+    identity = RunFolder(run_dir).identity
     if identity is not None and identity.run_id != record.run_id:
         raise CheckpointError(
             f"{path} belongs to run {record.run_id}, but the folder to run {identity.run_id}; remove it, {again}"

@@ -12,11 +12,11 @@ import pytest
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.monitors import Mode
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.best import BestSoFar, require_monitored
-from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
 

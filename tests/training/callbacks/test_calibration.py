@@ -10,12 +10,12 @@ import pytest
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.calibration import calibration_values
 from rm_optimizer.training.data import in_memory
-from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
 

@@ -23,9 +23,13 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+<<<<<<< HEAD
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.loading import load_measured_loss
+=======
+from rm_optimizer.records.run_folder import read_rows
+>>>>>>> 82c2c93 (Read what a run leaves in its folder through one typed reader)
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.train import option_callbacks
@@ -33,7 +37,6 @@ from rm_optimizer.training import lightning_module, train_reward_model
 from rm_optimizer.training.callbacks import curvature as training_curvature
 from rm_optimizer.training.callbacks import loop as callbacks
 from rm_optimizer.training.callbacks.curvature import HessianCallback, undisturbed
-from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
 WATCHED = [

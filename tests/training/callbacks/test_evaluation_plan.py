@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.evaluation_plan import EvaluationPlan, Work, plan_evaluations
-from rm_optimizer.training.folder.recorder import read_rows
 
 
 def planned(train: int, val: int, *, steps: int = 100, per_epoch: int | None = None, final: float = 1.0, **work: float):

@@ -25,13 +25,13 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.tokens.prefix_trees import PrefixTree, pack_trees
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.flops import ModelFlops, peak_bf16_flops
 from rm_optimizer.training.callbacks.memory_profile import MemoryProfile, step_rates
 from rm_optimizer.training.callbacks.rss import RssSampler
-from rm_optimizer.training.folder.recorder import read_rows
 
 Build = Callable[..., TrainConfig]
 LLAMA = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rm_optimizer.training.folder.recorder import HEADER, MetricsCSV, read_rows
+from rm_optimizer.records.run_folder import read_rows
+from rm_optimizer.training.folder.recorder import HEADER, MetricsCSV
 
 
 def record(folder: Path, steps: range, resume_step: int | None = None) -> MetricsCSV:
