@@ -23,13 +23,10 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading
-<<<<<<< HEAD
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.loading import load_measured_loss
-=======
 from rm_optimizer.records.run_folder import read_rows
->>>>>>> 82c2c93 (Read what a run leaves in its folder through one typed reader)
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.train import option_callbacks
