@@ -155,6 +155,21 @@ def test_optim_does_not_import_core():
     assert found == []
 
 
+ODD_OPENINGS = ("What", "Whether", "How", "Which", "Where", "Who", "Of", "In", "To", "By", "With")
+
+
+def test_docstrings_begin_with_a_noun_phrase_or_a_verb():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    odd = [
+        f"{name}: {text.splitlines()[0]}"
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+        if text.split(maxsplit=1)[0].rstrip(",:") in ODD_OPENINGS
+    ]
+    assert odd == []
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
 

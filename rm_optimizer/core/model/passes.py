@@ -169,7 +169,7 @@ class SequenceScorer:
             yield own, self.padded([rows[i] for i in own])
 
     def _pays_to_cache(self, tree: PrefixTree, num_runs: int) -> bool:
-        """Whether computing the start again in each run costs more than passes of its own for one tree."""
+        """True if computing the start again in each run costs more than separate passes for one tree."""
         recomputed = len(tree.prefix) * (num_runs - 1)
         return self._caches and recomputed > (TREE_TOKENS if tree.num_tokens <= self.token_budget else 0)
 

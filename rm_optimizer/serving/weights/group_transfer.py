@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError, ProcessGroupGloo
+from torch.distributed import DistError, ProcessGroupGloo, TCPStore
 
 from rm_optimizer.errors import TransferFailed
 from rm_optimizer.serving.protocol import TensorSpec, Transport
