@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
@@ -89,7 +89,12 @@ def open_ledger(
             raise DataError(f"{path}: holds part of {other}; {remedy}")
         else:
             file.seek(0)
-        yield ledger
+        try:
+            yield ledger
+        finally:
+            if not os.fstat(file.fileno()).st_size:  # nothing was measured
+                with suppress(PermissionError):  # Windows keeps open files
+                    path.unlink(missing_ok=True)
 
 
 def whole_lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -23,8 +23,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from typer.testing import CliRunner
 
-from rm_optimizer.interfaces import launch
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.interfaces.commands import analyze, train
 from tests.bad_input import world
 
 SECONDS = 5.0
@@ -359,7 +359,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(launch, "become", _become)
+    for command in (train, analyze):
+        monkeypatch.setattr(command, "become", _become)
     monkeypatch.setattr(sys, "argv", ["rm-opt"])
     monkeypatch.setattr(subprocess, "Popen", _start_nothing)
     monkeypatch.setattr(SpawnProcess, "start", _start_nothing)

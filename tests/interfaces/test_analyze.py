@@ -22,6 +22,7 @@ from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.quantities import summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.training import train_reward_model
@@ -132,7 +133,7 @@ def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
 
 
 def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_seed(run_dir):
-    caption = entry._history_caption(run_dir)
+    caption = entry._history_caption(RunFolder(run_dir))
     assert caption == "n = 48 pairs; seed 0 of the run"
 
 

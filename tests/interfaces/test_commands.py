@@ -133,7 +133,7 @@ def test_rewards_of_weights_trained_again_are_not_continued(checkpoint, pairs, t
     Path("in.jsonl").write_text("".join(json.dumps({"prompt": "p", "response": str(i)}) + "\n" for i in range(3)))
     model = BradleyTerryRM.from_pretrained(checkpoint)
     header = json.dumps({"identity": "of the weights before"})
-    Path("out.jsonl.partial").write_text(header + "\n")
+    Path("out.jsonl.partial").write_text(header + "\n[0.5]\n")
     result = CliRunner().invoke(app, ["score", str(tmp_path / "model"), "in.jsonl", "out.jsonl"])
     assert result.exit_code == 2
     assert "holds part of scores of another input, model, length limit" in result.stderr
