@@ -135,7 +135,7 @@ ROWS: list[tuple[str, str]] = [
     ("train schedule=cosin", "unknown schedule 'cosin'; did you mean 'cosine'"),
     ("train schedule.warmup_fraction=2", "schedule.warmup"),
     ("train logger.wandb_mode=upload", "logger.wandb_mode"),
-    ("train logger.tags=['']", "logger.tags"),
+    ("train \"logger.tags=['']\"", "logger.tags"),
     ("train publish.url=localhost", "publish.url must"),
     ("train publish.url=ftp://x", "publish.url must"),
     ("train publish.url=http://127.0.0.1:9 publish.api_key_env=NOT_SET_ANYWHERE", "NOT_SET_ANYWHERE"),
