@@ -17,7 +17,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 
 Kind = Literal["model", "dataset"]
 _SECONDS = 5.0

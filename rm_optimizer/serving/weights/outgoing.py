@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.serving.protocol import TensorSpec, Transport
