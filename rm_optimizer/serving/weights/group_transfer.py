@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError, ProcessGroupGloo
 
 from rm_optimizer.errors import TransferFailed
 from rm_optimizer.serving.protocol import TensorSpec, Transport
