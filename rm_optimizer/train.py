@@ -181,12 +181,14 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
     All of them have the sweep's folder as it is now.
     """
     from rm_optimizer.interfaces.command_line import planned_sweep
+    from rm_optimizer.records.override_text import in_quotes
 
     name, option = flags.config_name or "config", "hydra.sweep.dir="
     plan = planned_sweep(flags.overrides, name=name, config_dir=flags.config_dir)
+    here = f"{option}{in_quotes(str(plan.folder))}"
     begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
     return [
-        (number, [*(line for line in plan.jobs[number] if not line.startswith(option)), f"{option}'{plan.folder}'"])
+        (number, [*(line for line in plan.jobs[number] if not line.startswith(option)), here])
         for number in sorted({*plan.covering, *begun})
     ]
 
@@ -212,9 +214,10 @@ def _require_compatible(config: TrainConfig) -> None:
 
 def _has_ended(config: TrainConfig) -> bool:
     """True if `resume=auto` finds a run that has ended; its summary is printed again and nothing changes."""
+    from rm_optimizer.records.run_folder import RESULT_FILE
     from rm_optimizer.schema.config import Resume
 
-    if config.resume != Resume.auto or not (Path(config.output_dir) / "run.json").is_file():
+    if config.resume != Resume.auto or not (Path(config.output_dir) / RESULT_FILE).is_file():
         return False
     from rm_optimizer.reporting.pictures import print_run
     from rm_optimizer.training.folder.start import finished_result, finished_sentence

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from rm_optimizer.records.override_text import in_quotes
+
 PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 """Text that Hydra's grammar reads as itself, without quotes."""
 
@@ -58,7 +60,7 @@ def quoted(value: str) -> str:
     """
     if (PLAIN.fullmatch(value) and value.lower() not in RESERVED) or re.fullmatch(r"-?[0-9][0-9.e+-]*", value):
         return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
+    return in_quotes(value)
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
@@ -14,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.override_text import in_quotes
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
@@ -91,7 +91,7 @@ def written(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ", ".join(map(written, value)) + "]"
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", str(value))) + "'"
+    return in_quotes(str(value))
 
 
 def _typed(overrides: Sequence[str]) -> dict[str, Any]:

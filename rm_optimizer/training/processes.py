@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.records.override_text import in_quotes
 from rm_optimizer.schema import HardwareConfig
 
 FOLDER_KEY = "rm_optimizer/run_dir"
@@ -116,7 +117,7 @@ def process_overrides(processes: Processes, run_folder: str, overrides: Sequence
     if is_named and "${now" not in is_named[-1]:
         return own
     folder = _torchrun_folder(run_folder, processes) if processes.launcher == "torchrun" else _slurm_folder(is_named)
-    return [f"hydra.run.dir='{folder}'", *own]
+    return [f"hydra.run.dir={in_quotes(folder)}", *own]
 
 
 def _slurm_folder(named: Sequence[str]) -> str:
