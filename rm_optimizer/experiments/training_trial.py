@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.experiments.trials import Trial
+from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
@@ -46,9 +47,10 @@ def train_and_score(config: TrainConfig, scored: Mapping[str, Path], folder: Pat
     result = train_reward_model(replace(config, output_dir=str(folder / "run")))
     best = config.training.early_stopping.enabled
     weights = Path(result.export) if best else checkpoint_path(folder / "run", result.steps)
-    margins = {name: _margins(config, weights, pairs) for name, pairs in scored.items()}
+    model = BradleyTerryRM.from_pretrained(weights, max_length=config.model.max_length)
+    margins = {name: _margins(config, model, pairs) for name, pairs in scored.items()}
     np.savez(folder / _MARGINS_FILE, **margins)  # type: ignore[arg-type]
-    for kept in ("checkpoints", "best"):
+    for kept in ("checkpoints", BEST_FOLDER):
         shutil.rmtree(folder / "run" / kept)
     return {
         "steps": result.steps,
@@ -64,10 +66,9 @@ def margins_of(trials: list[Trial], name: str) -> Float[np.ndarray, "trials pair
     return np.stack([np.load(trial.folder / _MARGINS_FILE)[name] for trial in trials])
 
 
-def _margins(config: TrainConfig, weights: Path, pairs: Path) -> np.ndarray:
+def _margins(config: TrainConfig, model: BradleyTerryRM, pairs: Path) -> np.ndarray:
     """Margins of all pairs of a file, in order; 0 where both conversations are equal after truncation."""
     data = PreferenceDataset.load(str(pairs))
-    model = BradleyTerryRM.from_pretrained(weights, max_length=config.model.max_length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     half = config.hardware.precision == "bf16-mixed"

@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 
 from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, crossed_mean
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, crossed_mean
 
 Score = Literal["accuracy", "nll", "ece"]
 SCORES: tuple[Score, ...] = ("accuracy", "nll", "ece")
@@ -45,9 +45,7 @@ def paired_effect(
     arms = [better] if worse is None else [better, worse]
     columns = np.stack([[_terms(margin) for margin in arm] for arm in arms])
     num_arms, num_seeds, _, width = columns.shape
-    cluster = np.unique(np.array(prompts), return_inverse=True)[1]
-    sums = np.zeros((int(cluster.max()) + 1, num_arms * num_seeds * width))
-    np.add.at(sums, cluster, columns.transpose(2, 0, 1, 3).reshape(len(cluster), -1))
+    sums = cluster_totals(columns.transpose(2, 0, 1, 3).reshape(len(prompts), -1), prompts)
 
     def seed_effects(totals: np.ndarray) -> np.ndarray:
         values = _scores(totals.reshape(*totals.shape[:-1], num_arms, num_seeds, width))[..., SCORES.index(score)]

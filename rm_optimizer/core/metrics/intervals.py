@@ -172,7 +172,7 @@ def cluster_bootstrap(
 
 
 def cluster_totals(
-    rows: Float[np.ndarray, "rows terms"], clusters: Sequence[int] | None
+    rows: Float[np.ndarray, "rows terms"], clusters: Sequence[int] | Sequence[str] | None
 ) -> Float[np.ndarray, "clusters terms"]:
     """Sums of the rows of each cluster; None takes each row as a cluster of its own.
 
