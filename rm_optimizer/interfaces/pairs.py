@@ -80,6 +80,22 @@ class PairOptions:
             _log.warning(note)
         return data
 
+    def load_splits(self, sources: Sequence[str], named: str) -> dict[str, PreferenceDataset]:
+        """Read each source as a data set, under its file name, or under the whole source where two names are equal.
+
+        Args:
+            sources: sources as `load` takes them.
+            named: argument that names them, for the message.
+
+        Raises:
+            ConfigError: if a source is named twice.
+        """
+        if len(set(sources)) < len(sources):
+            raise ConfigError(f"{named} must name each source once, got {', '.join(sources)}")
+        names = [Path(source).name for source in sources]
+        keys = names if len(set(names)) == len(names) else sources
+        return dict(zip(keys, map(self.load, sources), strict=True))
+
     def _part(self, file: str, label: str) -> PreferenceDataset:
         """The pairs of one file, those without a source of their own under `label`."""
         from rm_optimizer.core.pairs.dataset import PreferenceDataset

@@ -52,6 +52,7 @@ ROWS: list[tuple[str, str]] = [
     ("evaluate best pairs.jsonl", "missing option '--data'"),
     ("doctor best --data pairs.jsonl --max-pairs 0", "--max-pairs"),
     ("doctor best --data pairs.jsonl --data pairs.jsonl", "--data must name each source once"),
+    ("data check pairs.jsonl pairs.jsonl", "PATHS must name each source once"),
     ("serve best --port 99999", "--port"),
     ("serve best --engine vlm", "unknown --engine 'vlm'; did you mean 'vllm'"),
     ("serve best --dtype float8", "unknown --dtype 'float8'"),

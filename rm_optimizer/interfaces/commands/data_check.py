@@ -43,7 +43,7 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
     from rm_optimizer.core.tokens.chat import ConversationRenderer
     from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
-    datasets = dict(zip(_split_names(paths), (pair_options.load(path) for path in paths), strict=True))
+    datasets = pair_options.load_splits(paths, "PATHS")
     if tokenizer is None:
         print(
             f"tokens of a {TINY_VOCABULARY}-entry byte-pair vocabulary trained on this data; name another: --tokenizer"
@@ -59,12 +59,6 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
         for row in dataset.skipped:
             print(f"dropped {row}")
     return audit
-
-
-def _split_names(paths: Sequence[str]) -> list[str]:
-    """File names tell splits apart, unless two are equal."""
-    names = [Path(path).name for path in paths]
-    return names if len(set(names)) == len(names) else list(paths)
 
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel, length_note
 
@@ -34,7 +32,7 @@ def doctor(
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.reporting.doctor_table import print_diagnosis
 
-    data = _datasets(sources, pair_options)
+    data = pair_options.load_splits(sources, "--data")
     model = saved.load(seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
     trained = TrainedPairs.recorded(saved.checkpoint)
@@ -47,15 +45,6 @@ def doctor(
             print(f"note: {note}")
     write_json(json_file, diagnosis.to_json())
     raise Exit(diagnosis.exit_code)
-
-
-def _datasets(sources: Sequence[str], pair_options: PairOptions) -> dict[str, PreferenceDataset]:
-    """Data sets by file name, or by the whole source where two names are equal."""
-    names = [Path(source).name for source in sources]
-    keys = names if len(set(names)) == len(names) else list(sources)
-    if len(set(keys)) < len(keys):
-        raise ConfigError(f"--data must name each source once, got {', '.join(sources)}")
-    return dict(zip(keys, (pair_options.load(source) for source in sources), strict=True))
 
 
 def _with_progress(
