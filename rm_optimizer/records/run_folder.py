@@ -22,12 +22,14 @@ IDENTITY_FILE = "identity.json"
 """The run's id, the absolute paths of its pairs and their fingerprints."""
 RESULT_FILE = "run.json"
 """The result of a finished run."""
+METRICS_FILE = "metrics.csv"
+"""One row an optimizer step."""
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
 """One JSON line a pair, see `PairReward`."""
 EXPORT = f"{BEST_FOLDER}/{EXPORT_FILE}"
 """The record of the exported best model."""
 RESULTS = (
-    *("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", RESULT_FILE, EXPORT, "metrics.csv"),
+    *("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", RESULT_FILE, EXPORT, METRICS_FILE),
     *("evaluations/step-*/metrics.json", PAIR_REWARDS_FILE),
 )
 """Files, as patterns, that a run leaves and another would mix with its own."""
@@ -124,7 +126,7 @@ class RunFolder:
 
     def metrics(self, last_step: int | None = None) -> list[dict[str, str]]:
         """Rows of `metrics.csv`, see `read_rows`."""
-        return read_rows(self.path / "metrics.csv", last_step)
+        return read_rows(self.path / METRICS_FILE, last_step)
 
     def pair_rewards(self) -> list[PairReward]:
         """Rows of `pair_rewards.jsonl`."""
@@ -174,7 +176,7 @@ def require_usable(config: TrainConfig) -> None:
     folder = Path(config.output_dir)
     run = RunFolder(folder)
     if not (config.resume == Resume.restart and run.is_used):
-        _require_replaceable(folder / "best")
+        _require_replaceable(folder / BEST_FOLDER)
     results = run.results
     if not results:
         return
@@ -193,7 +195,7 @@ def require_usable(config: TrainConfig) -> None:
 
 def _require_replaceable(export: Path) -> None:
     """Refuse, before training rather than after it, a folder of the export's name that holds something else."""
-    if not os.path.lexists(export) or (export / "export.json").is_file():
+    if not os.path.lexists(export) or (export / EXPORT_FILE).is_file():
         return
     if not export.is_dir() or any(export.iterdir()):
         raise ConfigError(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.evaluation.saved_model import Evaluation
-from rm_optimizer.records.run_folder import PairReward, RunFolder
+from rm_optimizer.records.run_folder import METRICS_FILE, RESULT_FILE, PairReward, RunFolder
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import (
@@ -114,7 +114,7 @@ def _print_next(result: RunResult, console: Console) -> None:
     lines = {
         "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it)",
         "pictures": f"{run_dir}/{PICTURES}",
-        "numbers": f"{run_dir}/run.json, {run_dir}/metrics.csv",
+        "numbers": f"{run_dir}/{RESULT_FILE}, {run_dir}/{METRICS_FILE}",
         "score": f'rm-opt score {typed} --prompt "…" --response "…"',
         "evaluate": f"rm-opt evaluate {typed} --data PAIRS.jsonl",
     }

@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import Transport
 
@@ -18,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 DEFAULT_TRANSPORTS = "inline,path"
 """Transports for which the server opens no connection."""
 MAX_NAME = 256
-RUN_SUBFOLDERS = frozenset({"best"})
+RUN_SUBFOLDERS = frozenset({BEST_FOLDER})
 """Folders of a run whose name does not identify the model."""
 
 

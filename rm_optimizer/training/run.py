@@ -44,7 +44,7 @@ from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.provenance import commit, machine, versions
-from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, RunFolder, checkpoint_step, require_usable
+from rm_optimizer.records.run_folder import METRICS_FILE, PAIR_REWARDS_FILE, RunFolder, checkpoint_step, require_usable
 from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.config import WandbMode
@@ -310,7 +310,7 @@ def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[C
 
 def _progress(run: _Run) -> Callback:
     """A bar where one can be drawn, or else lines; and where to follow the numbers."""
-    log.info("the metrics of every step are in %s", run.run_dir / "metrics.csv")
+    log.info("the metrics of every step are in %s", run.run_dir / METRICS_FILE)
     if shows_bars():
         return StepProgress(leave=True)
     run.evaluation.lines = ProgressLines()

@@ -39,7 +39,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on the first rank, nothing elsewhere; every rank takes part."""
+        """All weights on the first rank, nothing elsewhere; every rank takes part."""
         assert self.model is not None
         return self._gathered(self.model.state_dict())
 

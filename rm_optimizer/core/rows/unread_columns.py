@@ -23,8 +23,6 @@ _OF_METADATA = re.compile(
     r"subset|model|date|time|hash|licen[sc]e|copyright|citation|author|version)$",
     re.IGNORECASE,
 )
-_NOT_ASKED = frozenset({"metadata", *UNREAD_COLUMNS})
-"""Columns that are reported elsewhere: the pairs' own metadata, and those that make a row bad."""
 _LONG = 80
 """Characters from which a text is content although other rows repeat it."""
 _SENTENCE = 5

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path("outputs", "evaluate")
 """Folder of the results of evaluations for which none is named."""
-_OF_OTHERS = ("options.json", "run.json", "config.json")
 
 
 def evaluate(
@@ -87,6 +86,8 @@ def _require_columns(data: PreferenceDataset, by: Sequence[str]) -> None:
 
 
 def _made(folder: Path) -> Path:
+    from rm_optimizer.records.run_folder import OPTIONS_FILE, RESULT_FILE
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +96,7 @@ def _made(folder: Path) -> Path:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"--output must be a folder that can be written, got '{folder}' (read-only)")
-    if found := [name for name in _OF_OTHERS if (folder / name).exists()]:
+    if found := [name for name in (OPTIONS_FILE, RESULT_FILE, "config.json") if (folder / name).exists()]:
         raise ConfigError(
             f"--output must not be the folder of a run or a model, got '{folder}' (it holds {found[0]}); name another"
         )

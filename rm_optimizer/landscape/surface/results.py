@@ -130,7 +130,6 @@ class Trajectory(JsonRecord):
             yield {"step": step, "x": x, "y": y, "off_plane": off_plane, **asdict(point)}
 
 
-GridResult = Slice | Surface | Trajectory
 ItemT = TypeVar("ItemT")
 
 

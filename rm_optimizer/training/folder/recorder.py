@@ -15,7 +15,7 @@ from pytorch_lightning.loggers import Logger
 
 from rm_optimizer.records.disk import writing
 from rm_optimizer.records.files import replacing
-from rm_optimizer.records.run_folder import read_rows
+from rm_optimizer.records.run_folder import METRICS_FILE, read_rows
 
 COLUMNS = {
     "train/loss": "train_loss",
@@ -59,7 +59,7 @@ class MetricsCSV(Logger):
         folder: Path,
         resume_step: int | None = None,
         columns: Mapping[str, str] = MappingProxyType(COLUMNS),
-        file_name: str = "metrics.csv",
+        file_name: str = METRICS_FILE,
     ) -> None:
         super().__init__()
         self.path = folder / file_name

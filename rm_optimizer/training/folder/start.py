@@ -12,9 +12,11 @@ from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import from_values
+from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_folder import (
     EXPORT,
     IDENTITY_FILE,
+    METRICS_FILE,
     OPTIONS_FILE,
     PAIR_REWARDS_FILE,
     RESULT_FILE,
@@ -31,8 +33,8 @@ from rm_optimizer.training.folder.resume import newest_checkpoint
 log = logging.getLogger("rm_optimizer")
 
 LEFT = (
-    *(RESULT_FILE, "best", "checkpoints", "evaluations", "landscape", "plots", "figures", "tensorboard", "wandb"),
-    *("metrics.csv", "profile.csv", "profile.json", PAIR_REWARDS_FILE, "skipped_rows.txt"),
+    *(RESULT_FILE, BEST_FOLDER, "checkpoints", "evaluations", "landscape", "plots", "figures", "tensorboard", "wandb"),
+    *(METRICS_FILE, "profile.csv", "profile.json", PAIR_REWARDS_FILE, "skipped_rows.txt"),
     TRAINED_PAIRS_FILE,
     *(OPTIONS_FILE, IDENTITY_FILE),
 )
@@ -108,8 +110,8 @@ def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
             f"{path} belongs to run {record.run_id}, but the folder to run {identity.run_id}; remove it, {again}"
         )
     require_same_options(record.options, options_of(config))
-    if not (run_dir / "metrics.csv").is_file():
-        log.warning("%s is missing: its rows up to step %d are lost", run_dir / "metrics.csv", checkpoint_step(path))
+    if not (run_dir / METRICS_FILE).is_file():
+        log.warning("%s is missing: its rows up to step %d are lost", run_dir / METRICS_FILE, checkpoint_step(path))
     return record
 
 
