@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,10 +43,8 @@ def main() -> None:
         named = _named_folder(config, sys.argv[1:])
         sys.argv[1:] = _with_model_preset(sys.argv[1:])
         sys.argv += _among_processes(sys.argv[1:])
-        from rm_optimizer.training.folder.lock import reserved
-
         try:
-            with nullcontext() if named is None else reserved(named):  # Hydra writes into it before the run does
+            with _held(named, sweep=config is None):
                 launch(run, "config")
         finally:
             if SWEEP.jobs:
@@ -56,10 +54,39 @@ def main() -> None:
 
 
 def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path | None:
-    """The run folder that the user named and that this process is the first of its run to write into; else None."""
-    options = ("hydra.run.dir=", "output_dir=")
-    named = any(item.startswith(options) and "${" not in item for item in arguments)
-    return Path(config.output_dir) if config is not None and named and rank() == 0 else None
+    """The folder of a run or sweep that the user named and that this process is the first to write into; else None.
+
+    Args:
+        config: options of the one run that is to start; None for a sweep, or where Hydra only prints.
+        arguments: options and flags as Hydra takes them.
+    """
+    options = ("hydra.sweep.dir=",) if config is None else ("hydra.run.dir=", "output_dir=")
+    if rank() != 0 or not any(item.startswith(options) and "${" not in item for item in arguments):
+        return None
+    return _sweep_folder(arguments) if config is None else Path(config.output_dir)
+
+
+@contextmanager
+def _held(folder: Path | None, sweep: bool) -> Iterator[None]:
+    """Hold a folder from before Hydra writes into it."""
+    from rm_optimizer.training.folder.lock import reserved
+
+    with ExitStack() as stack:
+        if folder is not None:
+            with naming_sweep_folder() if sweep else nullcontext():
+                stack.enter_context(reserved(folder))
+        yield
+
+
+def _sweep_folder(arguments: Sequence[str]) -> Path | None:
+    from rm_optimizer.interfaces.command_line import planned_sweep
+    from rm_optimizer.interfaces.flags import only_tells, parse_flags
+    from rm_optimizer.schema import TrainConfig
+
+    flags = parse_flags(arguments, TrainConfig)
+    if not flags.multirun or flags.cfg is not None or only_tells(flags):
+        return None
+    return planned_sweep(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir).folder
 
 
 def _require_devices(config: TrainConfig) -> None:

@@ -64,7 +64,10 @@ def test_a_finished_run_is_shown_again_and_not_touched(
     assert snapshot(used) == before
 
 
-def test_hydra_writes_only_into_a_folder_that_no_other_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begin", [["hydra.run.dir={}"], ["--multirun", "seed=0,1", "hydra.sweep.dir={}"]])
+def test_hydra_writes_only_into_a_folder_that_no_other_process_has(
+    begin: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     launched: list[str] = []
 
     def launch(*program: object) -> None:
@@ -74,7 +77,7 @@ def test_hydra_writes_only_into_a_folder_that_no_other_run_has(tmp_path: Path, m
             launched.append(sys.argv[-1])
 
     monkeypatch.setattr(entry, "launch", launch)
-    arguments = ["train", *FEW, f"hydra.run.dir={tmp_path}/run"]
+    arguments = ["train", *FEW, *(part.format(tmp_path / "run") for part in begin)]
     monkeypatch.setattr(sys, "argv", list(arguments))
     entry.main()
     assert len(launched) == 1
@@ -83,6 +86,7 @@ def test_hydra_writes_only_into_a_folder_that_no_other_run_has(tmp_path: Path, m
         monkeypatch.setattr(sys, "argv", list(arguments))
         with pytest.raises(SystemExit, match="2"):
             entry.main()
+    assert f"choose another {begin[-1].split('=')[0]}" in capsys.readouterr().err
     assert len(launched) == 1
 
 
