@@ -37,7 +37,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from hypotheses import divided
 from quality_trl import paired_differences
 from serving_consistency import server
 
@@ -49,6 +48,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, reward_distribution
+from rm_optimizer.experiments.held_out import divided
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.serving.client.client import RewardClient
 

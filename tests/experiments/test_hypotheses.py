@@ -1,0 +1,161 @@
+"""Each hypothesis is judged by its criteria, and a miniature study of all of them can be repeated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scipy.special import log_expit
+
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments import hypothesis_study
+from rm_optimizer.experiments.held_out import divided
+from rm_optimizer.experiments.hypotheses import Finding, batching_finding, training_findings
+from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisReport, HypothesisStudy
+from rm_optimizer.schema.data import SyntheticConfig
+
+SEEDS, PROMPTS, PAIRS = 3, 60, 240
+NAMES = [f"prompt {i % PROMPTS}" for i in range(PAIRS)]
+
+
+def margins(seed: int, shift: float = 0.0) -> np.ndarray:
+    """What prompts and pairs decide is shared; each (seed, pair) adds its own noise."""
+    shared = np.random.default_rng(99).normal(0.5, 1.0, size=PAIRS)
+    return shared + shift + np.random.default_rng(seed).normal(0.0, 0.3, size=(SEEDS, PAIRS))
+
+
+def batching_rows(ratio: float, difference: float) -> list[dict[str, float]]:
+    noise = np.random.default_rng(0).normal(0, 0.01, 12)
+    return [
+        {"log_time_ratio": ratio + n, "gradient_difference": difference, "mean_of_means_difference": 0.3} for n in noise
+    ]
+
+
+def test_pair_aware_batching_needs_both_the_time_and_the_gradient():
+    rows = {
+        "confirmed": batching_rows(0.4, 1e-6),
+        "refuted": batching_rows(0.4, 1e-2),
+        "undecided": batching_rows(0.0, 1e-6),
+    }
+    assert {word: batching_finding(found).verdict for word, found in rows.items()} == {word: word for word in rows}
+
+
+def arms(**changed: np.ndarray) -> dict[str, np.ndarray]:
+    names = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetune", "lora_r16")
+    return {name: margins(10 + i) for i, name in enumerate(names)} | changed
+
+
+def found(test: dict[str, np.ndarray], saved: float = 0.3) -> dict[str, Finding]:
+    train = {"ablation_a1": margins(5, 2.0), "ablation_a2": margins(6, 1.0)}
+    results = training_findings(test, train, np.array([saved, saved + 0.01, saved - 0.01]), NAMES)
+    return {result.name[:2]: result for result in results}
+
+
+def test_the_gap_is_test_less_training_nll_of_one_arm_less_that_of_the_other():
+    test = arms()
+
+    def gap(arm: str, fitted: np.ndarray) -> float:
+        return float(-log_expit(test[arm]).mean() + log_expit(fitted).mean())
+
+    result = found(test)["h2"]
+    expected = gap("ablation_a1", margins(5, 2.0)) - gap("ablation_a2", margins(6, 1.0))
+    assert result.effect.value == pytest.approx(expected)
+    assert result.verdict == "confirmed"
+
+
+def test_lora_is_not_judged_against_a_model_that_learned_nothing():
+    coin = np.where(np.arange(PAIRS) % 2, 1.0, -1.0) + 0.01 * margins(1)
+    assert found(arms(full_finetune=coin, lora_r16=coin))["h4"].verdict == "undecided"
+    assert found(arms(full_finetune=margins(1, 1), lora_r16=margins(1, 1)))["h4"].verdict == "confirmed"
+    assert found(arms(full_finetune=margins(1, 2), lora_r16=margins(1)))["h4"].verdict == "refuted"
+
+
+def test_early_stopping_must_keep_the_nll_and_save_steps():
+    kept = margins(12)
+    same = arms(ablation_a3=kept, ablation_a4=kept)
+    assert found(same)["h5"].verdict == "confirmed"
+    assert found(same, saved=0.0)["h5"].verdict == "undecided"
+    assert found(arms(ablation_a3=margins(12, 1.0)))["h5"].verdict == "refuted"
+
+
+def test_parts_share_no_prompt_and_hold_few_pairs_of_each():
+    prompts = ["common"] * 100 + [str(i % 50) for i in range(200)]
+    select, test = divided(prompts, 3, (20, 60), np.random.default_rng(0))
+    names = [[prompts[row] for row in part] for part in (select, test)]
+    assert not set(names[0]) & set(names[1])
+    assert max(part.count(name) for part in names for name in part) <= 3
+    assert len(names[0]) <= 20
+    assert len(names[1]) == 60
+    assert len(set(select) | set(test)) == len(select) + len(test)
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> HypothesisOptions:
+    """Options of a finished study of the tiny model on the synthetic world."""
+    folder = tmp_path_factory.mktemp("hypotheses")
+    world = synthetic_world(SyntheticConfig(num_train=32, num_val=40))
+    for name, pairs in (("train", world.train), ("val", world.val)):
+        columns = {column: [getattr(pair, column) for pair in pairs] for column in ("prompt", "chosen", "rejected")}
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    options = HypothesisOptions(
+        train=str(folder / "train.parquet"),
+        val=str(folder / "val.parquet"),
+        output=folder / "out",
+        model="tiny",
+        seeds=(0,),
+        num_train=16,
+        num_test=16,
+        num_select=8,
+        epochs=1,
+        batch_size=8,
+        batching_steps=1,
+    )
+    HypothesisStudy(options).run()
+    return options
+
+
+def test_a_finished_study_is_read_not_repeated(miniature, monkeypatch):
+    monkeypatch.setattr(hypothesis_study, "train_and_score", None)
+    monkeypatch.setattr(hypothesis_study, "gradients", None)
+    report = HypothesisStudy(miniature).run()
+    assert [finding.name[:2] for finding in report.findings] == ["h1", "h2", "h3", "h4", "h5"]
+    assert {finding.verdict for finding in report.findings} <= {"confirmed", "refuted", "undecided"}
+    stored = HypothesisReport.from_json((miniature.output / "hypotheses.json").read_text())
+    assert [finding.name for finding in stored.findings] == [finding.name for finding in report.findings]
+    assert stored.settings == miniature
+
+
+def test_the_benchmark_takes_the_options_and_prints_each_verdict(miniature, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import hypotheses  # type: ignore[import-not-found]
+
+    sizes = "--num-train 16 --num-test 16 --num-select 8 --epochs 1 --batch-size 8 --batching-steps 1 --seeds 0"
+    files = ["--train", miniature.train, "--val", miniature.val, "--output", str(miniature.output)]
+    hypotheses.main([*files, "--model", "tiny", *sizes.split()])
+    lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
+    assert {lines[f"h{i}_verdict"] for i in range(1, 6)} <= {"confirmed", "refuted", "undecided"}
+
+
+def test_other_settings_need_another_folder(miniature):
+    with pytest.raises(ConfigError, match="begun with other epochs"):
+        HypothesisStudy(replace(miniature, epochs=2)).run()
+
+
+def test_arms_of_equal_options_share_a_trial_and_weights_are_not_kept(miniature):
+    output = miniature.output
+    records = [json.loads(path.read_text()) for path in output.glob("trials/*/result.json")]
+    assert {record["arm"] for record in records} == {f"ablation_a{i}" for i in range(1, 5)} | {"lora_r16"}
+    assert not list(output.glob("trials/*/run/checkpoints"))
+    assert all(record["steps"] == record["all_steps"] == 2 for record in records)
+
+
+def test_the_pairs_that_stop_training_are_not_those_that_judge_it(miniature):
+    data = miniature.output / "data"
+    select, test = (set(pq.read_table(data / f"{name}.parquet")["prompt"].to_pylist()) for name in ("select", "test"))
+    assert not select & test
