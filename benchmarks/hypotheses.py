@@ -19,7 +19,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from rm_optimizer.core.metrics.effects import SCORES
 from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisReport, HypothesisStudy
 from rm_optimizer.interfaces.exits import one_exit
 
@@ -43,7 +42,7 @@ def print_report(report: HypothesisReport) -> None:
     """Print both tables, then `name: value` lines."""
     print(f"{'arm':14} {'accuracy':22} {'nll':22} {'ece':22} {'step':>6} {'parameters':>11} {'CPU s':>6}")
     for name, arm in report.arms.items():
-        cells = " ".join(f"{getattr(arm, score)!s:22}" for score in SCORES)
+        cells = " ".join(f"{score!s:22}" for score in (arm.accuracy, arm.nll, arm.ece))
         print(f"{name:14} {cells} {arm.scored_step:6.0f} {arm.parameters:11,d} {arm.cpu_seconds:6.0f}")
     for found in report.findings:
         print(f"{found.name:30} {found.effect:+.4f}  threshold {found.threshold:+.3f}  {found.verdict}")

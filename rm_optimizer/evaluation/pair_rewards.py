@@ -290,6 +290,7 @@ def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceData
             "prompt_id": pair.prompt_id,
             **{name: pair.metadata.get(name) for name in dict.fromkeys(("id", "source", "subset", *by))},
             "label": pair.label,
+            "weight": pair.weight,
             "chosen": float(chosen),
             "rejected": float(rejected),
         }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.ledger import whole_lines
 from rm_optimizer.records.locations import BEST_FOLDER, EXPORT_FILE
@@ -65,6 +65,7 @@ class PairReward:
         label: probability that `chosen` is the better response.
         chosen: reward of the preferred response.
         rejected: reward of the other response.
+        weight: number of pairs that it counts for.
     """
 
     pair_id: str
@@ -72,6 +73,7 @@ class PairReward:
     label: float
     chosen: float
     rejected: float
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,22 @@ class RunFolder:
         return read_rows(self.path / METRICS_FILE, last_step)
 
     def pair_rewards(self) -> list[PairReward]:
-        """Rows of `pair_rewards.jsonl`."""
-        lines = (self.path / PAIR_REWARDS_FILE).read_text(encoding="utf-8").splitlines()
-        return [from_values(PairReward, json.loads(line)) for line in lines]
+        """Rows of `pair_rewards.jsonl`.
+
+        Raises:
+            DataError: if the file is missing or a line of it is damaged.
+        """
+        path, rows = self.path / PAIR_REWARDS_FILE, []
+        try:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                rows.append(from_values(PairReward, json.loads(line)))
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing, which holds the rewards of each validation pair") from error
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{path}, line {len(rows) + 1}, is not the rewards of a pair: the file is damaged"
+            ) from error
+        return rows
 
     def landscape(self, checkpoint: str, kind: str) -> Path:
         """The folder of an analysis of one of the run's checkpoints; a periodic one's has the step in its name.

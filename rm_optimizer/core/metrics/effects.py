@@ -8,16 +8,16 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 from scipy.optimize import brentq
-from scipy.special import log_expit
+from scipy.special import expit, log_expit
 from scipy.stats import ncf
 from scipy.stats import t as student_t
 
 from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, crossed_mean
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, crossed_mean, with_honest_width
 
-Score = Literal["accuracy", "nll", "ece"]
-SCORES: tuple[Score, ...] = ("accuracy", "nll", "ece")
+Score = Literal["accuracy", "nll", "brier", "ece"]
+SCORES: tuple[Score, ...] = ("accuracy", "nll", "brier", "ece")
 """Scores that arms are compared by, in the order of `_scores`."""
 Verdict = Literal["confirmed", "refuted", "undecided"]
 
@@ -28,22 +28,32 @@ def paired_effect(
     prompts: Sequence[str],
     score: Score,
     offset: Float[np.ndarray, " seeds"] | None = None,
+    *,
+    label: Float[np.ndarray, " pairs"] | None = None,
+    weight: Float[np.ndarray, " pairs"] | None = None,
+    num_bootstrap: int = 0,
 ) -> Estimate:
     """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
 
     The variance of the prompts is the jackknife's over prompts of the mean over seeds, that of the seeds the variance
-    between their own effects; see `crossed_mean`.
+    between their own effects; see `crossed_mean`. One seed has no variance: its interval, if there is to be one, is of
+    these very models over prompts.
 
     Args:
-        better: margins of the arm that ought to be better.
+        better: margins of the arm that ought to be better, times beta.
         worse: margins of the other arm; None estimates the score of `better` itself.
         prompts: prompt of each pair.
         score: compared metric.
         offset: added to each seed's effect, and known exactly given the seed.
+        label: probability that the chosen response is the better one, in [0, 1]; None is 1.
+        weight: number of pairs that each counts for, positive; None is 1.
+        num_bootstrap: resamples of prompts for the interval of one seed; 0 gives it none.
     """
     sign = 1.0 if worse is None or score == "accuracy" else -1.0
     arms = [better] if worse is None else [better, worse]
-    columns = np.stack([[_terms(margin) for margin in arm] for arm in arms])
+    ones = np.ones(len(prompts))
+    label, weight = ones if label is None else label, ones if weight is None else weight
+    columns = np.stack([[_terms(margin, label, weight) for margin in arm] for arm in arms])
     num_arms, num_seeds, _, width = columns.shape
     sums = cluster_totals(columns.transpose(2, 0, 1, 3).reshape(len(prompts), -1), prompts)
 
@@ -54,6 +64,12 @@ def paired_effect(
     def mean_effect(totals: np.ndarray) -> np.ndarray:
         return np.asarray(seed_effects(totals).mean(axis=-1, keepdims=True))
 
+    if num_seeds == 1 and num_bootstrap:
+        if worse is not None and np.array_equal(better, worse):
+            return Estimate(0.0, 0.0, len(sums), 0.0, 0.0)
+        estimate = cluster_bootstrap(sums, mean_effect, num_bootstrap=num_bootstrap, seed=0)[0]
+        bounds = None if score == "nll" else (0.0 if worse is None else -1.0, 1.0)
+        return with_honest_width(estimate, sums[:, width - 1], bounds=bounds)
     prompt_error = cluster_bootstrap(sums, mean_effect, num_bootstrap=0, seed=0)[0].standard_error
     per_seed = seed_effects(sums.sum(axis=0)) + (0.0 if offset is None else offset)
     return crossed_mean(per_seed, prompt_error or 0.0, len(sums))
@@ -128,15 +144,24 @@ def detectable_effect(standard_error: float, freedom: float, *, wanted: float = 
 
 
 def _scores(totals: np.ndarray) -> np.ndarray:
-    """Accuracy, NLL and ECE from totals over pairs, whose last entry is the number of pairs."""
-    ece = np.abs(totals[..., 2:-1]).sum(axis=-1, keepdims=True)
-    return np.asarray(np.concatenate([totals[..., :2], ece], axis=-1) / totals[..., -1:])
+    """Accuracy, NLL, Brier score and ECE from totals over pairs; NaN where no pair counts."""
+    ece = np.abs(totals[..., 3:-2]).sum(axis=-1)
+    counts = totals[..., -2:]
+    sums = np.stack([totals[..., 0], totals[..., 1], totals[..., 2], ece], axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(sums / counts[..., [0, 1, 1, 1]])
 
 
-def _terms(margin: np.ndarray) -> np.ndarray:
-    """Each pair's part of the totals: half-credit accuracy, NLL, the calibration gap in its bin, and one."""
-    folded = fold(margin, np.ones_like(margin), np.ones_like(margin))
+def _terms(margin: np.ndarray, label: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Each pair's part of the totals: accuracy, NLL, Brier score, calibration gap in its bin, and both counts."""
+    folded = fold(margin, label, weight)
     gaps = np.zeros((len(margin), NUM_BINS))
     gaps[np.arange(len(margin)), equal_width_bins(folded.confidence)] = folded.confidence - folded.outcome
-    means = np.stack([0.5 + 0.5 * np.sign(margin), -log_expit(margin)], axis=1)
-    return np.concatenate([means, gaps, np.ones((len(margin), 1))], axis=1)
+    decided, chance = (label != 0.5).astype(float), expit(margin)
+    means = [
+        decided * (0.5 + 0.5 * np.sign(label - 0.5) * np.sign(margin)),
+        -label * log_expit(margin) - (1 - label) * log_expit(-margin),
+        label * (1 - chance) ** 2 + (1 - label) * chance**2,
+    ]
+    counts = np.stack([decided, np.ones_like(margin)], axis=1)
+    return np.asarray(weight[:, None] * np.concatenate([np.stack(means, axis=1), gaps, counts], axis=1))

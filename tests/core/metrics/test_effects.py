@@ -9,7 +9,15 @@ import pytest
 from scipy.stats import norm
 from scipy.stats import t as student
 
-from rm_optimizer.core.metrics.effects import both, detectable_effect, holm_adjusted, paired_effect, power, verdict
+from rm_optimizer.core.metrics.effects import (
+    SCORES,
+    both,
+    detectable_effect,
+    holm_adjusted,
+    paired_effect,
+    power,
+    verdict,
+)
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
@@ -51,18 +59,44 @@ def test_equal_arms_are_no_worse_than_each_other_with_certainty():
     assert verdict(estimate, -0.03) == "confirmed"
 
 
-@pytest.mark.parametrize("score", ["accuracy", "nll", "ece"])
+@pytest.mark.parametrize("score", SCORES)
 def test_effects_are_mean_differences_of_the_package_s_own_metrics(score):
     better, worse = margins(1), margins(2, -0.4)
 
+    label, weight = np.tile([1.0, 0.0, 0.5, 0.8], PAIRS // 4), np.tile([1.0, 2.0, 0.5], PAIRS // 3)
+    columns = {"label": label, "weight": weight}
+
     def mean(arm: np.ndarray) -> float:
         zeros = np.zeros(PAIRS)
-        rows = [evaluate_pairs(row, zeros, beta=1.0, prompt_ids=NAMES, num_bootstrap=0, seed=0) for row in arm]
+        rows = [
+            evaluate_pairs(row, zeros, beta=1.0, prompt_ids=NAMES, num_bootstrap=0, seed=0, **columns) for row in arm
+        ]
         return float(np.mean([getattr(row, score).value for row in rows]))
 
     sign = 1.0 if score == "accuracy" else -1.0
-    assert paired_effect(better, worse, NAMES, score).value == pytest.approx(sign * (mean(better) - mean(worse)))
-    assert paired_effect(better, None, NAMES, score).value == pytest.approx(mean(better))
+    effect = paired_effect(better, worse, NAMES, score, **columns)
+    assert effect.value == pytest.approx(sign * (mean(better) - mean(worse)))
+    assert paired_effect(better, None, NAMES, score, **columns).value == pytest.approx(mean(better))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_two_models_differ_over_prompts_as_their_own_bootstrap_says(score):
+    first, second = margins(1, 1.0)[:1], margins(2)[:1]
+    effect = paired_effect(first, second, NAMES, score, num_bootstrap=500)
+    alone = evaluate_pairs(first[0], np.zeros(PAIRS), beta=1.0, prompt_ids=NAMES, num_bootstrap=500, seed=0)
+    assert paired_effect(first, None, NAMES, score, num_bootstrap=500).value == pytest.approx(
+        getattr(alone, score).value
+    )
+    assert effect.low < effect.value < effect.high
+    assert verdict(effect, 0.0) == "confirmed" or score == "ece"
+    same = paired_effect(first, first, NAMES, score, num_bootstrap=500)
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+
+
+def test_models_that_rank_every_pair_alike_may_still_differ_elsewhere():
+    effect = paired_effect(margins(1)[:1], 2 * margins(1)[:1], NAMES, "accuracy", num_bootstrap=500)
+    assert effect.value == 0.0
+    assert effect.low < 0.0 < effect.high
 
 
 def test_one_seed_gives_no_interval_and_no_verdict():
