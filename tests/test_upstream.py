@@ -9,13 +9,9 @@ import pytest
 import torch
 from hydra._internal.utils import get_args_parser
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForSequenceClassification
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-
-def tiny_llama() -> LlamaForSequenceClassification:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForSequenceClassification(LlamaConfig(num_hidden_layers=1, vocab_size=16, pad_token_id=0, **sizes))
+from tests.builders import tiny_model
 
 
 def test_hydra_parses_its_own_flags_and_gathers_overrides():
@@ -27,7 +23,7 @@ def test_hydra_parses_its_own_flags_and_gathers_overrides():
 
 
 def test_transformers_reads_the_attention_kernel_of_a_forward_pass_from_its_configuration():
-    model = tiny_llama()
+    model = tiny_model("llama")
     assert model._can_set_attn_implementation()
     assert (model._supports_sdpa, model._is_stateful) == (True, False)
     model.config._attn_implementation_internal = "eager"
@@ -35,9 +31,9 @@ def test_transformers_reads_the_attention_kernel_of_a_forward_pass_from_its_conf
 
 
 def test_transformers_takes_a_mask_of_four_axes_as_it_is():
-    module = sys.modules[type(tiny_llama().base_model).__module__]
+    module = sys.modules[type(tiny_model("llama").base_model).__module__]
     assert hasattr(module, "create_causal_mask")
-    assert "position_ids" in inspect.signature(tiny_llama().base_model.forward).parameters
+    assert "position_ids" in inspect.signature(tiny_model("llama").base_model.forward).parameters
 
 
 @pytest.mark.parametrize("name", ["connection_made", "connection_lost", "data_received", "send_400_response"])

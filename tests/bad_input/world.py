@@ -13,18 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
-from tests.core.tiny_models import encoder_tokenizer
+from tests.builders import NARROW, encoder_tokenizer, narrow_reward_model, tiny_config
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 PAIRS = [{"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"Maybe {i}?"} for i in range(12)]
 
 
@@ -132,12 +122,12 @@ def _bad_files(root: Path) -> None:
 
 
 def _models(root: Path) -> None:
-    tokenizer = train_tokenizer((text for pair in PAIRS for text in pair.values()), 300)
-    BradleyTerryRM.from_config(LLAMA, tokenizer, max_length=64, seed=0).save_pretrained(root / "best")
-    config = AutoConfig.for_model(**LLAMA, vocab_size=len(tokenizer), num_labels=2)
+    model = narrow_reward_model(text for pair in PAIRS for text in pair.values())
+    model.save_pretrained(root / "best")
+    config = tiny_config("llama", vocab_size=len(model.tokenizer), num_labels=2, **NARROW)
     for name, kind in (("causal", AutoModelForCausalLM), ("two_labels", AutoModelForSequenceClassification)):
         kind.from_config(config).save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
+        model.tokenizer.save_pretrained(root / name)
     bert = AutoConfig.for_model(
         "bert", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1, vocab_size=400
     )

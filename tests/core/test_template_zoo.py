@@ -11,7 +11,7 @@ import pytest
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
-from tests.core.tiny_models import decoder_tokenizer
+from tests.builders import decoder_tokenizer
 
 LOOP, END = "{% for m in messages %}", "{% endfor %}"
 CHATML = LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n" + END

@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -23,11 +22,7 @@ import rm_optimizer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.interfaces.cli import app
-from tests.core.tiny_models import tiny_architecture, tiny_model, tiny_tokenizer
-
-
-def config(family: str, **fields: object) -> AutoConfig:
-    return AutoConfig.for_model(**tiny_architecture(family), vocab_size=len(tiny_tokenizer(family)), **fields)
+from tests.builders import tiny_config, tiny_model, tiny_tokenizer
 
 
 def stored(model: PreTrainedModel, family: str, folder: Path) -> Path:
@@ -45,15 +40,13 @@ def without(folder: Path, *names: str) -> Path:
 
 
 def classifier(family: str, folder: Path) -> Path:
-    return stored(tiny_model(family, tiny_tokenizer(family)), family, folder)
+    return stored(tiny_model(family), family, folder)
 
 
 CASES = {
-    "a causal model": lambda f: stored(AutoModelForCausalLM.from_config(config("llama")), "llama", f),
-    "a decoder's backbone": lambda f: stored(tiny_model("llama", tiny_tokenizer("llama")).base_model, "llama", f),
-    "an encoder's backbone": lambda f: stored(
-        tiny_model("roberta", tiny_tokenizer("roberta")).base_model, "roberta", f
-    ),
+    "a causal model": lambda f: stored(AutoModelForCausalLM.from_config(tiny_config("llama")), "llama", f),
+    "a decoder's backbone": lambda f: stored(tiny_model("llama").base_model, "llama", f),
+    "an encoder's backbone": lambda f: stored(tiny_model("roberta").base_model, "roberta", f),
     "a classifier without its head": lambda f: without(classifier("qwen2", f), "score.weight"),
     "a head without its dense layer": lambda f: without(
         classifier("roberta", f), "classifier.dense.weight", "classifier.dense.bias"
@@ -63,9 +56,9 @@ CASES = {
         classifier("bert", f), "bert.pooler.dense.weight", "bert.pooler.dense.bias"
     ),
     "a classifier of single tokens": lambda f: stored(
-        AutoModelForTokenClassification.from_config(config("llama", num_labels=1)), "llama", f
+        AutoModelForTokenClassification.from_config(tiny_config("llama", num_labels=1)), "llama", f
     ),
-    "a model of multiple choice": lambda f: stored(BertForMultipleChoice(config("bert", num_labels=1)), "bert", f),
+    "a model of multiple choice": lambda f: stored(BertForMultipleChoice(tiny_config("bert", num_labels=1)), "bert", f),
 }
 
 
@@ -80,7 +73,7 @@ def test_a_source_without_a_trained_head_is_refused_and_may_be_trained(case: str
 
 
 def test_shards_that_lack_the_head_are_refused_and_whole_ones_are_not(tmp_path: Path) -> None:
-    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model = tiny_model("llama")
     model.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
     headless = {name: value for name, value in model.state_dict().items() if name != "score.weight"}
     model.save_pretrained(tmp_path / "torn", state_dict=headless, max_shard_size="40KB")

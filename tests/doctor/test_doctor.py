@@ -37,7 +37,11 @@ from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.reporting.doctor_table import print_diagnosis
-from tests.core.tiny_models import FAMILIES, decoder_tokenizer, tiny_architecture, tiny_model, tiny_tokenizer
+from tests.builders import (
+    FAMILIES,
+    fresh_reward_model,
+    tiny_reward_model,
+)
 
 GOOD = ("splendid", "correct", "helpful", "gracious")
 BAD = ("mistaken", "useless", "dreadful", "horrible")
@@ -71,8 +75,7 @@ def data() -> dict[str, PreferenceDataset]:
 @pytest.fixture(scope="module")
 def trained(data: dict[str, PreferenceDataset]) -> BradleyTerryRM:
     """A tiny decoder whose head is the least-squares fit to the training pairs."""
-    tokenizer = tiny_tokenizer("llama")
-    model = BradleyTerryRM(tiny_model("llama", tokenizer), tokenizer, max_length=256)
+    model = tiny_reward_model("llama", max_length=256)
     scored = doctor_rewards.score_sample(model, {"train": data["train"]}, max_pairs=60, token_budget=4096, seed=0)
     X = scored.features[:, 0] - scored.features[:, 1]
     weight = np.linalg.solve(X.T @ X + 0.1 * np.eye(X.shape[1]), X.sum(axis=0))
@@ -114,7 +117,7 @@ def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(family, data):
-    model = BradleyTerryRM.from_config(tiny_architecture(family), tiny_tokenizer(family), max_length=128, seed=0)
+    model = fresh_reward_model(family, max_length=128)
     diagnosis = diagnose(model, data, seed=0, max_pairs=60)
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
@@ -124,7 +127,7 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
 
 
 def test_a_stored_model_is_fresh_until_its_head_moves(tmp_path):
-    model = BradleyTerryRM.from_config(tiny_architecture("llama"), tiny_tokenizer("llama"), max_length=128, seed=5)
+    model = fresh_reward_model("llama", max_length=128, seed=5)
     model.save_pretrained(tmp_path / "model")
     again = BradleyTerryRM.from_pretrained(tmp_path / "model")
     assert doctor_head.is_head_fresh(again)
@@ -172,8 +175,7 @@ def test_rewards_that_depend_on_the_row_are_found(model, monkeypatch):
 
 
 def test_dropout_inside_attention_is_found():
-    tokenizer = decoder_tokenizer()
-    model = BradleyTerryRM(tiny_model("llama", tokenizer, attention_dropout=0.5), tokenizer, max_length=256)
+    model = tiny_reward_model("llama", max_length=256, attention_dropout=0.5)
     assert failed(diagnose(model, seed=0)) == {"dropout"}
 
 

@@ -20,11 +20,11 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs, pair_fingerprints
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.evaluation import distinct_responses as response_scoring
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
 from rm_optimizer.reporting.pictures import print_evaluation
+from tests.builders import narrow_reward_model
 
 LONG = "the same long beginning " * 20
 SHORT = [PreferencePair(f"Say {i}", f"{i} it is", "no", metadata={"id": i, "topic": i % 2}) for i in range(6)]
@@ -33,10 +33,7 @@ CUT = [PreferencePair(f"Say {i}", f"{LONG}good {i}", f"{LONG}bad {i}") for i in 
 
 @pytest.fixture(scope="module")
 def model() -> BradleyTerryRM:
-    tiny = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    tokenizer = train_tokenizer((text for pair in SHORT for text in (str(pair.prompt), pair.chosen)), 300)
-    return BradleyTerryRM.from_config(tiny, tokenizer, max_length=64, seed=0)
+    return narrow_reward_model(text for pair in SHORT for text in (str(pair.prompt), pair.chosen))
 
 
 def evaluated(model: BradleyTerryRM, pairs: Sequence[PreferencePair], folder: Path, **options: Any) -> Evaluation:

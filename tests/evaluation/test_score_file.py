@@ -21,7 +21,7 @@ from rm_optimizer.core.rows.response_files import file_kind, read_responses
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.evaluation.score_file import score_file
 from rm_optimizer.interfaces.cli import app
-from tests.core.tiny_models import decoder_tokenizer, tiny_model, tiny_tokenizer
+from tests.builders import decoder_tokenizer, tiny_model
 
 
 class LengthScorer:
@@ -273,7 +273,7 @@ def test_rewards_that_are_not_finite_are_counted_and_the_first_is_named(tmp_path
 
 
 def test_score_and_evaluate_refuse_a_model_with_nan_in_its_weights(tmp_path, monkeypatch):
-    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model = tiny_model("llama")
     with torch.no_grad():
         model.score.weight[0, 0] = math.nan
     model.save_pretrained(tmp_path / "model")

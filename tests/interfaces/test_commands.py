@@ -14,16 +14,15 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.audit import DataAudit
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.interfaces.cli import app
-from tests.bad_input.world import LLAMA, PAIRS
+from tests.bad_input.world import PAIRS
+from tests.builders import narrow_reward_model
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model") / "best"
-    tokenizer = train_tokenizer((text for pair in PAIRS for text in pair.values()), 300)
-    BradleyTerryRM.from_config(LLAMA, tokenizer, max_length=64, seed=0).save_pretrained(folder)
+    narrow_reward_model(text for pair in PAIRS for text in pair.values()).save_pretrained(folder)
     return str(folder)
 
 

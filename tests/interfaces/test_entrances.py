@@ -14,12 +14,10 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.pairs_input import fixed_batches
-from tests.bad_input import world
+from tests.builders import narrow_reward_model
 
-LLAMA = {**world.LLAMA, "initializer_range": 0.5}
 TEMPLATES = {
     "plain": None,
     "chatml": (
@@ -44,9 +42,9 @@ CHOSEN, REJECTED = "Because it is.", "No."
 @pytest.fixture(scope="module", params=TEMPLATES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "best"
-    tokenizer = train_tokenizer(["Human: Hi Assistant: Hello! Why is it so? Because it is. No."], 300)
-    tokenizer.chat_template = TEMPLATES[request.param]
-    BradleyTerryRM.from_config(LLAMA, tokenizer, max_length=128, seed=0).save_pretrained(folder)
+    texts = ["Human: Hi Assistant: Hello! Why is it so? Because it is. No."]
+    model = narrow_reward_model(texts, chat_template=TEMPLATES[request.param], max_length=128, initializer_range=0.5)
+    model.save_pretrained(folder)
     return str(folder)
 
 

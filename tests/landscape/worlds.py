@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,9 +18,12 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairCollator, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.schema import LossConfig
+from tests.builders import fresh_reward_model, tiny_reward_model
 
 load_forward_rules()  # tests differentiate forwards too
 FAMILIES = ("bert", "llama")
@@ -29,7 +33,19 @@ EVERYTHING = LossConfig(beta=1.3, label_smoothing=0.1, margin_scale=0.5, center_
 INNER = ("*attention.self.*", "*self_attn*", "*.score.*", "*.classifier.*", "*LayerNorm*", "*norm.*")
 """Patterns of attention, norms and head: few enough parameters to write matrices out."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far", "away", "home")
-_SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+SHAPE = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 48,
+}
+FOUR_PROMPTS = [
+    PreferencePair(
+        prompt=f"one {i // 2} two", chosen=f"three {i * 7 % 11} four", rejected=f"five {'six ' * (i % 4)}", weight=w
+    )
+    for i, w in enumerate([1.0, 2.0, 1.0, 0.5, 1.0, 1.0, 3.0, 1.0])
+]
 
 
 @cache
@@ -61,16 +77,22 @@ def reward_model(
     family: str = "bert", *, seed: int = 0, attention: str = "auto", dropout: bool = False
 ) -> BradleyTerryRM:
     """About 3,500 parameters; weights large enough for curvature that is not all in the head."""
-    positions = {"max_position_embeddings": 48} | ({"type_vocab_size": 1} if family == "bert" else {})
-    shape = {"model_type": family, **_SHAPE, **positions}
-    model = BradleyTerryRM.from_config(
-        shape, tokenizer(), max_length=48, seed=seed, attn_implementation=attention, dropout=dropout
+    fields = SHAPE | ({"type_vocab_size": 1} if family == "bert" else {})
+    model = fresh_reward_model(
+        family, tokenizer(), max_length=48, seed=seed, fields=fields, attn_implementation=attention, dropout=dropout
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def tiny_measured_loss(cache_dir: Path, *, token_budget: int = 64, params: str = "trainable") -> MeasuredLoss:
+    """A one-layer decoder in float64 on eight pairs of four prompts, with every term of the loss."""
+    model = tiny_reward_model("llama", max_length=32, num_hidden_layers=1).double().eval()
+    sample = draw_pairs(model, FOUR_PROMPTS, 8, 0, token_budget=token_budget, cache_dir=cache_dir)
+    return MeasuredLoss(model, sample, LossConfig(label_smoothing=0.1, center_rewards=0.01), params, torch.float64)
 
 
 def micro_batches(

@@ -17,7 +17,7 @@ from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.service.service import RewardService
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_reward_model
 
 
 def fake_description(token_budget: int = 64, shares_prompts: bool = True) -> EngineDescription:
@@ -104,8 +104,7 @@ class InProcessEngine:
 
 def exported(family: str, folder: Path, **fields: object) -> BradleyTerryRM:
     """A tiny model, also in `folder`."""
-    tokenizer = tiny_tokenizer(family)
-    model = BradleyTerryRM(tiny_model(family, tokenizer, **fields), tokenizer, max_length=128)
+    model = tiny_reward_model(family, **fields)
     model.save_pretrained(folder)
     return model
 

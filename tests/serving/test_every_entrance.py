@@ -8,12 +8,11 @@ import time
 import pytest
 import torch
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.serving.service.api_errors import TooLarge, TooLong
 from rm_optimizer.serving.service.inputs import SLICE_CHARACTERS, InputReader
-from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_model
+from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_reward_model
 from tests.serving.engines import InProcessEngine, client_of, options_of, served
 
 CHATML = (
@@ -107,7 +106,7 @@ def test_an_over_long_rendered_conversation_is_cut_as_in_training(name):
 )
 def test_every_route_gives_the_reward_of_the_model_in_memory(tmp_path, family, template):
     tokenizer = TOKENIZERS[template]()
-    model = BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=128)
+    model = tiny_reward_model(family, tokenizer)
     model.save_pretrained(tmp_path / "model")
     prompts, responses = (list(column) for column in zip(*CONVERSATIONS, strict=True))
     wire = [p if isinstance(p, str) else [m.to_dict() for m in p] for p in prompts]

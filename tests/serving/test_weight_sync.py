@@ -21,7 +21,7 @@ from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.protocol import OutcomeStatus
 from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, create_rm_publisher
-from tests.core.tiny_models import FAMILIES
+from tests.builders import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.half_sender import send_half
 from tests.serving.running import engine_running, serve_process

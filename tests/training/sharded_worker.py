@@ -23,7 +23,7 @@ from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, set_train_mode
 from rm_optimizer.optim.muon import ShardedMuon
 from rm_optimizer.schema import TrainConfig, compose, typed
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_reward_model
 
 TEXTS = [
     ("one two", "three four"),
@@ -60,8 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def reward_model(family: str, dtype: torch.dtype = torch.float64) -> BradleyTerryRM:
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=64).to(dtype).eval()
+    return tiny_reward_model(family, max_length=64).to(dtype).eval()
 
 
 def options(*overrides: str) -> TrainConfig:

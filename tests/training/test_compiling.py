@@ -25,7 +25,7 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import compiling, train_reward_model
 from rm_optimizer.training.callbacks import loop as callbacks
 from rm_optimizer.training.compiling import compile_backbone
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_reward_model
 
 Build = Callable[..., TrainConfig]
 
@@ -40,8 +40,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def reward_model(family: str, **fields: Any) -> BradleyTerryRM:
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer, **fields), tokenizer, max_length=64)
+    return tiny_reward_model(family, max_length=64, **fields)
 
 
 def sequences(rng: np.random.Generator, count: int) -> list[NDArray[np.int32]]:

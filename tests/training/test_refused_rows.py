@@ -11,22 +11,21 @@ from typer.testing import CliRunner
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
+from tests.builders import narrow_reward_model
 from tests.core.rows.test_bad_rows import rows, written
 from tests.core.test_template_zoo import KNOWN_ROLES
-from tests.interfaces.test_entrances import LLAMA
+
+TEXTS = ["user assistant Question? Yes. No."]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "best"
-    tokenizer = train_tokenizer(["user assistant Question? Yes. No."], 300)
-    tokenizer.chat_template = KNOWN_ROLES
-    BradleyTerryRM.from_config(LLAMA, tokenizer, max_length=128, seed=0).save_pretrained(folder)
+    narrow_reward_model(TEXTS, chat_template=KNOWN_ROLES, max_length=128).save_pretrained(folder)
     return str(folder)
 
 
@@ -68,8 +67,7 @@ def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., Tr
 
 
 def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path) -> None:
-    texts = ["user assistant Question? Yes. No."]
-    model = BradleyTerryRM.from_config(LLAMA, train_tokenizer(texts, 300), max_length=128, seed=0)
+    model = narrow_reward_model(TEXTS, max_length=128)
     model.tokenizer.add_tokens(["<tool>"])  # as a base model whose embedding nobody resized
     model = BradleyTerryRM(model.model, model.tokenizer, max_length=128)
     table = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]

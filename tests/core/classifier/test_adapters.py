@@ -22,7 +22,15 @@ from rm_optimizer.core.storage.loading import LoadOptions, load_model
 from rm_optimizer.errors import CheckpointError, ConfigError, MissingExtra
 from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from tests.core.tiny_models import DECODERS, ENCODERS, FAMILIES, tiny_architecture, tiny_model, tiny_tokenizer
+from tests.builders import (
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    fresh_reward_model,
+    tiny_model,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
 
 PROMPTS, RESPONSES = ["Hi", "What is 2 + 2?", "Name a colour."], ["Hello, 日本.", "4", "Blue is the colour of the sky."]
 LORA = AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.0)
@@ -58,8 +66,7 @@ def base_folder(family: str, folder: Path) -> Path:
 
 
 def in_memory(family: str) -> BradleyTerryRM:
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=64).eval()
+    return tiny_reward_model(family, max_length=64).eval()
 
 
 def scrambled(model: BradleyTerryRM, seed: int = 3) -> BradleyTerryRM:
@@ -352,7 +359,7 @@ def test_no_adapter_changes_nothing() -> None:
 
 def test_an_adapter_without_a_base_to_load_again_is_refused_but_merges(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer("llama")
-    model = BradleyTerryRM.from_config(tiny_architecture("llama"), tokenizer, max_length=64, seed=0)
+    model = fresh_reward_model("llama", tokenizer)
     add_adapter(model.model, LORA, seed=0)
     with pytest.raises(CheckpointError, match="needs a base that can be loaded again"):
         save_adapter(scrambled(model), tmp_path / "adapter")
@@ -364,7 +371,7 @@ def test_an_adapter_without_a_base_to_load_again_is_refused_but_merges(tmp_path:
 
 def test_another_base_than_the_recorded_one_is_noticed(tmp_path: Path) -> None:
     save_adapter(adapted("llama", tmp_path / "base"), tmp_path / "adapter")
-    tiny_model("llama", tiny_tokenizer("llama"), seed=8).base_model.save_pretrained(tmp_path / "base")
+    tiny_model("llama", seed=8).base_model.save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="belongs to other weights"):
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 

@@ -26,7 +26,7 @@ from rm_optimizer.core.classifier.tree_attention import tree_block_mask, tree_ma
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree
-from tests.core.tiny_models import decoder_tokenizer, tiny_model, tiny_tokenizer
+from tests.builders import fresh_reward_model, tiny_model
 
 PAD = 2
 WINDOWS = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
@@ -104,7 +104,7 @@ def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
 ) -> None:
     """Float32 throughout: a sum of 40 products rounds to about 40 x 2^-24, rewards being of order one."""
     family, fields = DECODERS[case]
-    model = tiny_model(family, tiny_tokenizer(family), **fields)
+    model = tiny_model(family, **fields)
     packed = trees()
     expected = packed_logits(model, packed)
     assert expected.std() > 1e-2
@@ -137,7 +137,7 @@ def padded(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("case", DECODERS)
 def test_on_a_cpu_every_switch_is_sdpa_bit_for_bit(case: str, name: str) -> None:
     family, fields = DECODERS[case]
-    model = tiny_model(family, tiny_tokenizer(family), **fields)
+    model = tiny_model(family, **fields)
     expected = padded(model)
     model.set_attn_implementation(name)
     assert torch.equal(padded(model), expected)
@@ -172,7 +172,7 @@ def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(
     monkeypatch.setattr(
         AttentionSwitch, "unpads", lambda self, device, dtype: self.has_varlen and dtype in attention_switch.HALF
     )
-    model = tiny_model(case, tiny_tokenizer(case))
+    model = tiny_model(case)
     expected = padded(model)
     with torch.autocast("cpu", torch.bfloat16):
         expected_half = padded(model)
@@ -265,7 +265,7 @@ def test_on_a_gpu_the_switch_gives_the_rewards_and_gradients_of_sdpa(case: str, 
     """Float32 to its rounding; bfloat16 has 8 bits, so two kernels agree to a few times 2^-8."""
     family, fields = DECODERS[case]
     wide = fields | {"hidden_size": 64, "head_dim": 16}
-    model = tiny_model(family, tiny_tokenizer(family), **wide).cuda().train()
+    model = tiny_model(family, **wide).cuda().train()
     packed = trees(prompts=30).to("cuda")
     results = []
     for kernel in ("sdpa", choose_attention(model.config, "auto", torch.float32)):
@@ -280,25 +280,18 @@ def test_on_a_gpu_the_switch_gives_the_rewards_and_gradients_of_sdpa(case: str, 
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
-def soft_capped(tokenizer: Any, cap: float | None = 5.0) -> BradleyTerryRM:
-    fields = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    architecture = {"model_type": "gemma2", "num_hidden_layers": 2, "attn_logit_softcapping": cap, **fields}
+def soft_capped(cap: float | None = 5.0) -> BradleyTerryRM:
+    capped = {"model_type": "gemma2", "attn_logit_softcapping": cap, "head_dim": 8}
     large = {"initializer_range": 0.5, "query_pre_attn_scalar": 1}
-    return BradleyTerryRM.from_config(architecture | large, tokenizer, max_length=64, seed=0)
+    return fresh_reward_model("llama", fields=capped | large)
 
 
 def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers(tmp_path: Path) -> None:
-    model = soft_capped(decoder_tokenizer())
+    model = soft_capped()
     assert model.model.config._attn_implementation == "eager"
     prompts, responses = ["How do I boil an egg?"] * 2, ["In boiling water for seven minutes.", "No."]
     rewards = model.score(prompts, responses)
-    uncapped = soft_capped(decoder_tokenizer(), cap=None)
+    uncapped = soft_capped(cap=None)
     assert uncapped.model.config._attn_implementation == "sdpa"
     assert (uncapped.score(prompts, responses) - rewards).abs().max() > 1e-3
     model.save_pretrained(tmp_path)

@@ -13,10 +13,9 @@ from rm_optimizer.core.classifier.batch_dependence import KNOWN
 from rm_optimizer.core.classifier.window import default_max_length, exact_length, position_window
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError
-from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_architecture
+from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_architecture
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-LLAMA = {**tiny_architecture("llama")}
 DEPENDENT = {
     "convbert": {**SMALL, "embedding_size": 32},
     "fnet": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -63,7 +62,7 @@ def test_an_unknown_architecture_is_measured(model_type: str, monkeypatch: pytes
     [
         ("electra", {**SMALL, "embedding_size": 32}),
         ("longformer", {**SMALL, "attention_window": [8, 8], "max_position_embeddings": 130}),
-        ("llama", {key: value for key, value in LLAMA.items() if key != "model_type"}),
+        ("llama", tiny_architecture("llama")),
         ("albert", {**SMALL, "embedding_size": 32}),
     ],
 )

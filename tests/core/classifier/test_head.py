@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError
-from tests.core.tiny_models import ENCODERS, FAMILIES, tiny_architecture, tiny_model, tiny_tokenizer
+from tests.builders import ENCODERS, FAMILIES, fresh_reward_model, tiny_model
 
 
 # transformers' DeBERTa calls torch.jit.script when it is imported.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("family", ["llama", "gpt2", *ENCODERS])
 def test_installing_keeps_the_state_and_the_logits(family: str) -> None:
-    model = tiny_model(family, tiny_tokenizer(family))
+    model = tiny_model(family)
     ids = torch.arange(5, 20).reshape(3, 5)
     with torch.no_grad():
         before, state = model(ids).logits, {name: value.clone() for name, value in model.state_dict().items()}
@@ -29,12 +28,12 @@ def test_installing_keeps_the_state_and_the_logits(family: str) -> None:
 
 
 def test_installing_twice_changes_nothing() -> None:
-    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model = tiny_model("llama")
     assert install_reward_head(model) is install_reward_head(model)
 
 
 def test_a_model_without_a_single_scalar_head_is_refused() -> None:
-    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model = tiny_model("llama")
     model.score = torch.nn.Linear(32, 2)
     with pytest.raises(CheckpointError, match="num_labels=1"):
         install_reward_head(model)
@@ -42,7 +41,7 @@ def test_a_model_without_a_single_scalar_head_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_casting_the_model_leaves_the_head_in_float32_bit_for_bit(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model = tiny_model("llama")
     weight = install_reward_head(model).weight.detach().clone()
     model.to(dtype)
     assert model.base_model.embed_tokens.weight.dtype is dtype
@@ -51,7 +50,7 @@ def test_casting_the_model_leaves_the_head_in_float32_bit_for_bit(dtype: torch.d
 
 
 def test_a_half_checkpoint_gets_a_float32_head() -> None:
-    model = tiny_model("llama", tiny_tokenizer("llama")).bfloat16()
+    model = tiny_model("llama").bfloat16()
     model.score.weight.requires_grad_(False)
     head = install_reward_head(model)
     assert head.weight.dtype is torch.float32
@@ -86,7 +85,7 @@ def test_a_fresh_head_has_the_stated_spread_and_repeats_with_its_seed() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_loss_of_a_fresh_head_is_log_2_within_5_percent(family: str, seed: int) -> None:
-    model = BradleyTerryRM.from_config(tiny_architecture(family), tiny_tokenizer(family), max_length=64, seed=seed)
+    model = fresh_reward_model(family, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 300, (64, 12), generator=generator)
     mask = torch.ones_like(ids)

@@ -13,7 +13,7 @@ from rm_optimizer.optim import build_optimizer, describe_groups
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.compose import compose, typed
 from rm_optimizer.schema.config import TrainConfig
-from tests.core.tiny_models import decoder_tokenizer
+from tests.builders import decoder_tokenizer
 from tests.zoo.families import architecture
 
 VISION = {"gemma3": ("vision_tower", "multi_modal_projector"), "qwen3_5": ("visual",)}

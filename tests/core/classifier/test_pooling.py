@@ -12,7 +12,7 @@ from rm_optimizer.core.classifier.pooling import (
     own_logits,
     pools_last_token,
 )
-from tests.core.tiny_models import DECODERS, tiny_model, tiny_tokenizer
+from tests.builders import DECODERS, tiny_model
 
 LENGTHS = (3, 9, 6, 1)
 
@@ -53,7 +53,7 @@ def test_positions_of_attended_tokens_do_not_depend_on_the_padding_side() -> Non
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_padding_changes_no_reward(family: str, side: str, pad_id: int) -> None:
-    model = tiny_model(family, tiny_tokenizer(family)).double()
+    model = tiny_model(family).double()
     assert pools_last_token(model)
     ids, mask, rows = padded(side, pad_id)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_padding_changes_no_reward(family: str, side: str, pad_id: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_plain_transformers_pools_one_token_early_when_the_last_token_is_the_pad_id(family: str) -> None:
-    model = tiny_model(family, tiny_tokenizer(family))
+    model = tiny_model(family)
     ids = torch.tensor([[0, 10, 11, 2], [0, 10, 2, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_plain_transformers_pools_one_token_early_when_the_last_token_is_the_pad
 
 
 def test_an_encoder_refuses_left_padding() -> None:
-    model = tiny_model("bert", tiny_tokenizer("bert"))
+    model = tiny_model("bert")
     ids, mask, _ = padded("left", 0)
     with pytest.raises(ValueError, match="pad on the right"):
         own_logits(model, ids, mask)

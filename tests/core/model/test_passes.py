@@ -6,16 +6,10 @@ import torch
 
 from rm_optimizer.core.model.features import features
 from rm_optimizer.core.model.passes import SequenceScorer, reuse_obstacle
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS
-from tests.core.tiny_models import DECODERS, FAMILIES, decoder_tokenizer, tiny_model, tiny_tokenizer
+from tests.builders import DECODERS, FAMILIES, decoder_tokenizer, tiny_reward_model
 
 TOLERANCE = 1e-5  # float32, other order of summation, rewards of size 1
-
-
-def model_of(family, **fields):
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer, **fields), tokenizer, max_length=128)
 
 
 def sequences(seed=0, size=300):
@@ -35,21 +29,21 @@ def one_by_one(model, rows):
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("token_budget", [1, 64, 4096])
 def test_shared_starts_give_the_rewards_of_sequences_apart(family, token_budget):
-    model, rows = model_of(family), sequences()
+    model, rows = tiny_reward_model(family), sequences()
     assert reuse_obstacle(model) is None
     shared = SequenceScorer(model, token_budget).rewards(rows)
     np.testing.assert_allclose(shared, one_by_one(model, rows), atol=TOLERANCE)
 
 
 def test_an_encoder_is_scored_without_sharing():
-    model, rows = model_of("bert"), sequences()
+    model, rows = tiny_reward_model("bert"), sequences()
     assert "no causal decoder" in reuse_obstacle(model)
     np.testing.assert_allclose(SequenceScorer(model, 256).rewards(rows), one_by_one(model, rows), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("token_budget", [64, 4096])
 def test_a_window_shorter_than_the_longest_sequence_stands_against_the_cache_alone(token_budget):
-    model, rows = model_of("mistral", sliding_window=64), sequences()
+    model, rows = tiny_reward_model("mistral", sliding_window=64), sequences()
     assert "sliding window" in reuse_obstacle(model)
     scorer = SequenceScorer(model, token_budget)
     assert scorer.shares
@@ -58,7 +52,7 @@ def test_a_window_shorter_than_the_longest_sequence_stands_against_the_cache_alo
 
 @pytest.mark.parametrize("groups", [None, [[0, 4, 8], [1, 2, 3], [5, 6], [7]]])
 def test_neither_groups_nor_order_change_a_reward(groups):
-    model, rows = model_of("llama"), sequences()
+    model, rows = tiny_reward_model("llama"), sequences()
     expected = SequenceScorer(model, 256).rewards(rows)
     np.testing.assert_allclose(SequenceScorer(model, 256).rewards(rows, groups), expected, atol=TOLERANCE)
     np.testing.assert_array_equal(SequenceScorer(model, 256).rewards(rows[::-1])[::-1], expected)
@@ -66,7 +60,7 @@ def test_neither_groups_nor_order_change_a_reward(groups):
 
 @pytest.mark.parametrize(("num_responses", "token_budget"), [(3, 4096), (12, 4096), (60, 4096), (60, 512), (300, 4096)])
 def test_a_prompt_of_a_group_is_computed_once_or_as_often_as_pays(num_responses, token_budget):
-    model, rng = model_of("llama", max_position_embeddings=1024), np.random.default_rng(0)
+    model, rng = tiny_reward_model("llama", max_position_embeddings=1024), np.random.default_rng(0)
     prompt = rng.integers(5, 300, 300)
     rows = [np.concatenate([prompt, rng.integers(5, 300, 40)]).astype(np.int32) for _ in range(num_responses)]
     seen = []
@@ -82,7 +76,7 @@ def test_a_prompt_of_a_group_is_computed_once_or_as_often_as_pays(num_responses,
 
 
 def test_a_sequence_that_is_not_finite_leaves_those_in_its_pass_alone():
-    model, rows = model_of("llama"), sequences()
+    model, rows = tiny_reward_model("llama"), sequences()
     expected = one_by_one(model, rows)
     rows[1] = np.append(rows[1], np.int32(310))
     with torch.no_grad():
@@ -93,14 +87,13 @@ def test_a_sequence_that_is_not_finite_leaves_those_in_its_pass_alone():
 
 
 def test_equal_sequences_have_one_reward():
-    rewards = SequenceScorer(model_of("llama"), 256).rewards(sequences())
+    rewards = SequenceScorer(tiny_reward_model("llama"), 256).rewards(sequences())
     assert rewards[0] == rewards[-1]
 
 
 def test_pad_equal_to_eos_does_not_move_the_place_that_is_read():
     tokenizer = decoder_tokenizer(pad="</s>")
-    plain = tiny_model("llama", tokenizer)
-    model = BradleyTerryRM(plain, tokenizer, max_length=128)
+    model = tiny_reward_model("llama", tokenizer)
     eos = tokenizer.eos_token_id
     rows = [np.array([*row, eos], np.int32) for row in ([7, 8, 9], [7, 8], [10] * 40)]
     alone = one_by_one(model, rows)
@@ -111,7 +104,7 @@ def test_pad_equal_to_eos_does_not_move_the_place_that_is_read():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_what_the_head_reads_of_each_sequence_alone(family, tmp_path):
-    model, rows, seen = model_of(family), sequences(), []
+    model, rows, seen = tiny_reward_model(family), sequences(), []
     hook = model.reward_head.register_forward_pre_hook(lambda head, inputs: seen.append(inputs[0][0].view(-1, 32)[-1]))
     with torch.no_grad():
         for row in rows:

@@ -22,7 +22,13 @@ from rm_optimizer.core.tokens.batching import PackedPairBatch, PackedPairCollato
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.prefix_trees import pack_trees
 from rm_optimizer.errors import CheckpointError, ConfigError
-from tests.core.tiny_models import FAMILIES, decoder_tokenizer, tiny_architecture, tiny_model, tiny_tokenizer
+from tests.builders import (
+    FAMILIES,
+    decoder_tokenizer,
+    fresh_reward_model,
+    tiny_model,
+    tiny_reward_model,
+)
 
 PROMPTS = (
     "Hi",
@@ -34,14 +40,9 @@ PROMPTS = (
 RESPONSES = ("Hello.", "4", "d", "Go away, fox!", "naïve 日本 " * 9)
 
 
-def reward_model(family: str, max_length: int = 96) -> BradleyTerryRM:
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=max_length)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_score_does_not_depend_on_what_is_scored_beside_it(family: str) -> None:
-    model = reward_model(family)
+    model = tiny_reward_model(family)
     assert isinstance(model, Scorer)
     alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)])
     assert alone.std() > 1e-3
@@ -53,7 +54,7 @@ def test_a_score_does_not_depend_on_what_is_scored_beside_it(family: str) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rewards_are_one_float32_for_each_sequence_also_under_autocast_and_in_half_weights(family: str) -> None:
-    model = reward_model(family)
+    model = tiny_reward_model(family)
     batch = model.tokenize(PROMPTS, RESPONSES)
     for rewards in (model(**batch), model.score(PROMPTS, RESPONSES), model.score([], [])):
         assert rewards.dtype is torch.float32
@@ -68,7 +69,7 @@ def test_rewards_are_one_float32_for_each_sequence_also_under_autocast_and_in_ha
 
 
 def test_score_restores_the_mode_and_gives_tensors_that_can_be_trained_on() -> None:
-    model = reward_model("llama")
+    model = tiny_reward_model("llama")
     for mode in (True, False):
         model.train(mode)
         rewards = model.score(["Hi"], ["Hello."])
@@ -82,7 +83,7 @@ BEST_OF = tuple(f"{word} " * (3 * k + 1) for k, word in enumerate(("yes", "no", 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = reward_model(family)
+    model = tiny_reward_model(family)
     prompts = [PROMPTS[1], PROMPTS[4], (Message("user", PROMPTS[1]),), "Hi"] * 4
     responses = [BEST_OF[k % 7] for k in range(16)]
     alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(prompts, responses, strict=True)])
@@ -107,7 +108,7 @@ def pair_batches(model: BradleyTerryRM, folder: Path) -> tuple[PairBatch, Packed
 @pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
 def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | None, tmp_path: Path) -> None:
     tokenizer = decoder_tokenizer(pad)
-    model = BradleyTerryRM(tiny_model("llama", tiny_tokenizer("llama")), tokenizer, max_length=96)
+    model = BradleyTerryRM(tiny_model("llama"), tokenizer, max_length=96)
     plain, packed = pair_batches(model, tmp_path)
     rewards = model.rewards_of(packed)
     assert rewards.dtype is torch.float32
@@ -123,7 +124,7 @@ def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | 
 def test_prefix_parity_is_rounding_where_sharing_is_exact_and_large_where_it_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = reward_model("llama").train()
+    model = tiny_reward_model("llama").train()
     pairs = [model.renderer.encode("What is it?", response).ids for response in ("An egg.", "A fox, a dog.")]
     groups = [[np.array(ids, dtype=np.int32) for ids in pairs]]
     assert 0 <= model.prefix_parity(groups) < 1e-5
@@ -133,12 +134,12 @@ def test_prefix_parity_is_rounding_where_sharing_is_exact_and_large_where_it_is_
 
 
 def test_a_bidirectional_model_says_why_it_shares_no_prefix() -> None:
-    assert reward_model("llama").supports_prefix_sharing() is None
-    assert "no causal decoder" in str(reward_model("bert").supports_prefix_sharing())
+    assert tiny_reward_model("llama").supports_prefix_sharing() is None
+    assert "no causal decoder" in str(tiny_reward_model("bert").supports_prefix_sharing())
 
 
 def test_groups_have_the_rewards_of_their_responses() -> None:
-    model = reward_model("llama")
+    model = tiny_reward_model("llama")
     several, none, one = model.score_groups(PROMPTS[:3], [RESPONSES[:3], (), RESPONSES[:1]])
     assert none.shape == (0,)
     expected = model.score([PROMPTS[0]] * 3 + [PROMPTS[2]], [*RESPONSES[:3], RESPONSES[0]])
@@ -147,7 +148,7 @@ def test_groups_have_the_rewards_of_their_responses() -> None:
 
 
 def test_score_pair_is_the_margin() -> None:
-    model = reward_model("llama")
+    model = tiny_reward_model("llama")
     a, b = model.score(["Hi", "Hi"], ["Hello.", "No."]).tolist()
     assert model.score_pair("Hi", "Hello.", "No.") == pytest.approx(a - b, abs=1e-6)
     assert model.score_pair("Hi", "Hello.", "No.") == -model.score_pair("Hi", "No.", "Hello.")
@@ -155,14 +156,14 @@ def test_score_pair_is_the_margin() -> None:
 
 def test_unequal_numbers_of_prompts_and_responses_are_refused() -> None:
     with pytest.raises(ValueError, match="got 1 prompts and 2 responses"):
-        reward_model("llama").score(["Hi"], ["a", "b"])
+        tiny_reward_model("llama").score(["Hi"], ["a", "b"])
     with pytest.raises(ValueError, match="got 2 prompts and 1 groups"):
-        reward_model("llama").score_groups(["Hi", "Ho"], [["a", "b"]])
+        tiny_reward_model("llama").score_groups(["Hi", "Ho"], [["a", "b"]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compute_loss_is_the_loss_of_both_sides_forwarded_apart_and_so_is_its_gradient(family: str) -> None:
-    model = reward_model(family).double()
+    model = tiny_reward_model(family).double()
     chosen = model.tokenize(["Hi", "What is 2 + 2?"], ["Hello.", "It is 4, of course, as everyone knows."])
     rejected = model.tokenize(["Hi", "What is 2 + 2?"], ["No!", "5"])
     options = {"beta": 0.5, "label_smoothing": 0.1, "margin": torch.tensor([0.2, 0.0]), "center_rewards": 0.01}
@@ -179,8 +180,7 @@ def test_compute_loss_is_the_loss_of_both_sides_forwarded_apart_and_so_is_its_gr
 
 def with_dropout(family: str, dropout: bool) -> BradleyTerryRM:
     fields = {"attention_dropout": 0.1} if family != "bert" else {}
-    architecture = tiny_architecture(family) | fields
-    return BradleyTerryRM.from_config(architecture, tiny_tokenizer(family), max_length=64, seed=0, dropout=dropout)
+    return fresh_reward_model(family, fields=fields, dropout=dropout)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,13 +208,7 @@ def test_every_kind_of_dropout_field_is_set_to_zero_and_nothing_else() -> None:
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
-        model = BradleyTerryRM.from_config(
-            tiny_architecture("llama"),
-            tiny_tokenizer("llama"),
-            max_length=64,
-            seed=0,
-            gradient_checkpointing=checkpointing,
-        ).train()
+        model = fresh_reward_model("llama", gradient_checkpointing=checkpointing).train()
         assert model.model.is_gradient_checkpointing is checkpointing
         model(**model.tokenize(PROMPTS[:2], RESPONSES[:2])).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
@@ -225,10 +219,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_the_seed_decides_every_weight_and_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    models = [
-        BradleyTerryRM.from_config(tiny_architecture("llama"), tiny_tokenizer("llama"), max_length=64, seed=seed)
-        for seed in (1, 1, 2)
-    ]
+    models = [fresh_reward_model("llama", seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(torch.get_rng_state(), state)
     first, again, other = (model.state_dict() for model in models)
     assert all(torch.equal(value, again[name]) for name, value in first.items())
@@ -238,7 +229,7 @@ def test_the_seed_decides_every_weight_and_leaves_the_global_generator_alone() -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_head_parameter_names_are_this_modules_and_name_the_head(family: str) -> None:
-    model = reward_model(family)
+    model = tiny_reward_model(family)
     parameters = dict(model.named_parameters())
     named = [parameters[name] for name in model.head_parameter_names()]
     assert {id(parameter) for parameter in named} == {id(parameter) for parameter in model.reward_head.parameters()}
@@ -255,7 +246,7 @@ def test_unknown_architectures_and_fields_get_a_did_you_mean() -> None:
 @pytest.mark.parametrize("wrong", [{"hidden_size": 33}, {"hidden_size": "wide"}])
 def test_fields_that_do_not_fit_each_other_give_one_sentence(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"model\.architecture does not describe a model: .*(multiple|int)") as caught:
-        BradleyTerryRM.from_config(tiny_architecture("llama") | wrong, decoder_tokenizer(), max_length=64, seed=0)
+        fresh_reward_model("llama", fields=wrong)
     assert "\n" not in str(caught.value)
 
 
@@ -271,12 +262,11 @@ def test_an_encoder_decoder_is_refused() -> None:
 
 def test_a_length_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.max_length must be at most 256.*got 257"):
-        BradleyTerryRM.from_config(tiny_architecture("gpt2"), decoder_tokenizer(), max_length=257, seed=0)
-    roberta = {**tiny_architecture("roberta")}
-    model = BradleyTerryRM.from_config(roberta, tiny_tokenizer("roberta"), max_length=257, seed=0)
+        fresh_reward_model("gpt2", max_length=257)
+    model = fresh_reward_model("roberta", max_length=257)
     assert model.score(["long " * 400], ["text"]).isfinite().all()
     with pytest.raises(ConfigError, match="at most 257"):
-        BradleyTerryRM.from_config(roberta, tiny_tokenizer("roberta"), max_length=258, seed=0)
+        fresh_reward_model("roberta", max_length=258)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from rm_optimizer.core.rows.bad_rows import PairRows
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
+from tests.builders import decoder_tokenizer
 from tests.core.test_template_zoo import FORGETTING, KNOWN_ROLES
-from tests.core.tiny_models import decoder_tokenizer
 
 REFUSED = {"role": "narrator", "content": "Once."}
 

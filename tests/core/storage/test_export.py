@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,19 @@ from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate, certify
 from rm_optimizer.core.storage.export import read_certificate
 from rm_optimizer.errors import CheckpointError
-from tests.core.tiny_models import DECODERS, ENCODERS, FAMILIES, decoder_tokenizer, tiny_model, tiny_tokenizer
+from tests.builders import (
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    decoder_tokenizer,
+    tiny_reward_model,
+)
 
+reward_model = partial(tiny_reward_model, max_length=96)
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{# {{ strftime_now('%d %b %Y') }} #}"
 )
-
-
-def reward_model(family: str, max_length: int = 96) -> BradleyTerryRM:
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=max_length)
 
 
 # transformers' DeBERTa calls torch.jit.script when it is imported.
@@ -73,7 +76,7 @@ def test_the_files_say_one_raw_reward(family: str, tmp_path: Path) -> None:
 
 def test_a_pinned_chat_template_is_exported_as_it_was_used(tmp_path: Path) -> None:
     tokenizer = decoder_tokenizer(chat_template=TEMPLATE.replace("{# ", "").replace(" #}", ""))
-    model = BradleyTerryRM(tiny_model("llama", tokenizer), tokenizer, max_length=96)
+    model = reward_model("llama", tokenizer)
     model.save_pretrained(tmp_path / "export")
     plain = AutoTokenizer.from_pretrained(tmp_path / "export")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

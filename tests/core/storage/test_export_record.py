@@ -20,16 +20,15 @@ from rm_optimizer.core.storage.export_record import weight_digests
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.vllm.folder import prepare_model
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_reward_model
 
 PROMPTS, RESPONSES = ["Hi", "What is 2 + 2?"], ["Hello.", "4"]
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = tiny_tokenizer("llama")
     folder = tmp_path_factory.mktemp("exported") / "best"
-    BradleyTerryRM(tiny_model("llama", tokenizer), tokenizer, max_length=77).save_pretrained(folder)
+    tiny_reward_model("llama", max_length=77).save_pretrained(folder)
     return folder
 
 

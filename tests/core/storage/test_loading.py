@@ -17,14 +17,20 @@ from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.locations import SourceKind, resolve_source
-from tests.core.tiny_models import FAMILIES, decoder_tokenizer, tiny_architecture, tiny_model, tiny_tokenizer
+from tests.builders import (
+    FAMILIES,
+    decoder_tokenizer,
+    tiny_config,
+    tiny_model,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
 
 PROMPTS, RESPONSES = ["Hi", "What is 2 + 2?"], ["Hello, 日本.", "4"]
 
 
 def reward_model(family: str, **options: object) -> BradleyTerryRM:
-    tokenizer = tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=77, **options)
+    return BradleyTerryRM(tiny_model(family), tiny_tokenizer(family), max_length=77, **options)
 
 
 def lightning_checkpoint(model: BradleyTerryRM, path: Path, **changes: object) -> Path:
@@ -182,7 +188,7 @@ def test_the_file_that_is_torn_or_missing_is_named(sentence: str, whole: Path, t
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    model = tiny_model("llama", tiny_tokenizer("llama"))
+    model = tiny_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     tiny_tokenizer("llama").save_pretrained(tmp_path)
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
@@ -193,7 +199,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_a_classifier_with_two_labels_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer("bert")
-    config = AutoConfig.for_model(**tiny_architecture("bert"), vocab_size=len(tokenizer), num_labels=2)
+    config = tiny_config("bert", num_labels=2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="one label, got a classifier with 2 labels"):
@@ -260,7 +266,7 @@ def test_a_model_trained_with_a_render_fn_needs_it_again(tmp_path: Path) -> None
 
 def test_the_pad_choice_survives_a_checkpoint(tmp_path: Path) -> None:
     tokenizer = decoder_tokenizer(pad="</s>")
-    model = BradleyTerryRM(tiny_model("llama", tokenizer, spare_rows=3), tokenizer, max_length=64)
+    model = tiny_reward_model("llama", tokenizer, max_length=64, spare_rows=3)
     assert model.pad_choice.token == "<|pad|>"
     loaded = BradleyTerryRM.from_pretrained(lightning_checkpoint(model, tmp_path / "last.ckpt"))
     assert loaded.pad_choice == model.pad_choice

@@ -28,8 +28,8 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, DataError, MissingExtra
 from rm_optimizer.schema.data import Spelling
+from tests.builders import decoder_tokenizer
 from tests.core.test_template_zoo import KNOWN_ROLES
-from tests.core.tiny_models import decoder_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.classifier.tree_attention import tree_mask
 from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
@@ -35,17 +33,14 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.loader import create_dataloader
 from rm_optimizer.core.tokens.plan import length_batches, micro_batches, pad_sequences, rank_share
 from rm_optimizer.errors import DataError, DataStalled
+from tests.builders import byte_tokenizer
 
 PAD = 0
 STORED_ORDER = [3, 2, 1, 6, 0, 7, 4, 5]
 
 
 def renderer() -> ConversationRenderer:
-    vocab = {token: i for i, token in enumerate(["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="<pad>")
-    return ConversationRenderer(tokenizer, 100)
+    return ConversationRenderer(byte_tokenizer(), 100)
 
 
 def some_pairs(count: int, seed: int = 0) -> list[PreferencePair]:

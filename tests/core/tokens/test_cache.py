@@ -12,27 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import normalizers
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair
 from rm_optimizer.core.tokens import cache as tokens
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport, default_cache_dir, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
+from tests.builders import byte_tokenizer
 
 FILES = ["meta.json", "offsets.bin", "pair_index.bin", "prompt_cut.bin", "response_cut.bin", "tokens.bin"]
-
-
-def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="<pad>")
-    tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 def renderer(max_length: int = 60) -> ConversationRenderer:
@@ -179,7 +168,7 @@ RACER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_cache import renderer, some_pairs
+from tests.core.tokens.test_cache import renderer, some_pairs
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 parent, pairs, render = Path(sys.argv[1]), some_pairs(1000), renderer()
 (parent / f"ready-{sys.argv[3]}").touch()
@@ -196,7 +185,7 @@ def test_processes_that_start_together_leave_one_cache_and_agree(python: Path, t
     torn = tmp_path / "torn" / alone.folder.name
     torn.mkdir(parents=True)
     (torn / "tokens.bin").write_bytes(b"half")
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[3])
     racers = [
         subprocess.Popen([python, "-c", RACER, str(tmp_path), here, str(i)], stdout=subprocess.PIPE, text=True)
         for i in range(2)

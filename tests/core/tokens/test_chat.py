@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.tokens.chat import PINNED_DATE, ConversationRenderer, pin_dates
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
-from tests.core.tiny_models import decoder_tokenizer
+from tests.builders import decoder_tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, set_pad_token_id
 from rm_optimizer.errors import CheckpointError
-from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_model
+from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_model, tiny_reward_model
 
 TEXTS = ("Hi", "The quick brown fox jumps over the lazy dog.", "</s> in </s> the text")
 
@@ -85,8 +85,8 @@ def test_without_eos_no_token_that_text_can_hold_pads() -> None:
     tokenizer = decoder_tokenizer(pad=None)
     tokenizer.eos_token = None
     with pytest.raises(CheckpointError, match="neither EOS nor a pad token"):
-        BradleyTerryRM(tiny_model("llama", tokenizer), tokenizer, max_length=32)
-    model = BradleyTerryRM(tiny_model("llama", tokenizer, spare_rows=1), tokenizer, max_length=32)
+        tiny_reward_model("llama", tokenizer, max_length=32)
+    model = tiny_reward_model("llama", tokenizer, max_length=32, spare_rows=1)
     assert model.pad_choice.token == "<|pad|>"
 
 
@@ -116,7 +116,7 @@ def test_plain_reload_of_a_pad_equals_eos_model_scores_alike_on_either_side(
 ) -> None:
     tokenizer = decoder_tokenizer(pad=pad)
     rows = len(tokenizer)
-    reward_model = BradleyTerryRM(tiny_model(family, tokenizer), tokenizer, max_length=64)
+    reward_model = tiny_reward_model(family, tokenizer, max_length=64)
     assert reward_model.model.get_input_embeddings().weight.shape[0] == rows
     reward_model.save_pretrained(tmp_path / "export")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()

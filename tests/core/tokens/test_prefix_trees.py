@@ -24,7 +24,7 @@ from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logit
 from rm_optimizer.core.classifier.tree_attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
 from rm_optimizer.core.tokens.plan import assign_rows, pad_sequences, row_batches
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, tree_groups
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_model
 
 HH = Path(__file__).parents[4] / "shared" / "data" / "hh_train.jsonl.gz"
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -69,8 +69,8 @@ def architecture(case: str) -> PreTrainedModel:
     family, fields = CASES[case]
     names = {"model_type": family, **fields}
     if family == "qwen3":
-        return tiny_model("llama", tiny_tokenizer("llama"), **names).double()
-    return tiny_model(family, tiny_tokenizer(family), **fields).double()
+        return tiny_model("llama", **names).double()
+    return tiny_model(family, **fields).double()
 
 
 def packed(pairs: list[Any] = PAIRS) -> PackedTrees:
@@ -302,7 +302,7 @@ def test_flex_attention_on_a_gpu_gives_the_rewards_and_gradients_of_a_dense_mask
     """Float32 with matrix products in TF32 inside the kernel, of 10 bits: 2^-10 times a few."""
     family, fields = CASES[case]
     wide = fields | {"hidden_size": 64, "head_dim": 16}
-    model = tiny_model(family, tiny_tokenizer(family), **wide).cuda()
+    model = tiny_model(family, **wide).cuda()
     trees = pack_trees([prefix_tree(pair) for pair in random_pairs(0, 40)], pad_token_id=PAD).to("cuda")
     expected = packed_logits(model, trees).squeeze(-1)
     model.set_attn_implementation("flex_attention")

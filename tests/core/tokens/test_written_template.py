@@ -20,7 +20,13 @@ from rm_optimizer.core.tokens.chat import WRITTEN_MARK
 from rm_optimizer.doctor.diagnosis import Status
 from rm_optimizer.doctor.text import special_tokens
 from rm_optimizer.errors import ConfigError
-from tests.core.tiny_models import decoder_tokenizer, encoder_tokenizer, tiny_architecture, tiny_model
+from tests.builders import (
+    decoder_tokenizer,
+    encoder_tokenizer,
+    fresh_reward_model,
+    tiny_model,
+    tiny_reward_model,
+)
 
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
@@ -90,7 +96,7 @@ def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_p
 
 
 def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Path) -> None:
-    model = BradleyTerryRM.from_config(tiny_architecture("llama"), decoder_tokenizer(), max_length=96, seed=0)
+    model = fresh_reward_model("llama", max_length=96)
     model.save_pretrained(tmp_path)
     assert plain_rewards(tmp_path) == pytest.approx(scores(model), abs=1e-5)
     text = model.tokenizer.apply_chat_template(
@@ -102,7 +108,7 @@ def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Pa
 
 
 def test_an_eos_that_the_response_brings_is_not_doubled() -> None:
-    model = BradleyTerryRM.from_config(tiny_architecture("llama"), decoder_tokenizer(), max_length=96, seed=0)
+    model = fresh_reward_model("llama", max_length=96)
     assert model.renderer.encode("Hi", "there</s>") == model.renderer.encode("Hi", "there")
 
 
@@ -117,7 +123,7 @@ def test_a_reward_model_of_others_is_read_where_its_own_template_ends(kind: str,
 def test_a_template_that_writes_everything_stays_as_it_is() -> None:
     chat = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n{% endfor %}"
     reader = decoder_tokenizer(chat_template=chat)
-    BradleyTerryRM.from_config(tiny_architecture("llama"), reader, max_length=96, seed=0)
+    fresh_reward_model("llama", reader, max_length=96)
     assert reader.chat_template == chat
 
 
@@ -164,7 +170,7 @@ def test_an_export_of_an_earlier_version_keeps_its_frame_and_its_rewards(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = tokenizer("gemma")  # to which earlier versions appended EOS, whatever the template wrote
-    model = BradleyTerryRM(tiny_model("llama", reader), reader, max_length=96)
+    model = tiny_reward_model("llama", reader, max_length=96)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "export.json").read_text())["plain_rendering"] is False
     assert "apply_chat_template of the exported tokenizer gives other tokens" in caplog.text

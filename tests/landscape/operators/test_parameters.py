@@ -6,7 +6,7 @@ import pytest
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from tests.landscape.measured_losses import tiny_measured_loss
+from tests.landscape.worlds import tiny_measured_loss
 
 
 @pytest.fixture(scope="module")

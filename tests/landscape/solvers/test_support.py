@@ -17,16 +17,10 @@ from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.support import SupportedOperator, support_of
-from tests.landscape.worlds import EVERYTHING, FAMILIES, PLAIN, micro_batches, pairs, reward_model
+from tests.builders import fresh_reward_model
+from tests.landscape.worlds import EVERYTHING, FAMILIES, PLAIN, SHAPE, micro_batches, pairs, reward_model
 
 FEW = pairs()[:2]
-SHAPE = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 48,
-}
 TABLES = {"bert": "*word_embeddings*", "llama": "*embed_tokens*"}
 
 
@@ -34,7 +28,7 @@ def of_many_tokens(family: str) -> BradleyTerryRM:
     """More than is spared of those that no pair holds."""
     tokenizer = train_tokenizer(rendered_texts(FEW), 280)
     tokenizer.add_tokens([f"<unused {i}>" for i in range(2000 - len(tokenizer))])
-    return BradleyTerryRM.from_config({"model_type": family, **SHAPE}, tokenizer, max_length=48, seed=0)
+    return fresh_reward_model(family, tokenizer, max_length=48, fields=SHAPE)
 
 
 @pytest.mark.parametrize(("family", "packed"), [("bert", False), ("llama", False), ("llama", True)])

@@ -38,7 +38,7 @@ from rm_optimizer.landscape.surface.results import (
 )
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
-from tests.landscape.measured_losses import PAIRS, tiny_measured_loss
+from tests.landscape.worlds import FOUR_PROMPTS, tiny_measured_loss
 
 
 def assert_same(points: dict[int, PointLoss], others: dict[int, PointLoss]) -> None:
@@ -235,7 +235,7 @@ def test_errors_are_those_of_prompts_not_of_pairs():
 
 def test_one_pair_is_refused(cache, measured_loss):
     with pytest.raises(DataError, match="at least 2 pairs, got 1"):
-        draw_pairs(measured_loss.model, PAIRS[:1], 8, 0, token_budget=64, cache_dir=cache)
+        draw_pairs(measured_loss.model, FOUR_PROMPTS[:1], 8, 0, token_budget=64, cache_dir=cache)
 
 
 POINT, NONE = PointLoss(0.5, 0.1, 0.75, 0.05), PointLoss(math.nan, math.nan, math.nan, math.nan)

@@ -37,7 +37,7 @@ from rm_optimizer.serving.client.requests import ConversationForm
 from rm_optimizer.serving.client.retries import retry_after
 from rm_optimizer.serving.protocol import sigmoid
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
-from tests.core.tiny_models import decoder_tokenizer
+from tests.builders import decoder_tokenizer
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.serving.embedded.budget import BUDGETS, calibrated_budget
 from rm_optimizer.serving.weights.packed_linear import PackedLinear, install_packed_linears, packing_gain
-from tests.core.model.test_passes import model_of, one_by_one, sequences
-from tests.core.tiny_models import encoder_tokenizer, tiny_model
+from tests.builders import tiny_reward_model
+from tests.core.model.test_passes import one_by_one, sequences
 
 
 @pytest.mark.skipif(
@@ -20,7 +19,7 @@ from tests.core.tiny_models import encoder_tokenizer, tiny_model
 )
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_packed_layers_give_the_same_rewards_and_the_same_state(family):
-    model, rows = model_of(family), sequences()
+    model, rows = tiny_reward_model(family), sequences()
     before, state = one_by_one(model, rows), {key: value.clone() for key, value in model.state_dict().items()}
     assert install_packed_linears(model.model, least_gain=1e-9)
     assert any(isinstance(module, PackedLinear) for module in model.modules())
@@ -30,12 +29,12 @@ def test_packed_layers_give_the_same_rewards_and_the_same_state(family):
 
 
 def test_layers_that_gain_nothing_stay_plain():
-    model = BradleyTerryRM(tiny_model("bert", encoder_tokenizer()), encoder_tokenizer(), max_length=128)
+    model = tiny_reward_model("bert")
     assert not install_packed_linears(model.model, least_gain=1e9)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def test_the_measured_budget_is_one_of_those_tried_and_keeps_to_its_time():
-    model, started = model_of("llama"), time.perf_counter()
+    model, started = tiny_reward_model("llama"), time.perf_counter()
     assert calibrated_budget(model, seconds=0.2) in BUDGETS
     assert time.perf_counter() - started < 10.0  # the largest pass may overrun; the machine may be busy

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, EngineUnavailable, WeightsRefused
 from rm_optimizer.serving.embedded import worker_link
 from rm_optimizer.serving.embedded.engine import TransformersEngine
@@ -20,7 +19,7 @@ from rm_optimizer.serving.embedded.worker_link import WorkerLimits
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.protocol import RewardModelTrainingMode
 from rm_optimizer.serving.weights.live_weights import tensor_specs
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_reward_model
 from tests.serving.engines import exported
 from tests.serving.server_processes import forked
 
@@ -43,8 +42,7 @@ def close(rewards, expected):
 def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path, monkeypatch):
     monkeypatch.setattr(worker_link, "get_context", forked)
     first = rewards_of(exported("llama", tmp_path / "model"))
-    tokenizer = tiny_tokenizer("llama")
-    other = BradleyTerryRM(tiny_model("llama", tokenizer, seed=1), tokenizer, max_length=128)
+    other = tiny_reward_model("llama", seed=1)
     second = rewards_of(other)
     state = {name: tensor.contiguous() for name, tensor in other.model.state_dict().items()}
     for name in ("good", "again"):

@@ -13,7 +13,7 @@ from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.http.auth import OPEN_PATHS
 from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, RewardModelTrainingMode, sigmoid
 from rm_optimizer.serving.weights.live_weights import tensor_specs
-from tests.core.tiny_models import FAMILIES
+from tests.builders import FAMILIES
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
 
 PROMPTS = ["How do I boil an egg?"] * 3 + ["Hi"]

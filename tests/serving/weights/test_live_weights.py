@@ -5,13 +5,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.serving.embedded.worker import Worker
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_sha256, tensor_specs
-from tests.core.tiny_models import tiny_model, tiny_tokenizer
+from tests.builders import tiny_reward_model
 from tests.serving.engines import exported, options_of
 
 FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
@@ -31,8 +30,7 @@ def worker(request, folder, tmp_path):
 
 
 def other_state(seed=1):
-    tokenizer = tiny_tokenizer("llama")
-    model = BradleyTerryRM(tiny_model("llama", tokenizer, seed=seed), tokenizer, max_length=128)
+    model = tiny_reward_model("llama", seed=seed)
     return model, {name: tensor.detach().clone() for name, tensor in model.model.state_dict().items()}
 
 

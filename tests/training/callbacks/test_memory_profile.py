@@ -21,10 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.tree_attention import tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.tokens.prefix_trees import PrefixTree, pack_trees
-from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
@@ -32,16 +30,9 @@ from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.flops import ModelFlops, peak_bf16_flops
 from rm_optimizer.training.callbacks.memory_profile import MemoryProfile, step_rates
 from rm_optimizer.training.callbacks.rss import RssSampler
+from tests.builders import fresh_reward_model
 
 Build = Callable[..., TrainConfig]
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +148,7 @@ def test_a_sample_taken_before_a_restart_is_not_written_after_it(monkeypatch: py
 
 
 def reward_model() -> BradleyTerryRM:
-    pairs = [PreferencePair("ab", "cd", "ef")]
-    tokenizer = train_tokenizer(rendered_texts(pairs), 300)
-    return BradleyTerryRM.from_config(LLAMA, tokenizer, max_length=64, seed=0, attn_implementation="eager")
+    return fresh_reward_model("llama", fields={"num_hidden_layers": 6}, attn_implementation="eager")
 
 
 def counted(model: BradleyTerryRM, batch: PairBatch) -> float:
