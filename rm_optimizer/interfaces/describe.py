@@ -19,6 +19,7 @@ from omegaconf import MISSING as UNSET
 from omegaconf import OmegaConf
 
 from rm_optimizer.interfaces.public_names import public_names
+from rm_optimizer.schema.checks import in_words
 from rm_optimizer.schema.compose import PACKAGE, config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -76,13 +77,13 @@ def write_references(root: Path) -> None:
         (root / name).write_text(text, encoding="utf-8")
 
 
-def _table(title: str, rows: Iterator[tuple[str, str, str]], text: str = "") -> str:
-    lines = [f"| `{name}` | {default} | {meaning} |" for name, default, meaning in rows]
+def _table(title: str, rows: Iterator[tuple[str, ...]], text: str = "") -> str:
+    lines = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in rows]
     head = [f"### {title}", "", *([text, ""] if text else [])]
-    return "\n".join([*head, "| option | default | meaning |", "| --- | --- | --- |", *lines, ""])
+    return "\n".join([*head, "| option | default | range | meaning |", "| --- | --- | --- | --- |", *lines, ""])
 
 
-def _rows(prefix: str, kind: type, skip: Collection[str] = ()) -> Iterator[tuple[str, str, str]]:
+def _rows(prefix: str, kind: type, skip: Collection[str] = ()) -> Iterator[tuple[str, ...]]:
     texts, hints = field_docs(kind), get_type_hints(kind)
     for item in fields(kind):
         if item.name in skip:
@@ -90,16 +91,17 @@ def _rows(prefix: str, kind: type, skip: Collection[str] = ()) -> Iterator[tuple
         if is_dataclass(hints[item.name]):
             yield from _rows(f"{prefix}{item.name}.", hints[item.name])
         else:
-            yield f"{prefix}{item.name}", _default(item), texts.get(item.name, "").replace("|", "\\|")
+            allowed = in_words(item.metadata["interval"]) if "interval" in item.metadata else ""
+            yield f"{prefix}{item.name}", _default(item), allowed, texts.get(item.name, "").replace("|", "\\|")
 
 
-def _optimizer_rows(name: str, kind: type) -> Iterator[tuple[str, str, str]]:
+def _optimizer_rows(name: str, kind: type) -> Iterator[tuple[str, ...]]:
     preset = OmegaConf.to_container(OmegaConf.load(Path(config_root(), "optimizer", f"{name}.yaml")))
     assert isinstance(preset, dict), "a preset is a mapping"
     shared = {item.name for item in fields(OptimizerConfig)} - set(preset)
-    for option, default, meaning in _rows("optimizer.", kind, shared):
+    for option, default, *cells in _rows("optimizer.", kind, shared):
         own = option.removeprefix("optimizer.")
-        yield option, _preset_value(preset[own]) if own in preset else default, meaning
+        yield option, _preset_value(preset[own]) if own in preset else default, *cells
 
 
 def _preset_value(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rm_optimizer.schema.checks import require, require_in
+from rm_optimizer.schema.checks import Options, require, within
 
 
 class AdapterKind(StrEnum):
@@ -23,30 +23,27 @@ class AdapterKind(StrEnum):
 
 
 @dataclass(kw_only=True)
-class AdapterConfig:
+class AdapterConfig(Options, group="adapter"):
     """A low-rank adapter, or none."""
 
     kind: AdapterKind = AdapterKind.none
     """none trains every weight; lora and qlora train low-rank factors and everything beside the reward head."""
-    rank: int | None = None
+    rank: int | None = within("[1, inf)", None)
     """Rank of the factors."""
-    alpha: float | None = None
+    alpha: float | None = within("(0, inf)", None)
     """The factors' product is scaled by alpha / rank."""
-    dropout: float | None = None
+    dropout: float | None = within("[0, 1)", None)
     """Dropout on what enters the factors, in training; `model.dropout` does not touch it."""
     targets: list[str] | None = None
     """Names (or their last parts) of the layers adapted; null takes every linear layer of the backbone's blocks."""
 
     def __post_init__(self) -> None:
-        numbers = {"rank": "[1, inf)", "alpha": "(0, inf)", "dropout": "[0, 1)"}
-        for name, interval in numbers.items():
-            value = getattr(self, name)
-            if self.kind == AdapterKind.none:
-                require(value is None, f"adapter.{name}", "be null without an adapter (add adapter=lora)", value)
-                continue
-            require(value is not None, f"adapter.{name}", f"be set with adapter.kind={self.kind}", "null")
-            require_in(f"adapter.{name}", value, interval)
+        super().__post_init__()
         if self.kind == AdapterKind.none:
-            unused = "be null without an adapter (add adapter=lora)"
-            require(self.targets is None, "adapter.targets", unused, self.targets)
+            for name in ("rank", "alpha", "dropout", "targets"):
+                value = getattr(self, name)
+                require(value is None, f"adapter.{name}", "be null without an adapter (add adapter=lora)", value)
+            return
+        for name in ("rank", "alpha", "dropout"):
+            require(getattr(self, name) is not None, f"adapter.{name}", f"be set with adapter.kind={self.kind}", "null")
         require(self.targets is None or len(self.targets) > 0, "adapter.targets", "name a layer or be null", "[]")

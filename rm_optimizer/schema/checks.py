@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from rm_optimizer.errors import ConfigError
 
 INTERVAL = re.compile(r"([\[(])([^,]+), ([^,]+)([\])])")
+
+
+def within(interval: str, default: Any) -> Any:
+    """Field of `Options` whose number must lie in an interval, such as `[0, 1)` or `[0, 2**32)`."""
+    return field(default=default, metadata={"interval": interval})
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Options of one group, each number in the interval of its field.
+
+    Args:
+        group: name before the options, as the user types it; empty for those of the whole run.
+
+    Raises:
+        ConfigError: if a number lies outside.
+    """
+
+    _group: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, group: str | None = None) -> None:
+        if group is not None:
+            cls._group = f"{group}."
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if "interval" in item.metadata and (value := getattr(self, item.name)) is not None:
+                require_in(f"{self._group}{item.name}", value, item.metadata["interval"])
 
 
 def require(condition: bool, option: str, expected: str, got: object) -> None:
@@ -52,20 +83,34 @@ def require_in(option: str, value: object, interval: str) -> None:
     """
     if isinstance(value, str):
         return
+    assert isinstance(value, int | float), f"{option} is {type(value).__name__}, not a number"
+    left, low, high, right = _ends(interval)
+    require(math.isfinite(value), option, "be a finite number", value)
+    above = value >= _number(low) if left == "[" else value > _number(low)
+    below = value <= _number(high) if right == "]" else value < _number(high)
+    words = in_words(interval)
+    require(above and below, option, f"{'lie' if words.startswith('in ') else 'be'} {words}", value)
+
+
+def in_words(interval: str) -> str:
+    """An interval in words.
+
+    Example:
+        >>> in_words("[1, inf)"), in_words("(0, inf)"), in_words("[0, 1)")
+        ('at least 1', 'positive', 'in [0, 1)')
+    """
+    left, low, high, _ = _ends(interval)
+    if high != "inf":
+        return f"in {interval}"
+    return f"at least {low}" if left == "[" else "positive" if low == "0" else f"above {low}"
+
+
+def _ends(interval: str) -> tuple[str, ...]:
     parts = INTERVAL.fullmatch(interval)
     assert parts is not None, f"not an interval: {interval}"
-    assert isinstance(value, int | float), f"{option} is {type(value).__name__}, not a number"
-    left, low, high, right = parts.groups()
-    above = value >= float(low) if left == "[" else value > float(low)
-    below = value <= float(high) if right == "]" else value < float(high)
-    require(above and below, option, f"lie in {interval}", value)
+    return parts.groups()
 
 
-def require_seed(option: str, value: object) -> None:
-    """Raise unless a seed lies in [0, 2**32), the range that NumPy takes; text is not resolved yet.
-
-    Raises:
-        ConfigError: if it lies outside.
-    """
-    if not isinstance(value, str):
-        require(isinstance(value, int) and 0 <= value < 2**32, option, "lie in [0, 2**32)", value)
+def _number(text: str) -> float:
+    base, _, power = text.partition("**")
+    return float(base) ** float(power or 1)

@@ -10,8 +10,7 @@ from omegaconf import MISSING
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.schema.checks import require as require
-from rm_optimizer.schema.checks import require_in, require_seed
+from rm_optimizer.schema.checks import Options, require, within
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.monitors import Mode, better_mode
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
@@ -51,7 +50,7 @@ class WandbMode(StrEnum):
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Options, group="model"):
     """The base model: a checkpoint that loads with one label, or a small decoder built from `architecture`."""
 
     name: str = MISSING
@@ -62,17 +61,17 @@ class ModelConfig:
     """Hub revision (branch, tag or commit)."""
     architecture: dict[str, Any] = field(default_factory=dict)
     """`model_type` and configuration fields of the decoder to build when `path` is null."""
-    vocab_size: int = 2048
+    vocab_size: int = within("[300, inf)", 2048)
     """Vocabulary of the tokenizer trained when `path` is null."""
-    max_length: int | None = MISSING
+    max_length: int | None = within("[8, inf)", MISSING)
     """Tokens kept of prompt and response together; null takes what a model recorded, else its positions up to 1024."""
-    adamw_lr: float = MISSING
+    adamw_lr: float = within("(0, inf)", MISSING)
     """Learning rate that suits AdamW on all weights of this model; the optimizer presets scale it."""
-    lora_lr: float = 1.0e-4
+    lora_lr: float = within("(0, inf)", 1.0e-4)
     """Learning rate that suits AdamW on LoRA factors; the optimizer presets scale it where there is an adapter."""
-    batch_size: int = MISSING
+    batch_size: int = within("[1, inf)", MISSING)
     """Pairs of an optimizer step that this learning rate goes with; `batching.batch_size` takes it."""
-    gpu_tokens: int = MISSING
+    gpu_tokens: int = within("[1, inf)", MISSING)
     """Tokens, padding included, whose forward and backward pass fits a GPU of 80 GB in bf16-mixed."""
     attn_implementation: Attention = Attention.auto
     """Attention kernel."""
@@ -84,141 +83,99 @@ class ModelConfig:
     """Run modeling code that the checkpoint brings."""
 
     def __post_init__(self) -> None:
-        require(
-            self.path is not None or bool(self.architecture),
-            "model.path",
-            "be set when model.architecture is empty",
-            "null",
-        )
+        super().__post_init__()
+        described = self.path is not None or bool(self.architecture)
+        require(described, "model.path", "be set when model.architecture is empty", "null")
         if self.path is not None and self.architecture:
             raise ConfigError(
                 f"model={self.name} builds a model of its own, so model.path must be null, got '{self.path}'; "
                 "take model=custom, or leave model out, to start from that path"
             )
-        require(
-            self.max_length is not None or self.path is not None,
-            "model.max_length",
-            "be set when model.path is null",
-            "null",
-        )
-        require(
-            self.max_length is None or isinstance(self.max_length, str) or self.max_length >= 8,
-            "model.max_length",
-            "be at least 8",
-            self.max_length,
-        )
-        require(self.vocab_size >= 300, "model.vocab_size", "be at least 300", self.vocab_size)
-        for name in ("batch_size", "gpu_tokens"):
-            value = getattr(self, name)
-            require(isinstance(value, str) or value >= 1, f"model.{name}", "be at least 1", value)
-        for name in ("adamw_lr", "lora_lr"):
-            require_in(f"model.{name}", getattr(self, name), "(0, inf)")
+        known = self.max_length is not None or self.path is not None
+        require(known, "model.max_length", "be set when model.path is null", "null")
 
 
 @dataclass(kw_only=True)
-class BatchingConfig:
+class BatchingConfig(Options, group="batching"):
     """Division of pairs into optimizer steps and forward passes."""
 
-    batch_size: int = MISSING
+    batch_size: int = within("[1, inf)", MISSING)
     """Pairs of one optimizer step, over all devices."""
-    micro_token_budget: int = MISSING
+    micro_token_budget: int = within("[1, inf)", MISSING)
     """Tokens, padding included, of one forward and backward pass; bounds memory and never changes the gradient."""
-    eval_token_budget: int = MISSING
+    eval_token_budget: int = within("[1, inf)", MISSING)
     """Tokens, padding included, of one evaluation or scoring pass."""
     prefix_sharing: PrefixSharing = PrefixSharing.auto
     """Compute each prompt once for both responses; rewards and gradients stay the same."""
 
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_token_budget", "eval_token_budget"):
-            value = getattr(self, name)
-            require(isinstance(value, str) or value >= 1, f"batching.{name}", "be at least 1", value)
-
 
 @dataclass(kw_only=True)
-class LossConfig:
+class LossConfig(Options, group="loss"):
     """The Bradley-Terry loss and what is added to it; everything beyond the plain loss is off."""
 
-    beta: float = 1.0
+    beta: float = within("(0, inf)", 1.0)
     """Inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected - margin))."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = within("[0, 0.5)", 0.0)
     """Probability that a label is flipped, in [0, 0.5)."""
-    margin_scale: float = 0.0
+    margin_scale: float = within("[0, inf)", 0.0)
     """Factor on each pair's `margin` before it is subtracted inside the sigmoid; 0 ignores margins."""
-    center_rewards: float = 0.0
+    center_rewards: float = within("[0, inf)", 0.0)
     """Coefficient of mean (chosen + rejected)^2."""
-    reward_l2: float = 0.0
+    reward_l2: float = within("[0, inf)", 0.0)
     """Coefficient of mean (chosen^2 + rejected^2) / 2."""
-
-    def __post_init__(self) -> None:
-        require_in("loss.beta", self.beta, "(0, inf)")
-        require(0 <= self.label_smoothing < 0.5, "loss.label_smoothing", "lie in [0, 0.5)", self.label_smoothing)
-        for name in ("margin_scale", "center_rewards", "reward_l2"):
-            require_in(f"loss.{name}", getattr(self, name), "[0, inf)")
 
 
 @dataclass(kw_only=True)
-class EarlyStoppingConfig:
+class EarlyStoppingConfig(Options, group="training.early_stopping"):
     """Stop when the monitored validation metric no longer improves."""
 
     enabled: bool = False
     """Stop early."""
-    patience: int = 5
+    patience: int = within("[1, inf)", 5)
     """Evaluations without improvement before stopping."""
-    min_delta: float = 0.0
+    min_delta: float = within("[0, inf)", 0.0)
     """Improvement that counts, in the metric's unit."""
-
-    def __post_init__(self) -> None:
-        require(self.patience >= 1, "training.early_stopping.patience", "be at least 1", self.patience)
-        require(self.min_delta >= 0, "training.early_stopping.min_delta", "not be negative", self.min_delta)
 
 
 @dataclass(kw_only=True)
-class CalibrationConfig:
+class CalibrationConfig(Options, group="training.calibration"):
     """Calibration of the preference probabilities, measured during training."""
 
     enabled: bool = False
     """Log calibration error, temperature and a reliability picture of evaluations to every logger."""
-    every: int = 1
+    every: int = within("[1, inf)", 1)
     """Evaluations between two of them; the first and the last are always taken."""
 
-    def __post_init__(self) -> None:
-        require(self.every >= 1, "training.calibration.every", "be at least 1", self.every)
-
 
 @dataclass(kw_only=True)
-class HessianConfig:
+class HessianConfig(Options, group="training.hessian"):
     """Curvature of the training loss on fixed pairs, watched while training."""
 
-    every: int | None = None
+    every: int | None = within("[1, inf)", None)
     """Optimizer steps between measurements of the Hessian's top eigenvalue and trace; null measures none."""
-    num_pairs: int = 64
+    num_pairs: int = within("[1, inf)", 64)
     """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
-    num_products: int = 1
+    num_products: int = within("[1, 2]", 1)
     """Hessian-vector products of a measurement: 2 follow an eigenvalue that overtakes, for a third more time."""
-
-    def __post_init__(self) -> None:
-        require(self.every is None or self.every >= 1, "training.hessian.every", "be at least 1", self.every)
-        require(self.num_pairs >= 1, "training.hessian.num_pairs", "be at least 1", self.num_pairs)
-        require(self.num_products in (1, 2), "training.hessian.num_products", "be 1 or 2", self.num_products)
 
 
 @dataclass(kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Options, group="training"):
     """The loop: how long, how often to evaluate and save."""
 
-    epochs: float = 1.0
+    epochs: float = within("(0, inf)", 1.0)
     """Passes over the training pairs; a fraction is allowed."""
-    max_steps: int | None = None
+    max_steps: int | None = within("[1, inf)", None)
     """Optimizer steps; overrides `epochs`."""
-    gradient_clip_norm: float = 1.0
+    gradient_clip_norm: float = within("[0, inf)", 1.0)
     """Largest gradient norm; 0 does not clip."""
-    evals_per_epoch: int | None = None
+    evals_per_epoch: int | None = within("[1, inf)", None)
     """Evaluations in each epoch; one more follows the last step. Null: at most ten, which take a fifth of the work."""
     eval_at_start: bool = True
     """Evaluate before the first step."""
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = within("[1, inf)", None)
     """Optimizer steps between periodic checkpoints; null saves `evals_per_epoch` times an epoch, or ten times."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = within("[1, inf)", 2)
     """Periodic checkpoints kept beside the best."""
     monitor: str = "val/nll"
     """Validation metric that selects the best checkpoint and stops early."""
@@ -230,73 +187,49 @@ class TrainingConfig:
     """Calibration during training."""
     hessian: HessianConfig = field(default_factory=HessianConfig)
     """Curvature during training."""
-    num_bootstrap: int = 1000
+    num_bootstrap: int = within("[100, inf)", 1000)
     """Bootstrap resamples over prompts for the intervals of the final evaluation."""
     progress: bool = True
     """Show a progress bar, or log a line a minute where no terminal can show one."""
 
     def __post_init__(self) -> None:
-        require(self.epochs > 0, "training.epochs", "be positive", self.epochs)
-        require(self.max_steps is None or self.max_steps >= 1, "training.max_steps", "be at least 1", self.max_steps)
-        require(self.gradient_clip_norm >= 0, "training.gradient_clip_norm", "not be negative", self.gradient_clip_norm)
-        require(
-            self.evals_per_epoch is None or self.evals_per_epoch >= 1,
-            "training.evals_per_epoch",
-            "be at least 1",
-            self.evals_per_epoch,
-        )
-        require(
-            self.checkpoint_every is None or self.checkpoint_every >= 1,
-            "training.checkpoint_every",
-            "be at least 1",
-            self.checkpoint_every,
-        )
+        super().__post_init__()
         better_mode(self.monitor, self.mode)
-        require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "be at least 1", self.keep_checkpoints)
-        require(self.num_bootstrap >= 100, "training.num_bootstrap", "be at least 100", self.num_bootstrap)
 
 
 @dataclass(kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Options, group="hardware"):
     """Devices and processes of a run."""
 
     accelerator: str = "auto"
     """Lightning's accelerator: auto, cpu, gpu."""
-    devices: int = 1
+    devices: int = within("[1, inf)", 1)
     """Devices on each machine."""
-    num_nodes: int = 1
+    num_nodes: int = within("[1, inf)", 1)
     """Machines; with more than one, torchrun or SLURM starts the processes."""
     strategy: str = "auto"
     """fsdp2 splits the model over the devices; any other name is Lightning's: auto, ddp."""
     precision: str = "32-true"
     """Lightning's precision: 32-true or bf16-mixed; the reward head and the loss are float32 in any case."""
-    num_threads: int | None = None
+    num_threads: int | None = within("[1, inf)", None)
     """CPU threads of each process; null leaves torch's own choice."""
-    num_workers: int = 0
+    num_workers: int = within("[0, inf)", 0)
     """Data-loader processes of each device; `data.num_workers` takes it."""
     pin_memory: bool = False
     """Load batches into page-locked memory, from which copies to a GPU do not hold up the CPU."""
     compile: bool = False
     """Compile the backbone: fused kernels, after some minutes at the first steps; numbers change by rounding."""
-    pass_tokens: int = MISSING
+    pass_tokens: int = within("[1, inf)", MISSING)
     """Tokens of a forward and backward pass that memory holds; `batching.micro_token_budget` takes it."""
-    eval_pass_tokens: int = MISSING
+    eval_pass_tokens: int = within("[1, inf)", MISSING)
     """Tokens of an evaluation pass that memory holds; `batching.eval_token_budget` takes it."""
 
     def __post_init__(self) -> None:
-        require(self.devices >= 1, "hardware.devices", "be at least 1", self.devices)
-        require(self.num_nodes >= 1, "hardware.num_nodes", "be at least 1", self.num_nodes)
+        super().__post_init__()
         clash = self.compile and self.strategy == "fsdp2"
         require(not clash, "hardware.compile", "be false with hardware.strategy=fsdp2, which is untested", "true")
         known = "be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates away)"
         require(self.precision in ("32-true", "bf16-mixed"), "hardware.precision", known, self.precision)
-        require(
-            self.num_threads is None or self.num_threads >= 1, "hardware.num_threads", "be at least 1", self.num_threads
-        )
-        require(self.num_workers >= 0, "hardware.num_workers", "not be negative", self.num_workers)
-        for name in ("pass_tokens", "eval_pass_tokens"):
-            value = getattr(self, name)
-            require(isinstance(value, str) or value >= 1, f"hardware.{name}", "be at least 1", value)
 
 
 @dataclass(kw_only=True)
@@ -324,10 +257,10 @@ class LoggerConfig:
 
 
 @dataclass(kw_only=True)
-class TrainConfig:
+class TrainConfig(Options):
     """Everything `rm-opt train` composes."""
 
-    seed: int = 0
+    seed: int = within("[0, 2**32)", 0)
     """Seed of head, data order and dropout."""
     resume: Resume = Resume.none
     """Treatment of a run in the run folder: `none` refuses, `auto` continues it, `restart` removes it and starts."""
@@ -349,7 +282,7 @@ class TrainConfig:
     logger: LoggerConfig = MISSING
 
     def __post_init__(self) -> None:
-        require_seed("seed", self.seed)
+        super().__post_init__()
         if self.adapter != MISSING and self.adapter.kind == AdapterKind.qlora and self.model.path is None:
             raise ConfigError(
                 f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "

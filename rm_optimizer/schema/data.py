@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rm_optimizer.schema.checks import require, require_seed
+from rm_optimizer.schema.checks import Options, require, within
 
 
 class OnBadRow(StrEnum):
@@ -77,36 +77,30 @@ MAX_BAD_SHARE = 0.2
 
 
 @dataclass(kw_only=True)
-class SyntheticConfig:
+class SyntheticConfig(Options, group="data.synthetic"):
     """The embedded preference world, used when `data.train` is null."""
 
-    num_train: int = 6000
+    num_train: int = within("[2, inf)", 6000)
     """Training pairs."""
-    num_val: int = 1000
+    num_val: int = within("[2, inf)", 1000)
     """Validation pairs, on prompts that training never sees."""
-    noise: float = 1.0
+    noise: float = within("[0, inf)", 1.0)
     """Temperature of the labeler: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
-    seed: int = 0
+    seed: int = within("[0, 2**32)", 0)
     """Seed of the world's texts and labels, apart from the run's own seed."""
-
-    def __post_init__(self) -> None:
-        require(self.num_train >= 2, "data.synthetic.num_train", "be at least 2", self.num_train)
-        require(self.num_val >= 2, "data.synthetic.num_val", "be at least 2", self.num_val)
-        require(self.noise >= 0, "data.synthetic.noise", "not be negative", self.noise)
-        require_seed("data.synthetic.seed", self.seed)
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Options, group="data"):
     """Sources of pairs, and options for reading their rows."""
 
     train: Any = None
     """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, …}. Null: synthetic."""
     val: Any = None
     """Validation pairs, in the same forms; null splits `val_fraction` of the training prompts off."""
-    val_fraction: float = 0.1
+    val_fraction: float = within("(0, 1)", 0.1)
     """Share of training prompts held out when `val` is null."""
-    split_seed: int = 0
+    split_seed: int = within("[0, 2**32)", 0)
     """Seed of that split and of `max_pairs`."""
     format: str = "auto"
     """Row format: auto, explicit, hh, messages, lists, winner or kwise."""
@@ -118,15 +112,15 @@ class DataConfig:
     """Pairs that a k-wise row gives; equal scores never make a pair."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Stop at the first bad row, or drop bad rows, count them and list them."""
-    max_bad_share: float = MAX_BAD_SHARE
+    max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE)
     """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more is an error with the reasons."""
     allow_prompt_overlap: bool = False
     """Permit prompts that stand in both training and validation."""
-    max_pairs: int | None = None
+    max_pairs: int | None = within("[1, inf)", None)
     """Train on a random subset of this many pairs."""
-    num_workers: int = 0
+    num_workers: int = within("[0, inf)", 0)
     """Data-loader processes."""
-    fetch_timeout: float = 60.0
+    fetch_timeout: float = within("(0, inf)", 60.0)
     """Seconds a data-loader process may take for one batch before the run stops and names it."""
     cache_dir: str | None = None
     """Folder of tokenized data; null is the user's cache folder."""
@@ -138,13 +132,8 @@ class DataConfig:
     """The embedded world's size and noise."""
 
     def __post_init__(self) -> None:
-        require(0 < self.val_fraction < 1, "data.val_fraction", "lie in (0, 1)", self.val_fraction)
+        super().__post_init__()
         mapped = self.columns is None or isinstance(self.columns, Mapping)
         require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
-        require(0 <= self.max_bad_share <= 1, "data.max_bad_share", "lie in [0, 1]", self.max_bad_share)
-        require(self.max_pairs is None or self.max_pairs >= 1, "data.max_pairs", "be at least 1", self.max_pairs)
-        require(self.num_workers >= 0, "data.num_workers", "not be negative", self.num_workers)
-        require_seed("data.split_seed", self.split_seed)
-        require(self.fetch_timeout > 0, "data.fetch_timeout", "be positive", self.fetch_timeout)
         least = self.streaming_store_mb >= 80
         require(least, "data.streaming_store_mb", "be at least 80, as Ray demands", self.streaming_store_mb)

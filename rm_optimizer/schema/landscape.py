@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rm_optimizer.schema.checks import require, require_seed
+from rm_optimizer.schema.checks import Options, require, within
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 
@@ -68,63 +68,54 @@ class Precision(StrEnum):
 
 
 @dataclass(kw_only=True)
-class LandscapeConfig:
+class LandscapeConfig(Options, group="landscape"):
     """Measurement, parameters and number of pairs; `landscape=TYPE` sets the defaults of the type."""
 
     type: AnalysisType = AnalysisType.hessian
     """hessian, gauss_newton, density, slices, surface, layers or trajectory."""
     params: Any = "trainable"
     """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of these."""
-    num_pairs: int = 64
+    num_pairs: int = within("[2, inf)", 64)
     """Pairs that the loss is averaged over, drawn by the seed; all of them where there are fewer."""
-    token_budget: int = 4096
+    token_budget: int = within("[1, inf)", 4096)
     """Tokens, padding included, of one pass; bounds memory and changes no result."""
     dtype: Precision = Precision.float32
     """float32, or float64 for four times the time."""
     method: SpectrumMethod = SpectrumMethod.lanczos
     """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra)."""
-    top_k: int = 20
+    top_k: int = within("[1, inf)", 20)
     """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
-    num_sampled: int = 0
+    num_sampled: int = within("[0, inf)", 0)
     """Eigenvalues from the top that get an error over pairs; the Hessian's need a model with forward derivatives."""
-    tolerance: float = 1e-3
+    tolerance: float = within("(0, 1)", 1e-3)
     """Relative error at which an eigenvalue is done."""
-    max_products: int | None = None
+    max_products: int | None = within("[1, inf)", None)
     """Hessian-vector products at most; null is enough for most spectra."""
-    num_probes: int = 20
+    num_probes: int = within("[2, inf)", 20)
     """Random probes for the trace and the density."""
     trace_method: TraceMethod = TraceMethod.deflated
     """deflated, hutchinson, hutchpp or xtrace, with `num_probes` products; a density gives its own trace."""
-    sam_rho: float = 0.0
+    sam_rho: float = within("[0, inf)", 0.0)
     """Radius of SAM's ascent step for sharpness, and the gradient's norm and alignment beside it; 0 leaves them out."""
-    probe_steps: int = 5
+    probe_steps: int = within("[2, inf)", 5)
     """Lanczos steps of each probe of the density."""
     directions: DirectionKind = DirectionKind.random
     """Slices and surfaces run along filter-normalized random directions, or along the top eigenvectors."""
-    num_directions: int = 3
+    num_directions: int = within("[1, inf)", 3)
     """Lines of `slices`."""
     num_points: int = 21
     """Points along each direction; odd, so that the weights themselves are among them."""
-    span: float | None = None
+    span: float | None = within("(0, inf)", None)
     """Distance to either side; null is 1 for random directions, for eigenvectors a rise of the parabola by 1 nat."""
-    processes: int = 1
+    processes: int = within("[1, inf)", 1)
     """Processes that share the points of slices, surfaces and trajectories; CPU only."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         named = isinstance(self.params, str) or (isinstance(self.params, list) and len(self.params) > 0)
         require(named, "landscape.params", "be a name, a pattern or a list of patterns", self.params)
-        least_of = {"num_pairs": 2, "token_budget": 1, "top_k": 1, "num_sampled": 0, "num_probes": 2, "probe_steps": 2}
-        for name, least in least_of.items():
-            require(getattr(self, name) >= least, f"landscape.{name}", f"be at least {least}", getattr(self, name))
-        require(self.sam_rho >= 0, "landscape.sam_rho", "not be negative", self.sam_rho)
-        require(0 < self.tolerance < 1, "landscape.tolerance", "lie in (0, 1)", self.tolerance)
-        require(self.num_directions >= 1, "landscape.num_directions", "be at least 1", self.num_directions)
         is_odd = self.num_points >= 3 and self.num_points % 2 == 1
         require(is_odd, "landscape.num_points", "be odd and at least 3", self.num_points)
-        require(self.processes >= 1, "landscape.processes", "be at least 1", self.processes)
-        require(self.span is None or self.span > 0, "landscape.span", "be positive", self.span)
-        most = self.max_products
-        require(most is None or most >= 1, "landscape.max_products", "be at least 1", most)
 
 
 def ignored_options(config: LandscapeConfig) -> list[str]:
@@ -176,16 +167,16 @@ _UNREAD_BY_METHOD: Mapping[SpectrumMethod, frozenset[str]] = {
 
 
 @dataclass(kw_only=True)
-class AnalyzeConfig:
+class AnalyzeConfig(Options):
     """Everything `rm-opt analyze` composes; for a run of ours, data, loss and seed are the run's unless given."""
 
     checkpoint: str = MISSING
     """Run folder, exported folder, Lightning .ckpt or hub id."""
     output_dir: str = MISSING
     """Folder of the results: `landscape/TYPE` in the run folder, below `outputs/analyze` for other models."""
-    seed: int = 0
+    seed: int = within("[0, 2**32)", 0)
     """Seed of pairs, random directions, starting vectors and probes."""
-    max_length: int | None = None
+    max_length: int | None = within("[8, inf)", None)
     """Tokens kept of a sequence; null takes the number stored with the model."""
     progress: bool = True
     """Show progress bars."""
@@ -194,8 +185,3 @@ class AnalyzeConfig:
     data: DataConfig = MISSING
     loss: LossConfig = MISSING
     landscape: LandscapeConfig = MISSING
-
-    def __post_init__(self) -> None:
-        require_seed("seed", self.seed)
-        shortest = self.max_length is None or self.max_length >= 8
-        require(shortest, "max_length", "be at least 8", self.max_length)

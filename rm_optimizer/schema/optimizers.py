@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
-from rm_optimizer.schema.checks import require, require_in
+from rm_optimizer.schema.checks import Options, require, require_in, within
 
 
 class MuonScaling(StrEnum):
@@ -41,25 +41,19 @@ class ScheduleName(StrEnum):
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Options, group="optimizer"):
     """Options of every optimizer."""
 
     name: str = MISSING
     """The optimizer's name in the registry."""
-    lr: float = MISSING
+    lr: float = within("(0, inf)", MISSING)
     """Peak learning rate."""
-    weight_decay: float = MISSING
+    weight_decay: float = within("[0, inf)", MISSING)
     """Decay of matrices; norms, biases, embeddings and the reward head are never decayed."""
-    head_lr_factor: float = 1.0
+    head_lr_factor: float = within("(0, inf)", 1.0)
     """Learning rate of the reward head and the new matrices beside it, relative to `lr`."""
-    layer_lr_decay: float = 1.0
+    layer_lr_decay: float = within("(0, 1]", 1.0)
     """Learning-rate factor from each layer to the one below it (Clark et al., 2020); 1 treats all layers alike."""
-
-    def __post_init__(self) -> None:
-        require_in("optimizer.lr", self.lr, "(0, inf)")
-        require_in("optimizer.weight_decay", self.weight_decay, "[0, inf)")
-        require_in("optimizer.head_lr_factor", self.head_lr_factor, "(0, inf)")
-        require_in("optimizer.layer_lr_decay", self.layer_lr_decay, "(0, 1]")
 
 
 @dataclass(kw_only=True)
@@ -67,18 +61,12 @@ class AdamConfig(OptimizerConfig):
     """Adam (Kingma & Ba, 2015); `weight_decay` is an L2 penalty, so at 0 this is AdamW bit for bit."""
 
     name: str = "adam"
-    beta1: float = MISSING
+    beta1: float = within("[0, 1)", MISSING)
     """Decay of the mean of gradients."""
-    beta2: float = MISSING
+    beta2: float = within("[0, 1)", MISSING)
     """Decay of the mean of squared gradients."""
-    eps: float = MISSING
+    eps: float = within("(0, inf)", MISSING)
     """Added to the root of the mean square."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.beta1", self.beta1, "[0, 1)")
-        require_in("optimizer.beta2", self.beta2, "[0, 1)")
-        require_in("optimizer.eps", self.eps, "(0, inf)")
 
 
 @dataclass(kw_only=True)
@@ -93,14 +81,13 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 
     name: str = "sgd"
-    momentum: float = MISSING
+    momentum: float = within("[0, 1)", MISSING)
     """Decay of the momentum buffer."""
     nesterov: bool = MISSING
     """Look one step ahead along the momentum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_in("optimizer.momentum", self.momentum, "[0, 1)")
         if self.nesterov is True:
             require_in("optimizer.momentum with optimizer.nesterov=true", self.momentum, "(0, 1)")
 
@@ -110,15 +97,10 @@ class AdafactorConfig(OptimizerConfig):
     """Adafactor (Shazeer & Stern, 2018); `lr` is relative to the size of each parameter."""
 
     name: str = "adafactor"
-    beta2_decay: float = MISSING
+    beta2_decay: float = within("[-1, 0)", MISSING)
     """Exponent of the growing second-moment decay 1 - step^beta2_decay."""
-    clip: float = MISSING
+    clip: float = within("[1, inf)", MISSING)
     """Largest root mean square of an update before the learning rate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.beta2_decay", self.beta2_decay, "[-1, 0)")
-        require_in("optimizer.clip", self.clip, "[1, inf)")
 
 
 @dataclass(kw_only=True)
@@ -126,15 +108,10 @@ class LionConfig(OptimizerConfig):
     """Lion (Chen et al., 2023)."""
 
     name: str = "lion"
-    beta1: float = MISSING
+    beta1: float = within("[0, 1)", MISSING)
     """Weight of the momentum in the sign that is stepped along."""
-    beta2: float = MISSING
+    beta2: float = within("[0, 1)", MISSING)
     """Decay of the momentum itself."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.beta1", self.beta1, "[0, 1)")
-        require_in("optimizer.beta2", self.beta2, "[0, 1)")
 
 
 @dataclass(kw_only=True)
@@ -142,22 +119,16 @@ class MuonConfig(AdamConfig):
     """Muon on hidden matrices, AdamW (`adamw_lr`, `beta1`, `beta2`, `eps`) on everything else."""
 
     name: str = "muon"
-    adamw_lr: float = MISSING
+    adamw_lr: float = within("(0, inf)", MISSING)
     """Peak learning rate of the AdamW half."""
-    momentum: float = MISSING
+    momentum: float = within("[0, 1)", MISSING)
     """Decay of Muon's momentum buffer."""
     nesterov: bool = True
     """Look one step ahead along the momentum."""
-    ns_steps: int = MISSING
+    ns_steps: int = within("[1, 99]", MISSING)
     """Newton-Schulz iterations of each orthogonalization."""
     scaling: MuonScaling = MuonScaling.match_rms_adamw
     """Scale of the orthogonal update for a matrix."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.adamw_lr", self.adamw_lr, "(0, inf)")
-        require_in("optimizer.momentum", self.momentum, "[0, 1)")
-        require_in("optimizer.ns_steps", self.ns_steps, "[1, 99]")
 
 
 @dataclass(kw_only=True)
@@ -165,14 +136,10 @@ class SAMConfig(AdamConfig):
     """Sharpness-aware minimization around AdamW (Foret et al., 2021); two passes a step."""
 
     name: str = "sam"
-    rho: float = MISSING
+    rho: float = within("(0, inf)", MISSING)
     """Radius of the ascent step."""
     adaptive: bool = False
     """Measure the radius relative to each weight (ASAM; Kwon et al., 2021); wants `rho` 10 times larger or more."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.rho", self.rho, "(0, inf)")
 
 
 @dataclass(kw_only=True)
@@ -180,13 +147,9 @@ class ScheduleFreeConfig(AdamConfig):
     """Schedule-Free AdamW (Defazio et al., 2024); `beta1` is the interpolation between average and iterate."""
 
     name: str = "schedulefree"
-    weight_lr_power: float = MISSING
+    beta1: float = within("(0, 1)", MISSING)
+    weight_lr_power: float = within("[0, inf)", MISSING)
     """Weight of a step in the average is the largest learning rate so far to this power."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.beta1", self.beta1, "(0, 1)")
-        require_in("optimizer.weight_lr_power", self.weight_lr_power, "[0, inf)")
 
 
 @dataclass(kw_only=True)
@@ -194,15 +157,10 @@ class SOAPConfig(AdamConfig):
     """SOAP: Adam in Shampoo's eigenbasis (Vyas et al., 2024)."""
 
     name: str = "soap"
-    precondition_frequency: int = MISSING
+    precondition_frequency: int = within("[1, inf)", MISSING)
     """Steps between updates of the eigenbasis."""
-    max_precondition_dim: int = MISSING
+    max_precondition_dim: int = within("[1, inf)", MISSING)
     """Larger dimensions keep the identity as their basis."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.precondition_frequency", self.precondition_frequency, "[1, inf)")
-        require_in("optimizer.max_precondition_dim", self.max_precondition_dim, "[1, inf)")
 
 
 @dataclass(kw_only=True)
@@ -210,18 +168,12 @@ class AdEMAMixConfig(AdamConfig):
     """AdEMAMix: AdamW with a second, slow momentum (Pagliardini et al., 2024)."""
 
     name: str = "ademamix"
-    beta3: float = MISSING
+    beta3: float = within("(0, 1)", MISSING)
     """Decay of the slow momentum."""
-    alpha: float = MISSING
+    alpha: float = within("[0, inf)", MISSING)
     """Weight of the slow momentum."""
-    slow_warmup_ratio: float = MISSING
+    slow_warmup_ratio: float = within("[0, 1]", MISSING)
     """Share of the run over which `alpha` and `beta3` grow to their values; 0 starts with them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.beta3", self.beta3, "(0, 1)")
-        require_in("optimizer.alpha", self.alpha, "[0, inf)")
-        require_in("optimizer.slow_warmup_ratio", self.slow_warmup_ratio, "[0, 1]")
 
 
 @dataclass(kw_only=True)
@@ -229,17 +181,14 @@ class ProdigyConfig(AdamConfig):
     """Prodigy: Adam that estimates its own learning rate (Mishchenko & Defazio, 2024); `lr` only multiplies it."""
 
     name: str = "prodigy"
-    d_coef: float = MISSING
+    d_coef: float = within("(0, inf)", MISSING)
     """Factor on the estimate; the knob to tune."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_in("optimizer.d_coef", self.d_coef, "(0, inf)")
         for option in ("head_lr_factor", "layer_lr_decay"):
-            value = getattr(self, option)
-            require(
-                value == 1, f"optimizer.{option}", "be 1 with prodigy, which has one rate for all parameters", value
-            )
+            value, expected = getattr(self, option), "be 1 with prodigy, which has one rate for all parameters"
+            require(value == 1, f"optimizer.{option}", expected, value)
 
 
 @dataclass(kw_only=True)
@@ -247,12 +196,8 @@ class MARSConfig(AdamConfig):
     """MARS-AdamW: variance-reduced gradients on matrices, AdamW on vectors (Yuan et al., 2024)."""
 
     name: str = "mars"
-    gamma: float = MISSING
+    gamma: float = within("[0, inf)", MISSING)
     """Strength of the gradient correction."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.gamma", self.gamma, "[0, inf)")
 
 
 @dataclass(kw_only=True)
@@ -260,20 +205,14 @@ class ScionConfig(OptimizerConfig):
     """Scion, unconstrained: steps of a fixed norm for each kind of parameter (Pethick et al., 2025)."""
 
     name: str = "scion"
-    momentum: float = MISSING
+    momentum: float = within("[0, 1)", MISSING)
     """Decay of the momentum (one minus the paper's alpha)."""
-    hidden_scale: float = MISSING
+    hidden_scale: float = within("(0, inf)", MISSING)
     """Radius of the spectral norm for hidden and new matrices and LoRA factors."""
-    sign_scale: float = MISSING
+    sign_scale: float = within("(0, inf)", MISSING)
     """Radius of the sign norm for embeddings, routers and the reward head's weight."""
-    vector_scale: float = MISSING
+    vector_scale: float = within("(0, inf)", MISSING)
     """Radius of the root-mean-square norm for norms and biases."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.momentum", self.momentum, "[0, 1)")
-        for option in ("hidden_scale", "sign_scale", "vector_scale"):
-            require_in(f"optimizer.{option}", getattr(self, option), "(0, inf)")
 
 
 @dataclass(kw_only=True)
@@ -281,71 +220,46 @@ class ShampooConfig(OptimizerConfig):
     """Shampoo in blocks with grafting (Gupta et al., 2018; Anil et al., 2020)."""
 
     name: str = "shampoo"
-    beta1: float = MISSING
+    beta1: float = within("[0, 1)", MISSING)
     """Decay of the momentum."""
-    beta2: float = MISSING
+    beta2: float = within("[0, 1]", MISSING)
     """Decay of the preconditioner's statistics."""
     graft: Graft = MISSING
     """Update whose norm each parameter's step takes."""
-    block_size: int = MISSING
+    block_size: int = within("[1, inf)", MISSING)
     """Side of the blocks a matrix is cut into."""
-    start_step: int = MISSING
+    start_step: int = within("[1, inf)", MISSING)
     """First step that is preconditioned; earlier ones are the graft's own."""
-    precondition_frequency: int = MISSING
+    precondition_frequency: int = within("[1, inf)", MISSING)
     """Steps between computations of the inverse roots."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_in("optimizer.beta1", self.beta1, "[0, 1)")
-        require_in("optimizer.beta2", self.beta2, "[0, 1]")
-        for option in ("block_size", "start_step", "precondition_frequency"):
-            require_in(f"optimizer.{option}", getattr(self, option), "[1, inf)")
 
 
 @dataclass(kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Options, group="schedule"):
     """Learning-rate factor over the optimizer steps."""
 
     name: ScheduleName = MISSING
     """Shape after warm-up."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = within("[0, inf)", None)
     """Steps below the peak; null takes `warmup_ratio`."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: float = within("[0, 1)", 0.0)
     """Share of all steps below the peak, rounded up."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = within("[0, 1]", 0.0)
     """Learning rate after the last step, relative to the peak."""
-    decay_ratio: float | None = None
+    decay_ratio: float | None = within("(0, 1]", None)
     """Share of all steps that decay; for `wsd` only."""
 
     def __post_init__(self) -> None:
-        require_in("schedule.warmup_ratio", self.warmup_ratio, "[0, 1)")
-        require_in("schedule.min_lr_ratio", self.min_lr_ratio, "[0, 1]")
+        super().__post_init__()
         if self.warmup_steps is not None:
-            require_in("schedule.warmup_steps", self.warmup_steps, "[0, inf)")
-            expected = "be 0 when schedule.warmup_steps is set"
-            require(
-                isinstance(self.warmup_ratio, str) or self.warmup_ratio == 0,
-                "schedule.warmup_ratio",
-                expected,
-                self.warmup_ratio,
-            )
-        if self.decay_ratio is not None:
-            require_in("schedule.decay_ratio", self.decay_ratio, "(0, 1]")
-        self._check_shape()
-
-    def _check_shape(self) -> None:
-        if self.name == MISSING:
-            return
+            self._require_unset("warmup_ratio", "be 0 when schedule.warmup_steps is set")
         if self.name == ScheduleName.wsd:
             require(self.decay_ratio is not None, "schedule.decay_ratio", "be set with schedule.name=wsd", "null")
-        else:
-            expected = f"be null with schedule.name={self.name}"
-            require(self.decay_ratio is None, "schedule.decay_ratio", expected, self.decay_ratio)
+        elif self.name != MISSING:
+            self._require_unset("decay_ratio", f"be null with schedule.name={self.name}")
         if self.name == ScheduleName.constant:
-            expected = "be 0 with schedule.name=constant, which does not decay"
-            require(
-                isinstance(self.min_lr_ratio, str) or self.min_lr_ratio == 0,
-                "schedule.min_lr_ratio",
-                expected,
-                self.min_lr_ratio,
-            )
+            self._require_unset("min_lr_ratio", "be 0 with schedule.name=constant, which does not decay")
+
+    def _require_unset(self, name: str, expected: str) -> None:
+        value = getattr(self, name)
+        require(isinstance(value, str) or not value, f"schedule.{name}", expected, value)

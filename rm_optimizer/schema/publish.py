@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.checks import Options, require, within
 
 
 class RewardModelTrainingMode(StrEnum):
@@ -33,12 +33,12 @@ class OnFailure(StrEnum):
 
 
 @dataclass(kw_only=True)
-class PublishConfig:
+class PublishConfig(Options, group="publish"):
     """Weights sent to a running reward server while training; they change nothing in the run."""
 
     url: str | None = None
     """Reward server, as http://127.0.0.1:8000; null sends nothing."""
-    every_n_steps: int = 100
+    every_n_steps: int = within("[1, inf)", 100)
     """Optimizer steps between two versions; the last step is always sent."""
     mode: RewardModelTrainingMode = RewardModelTrainingMode.full
     """Tensors to send: full, head_only or lora; the server must serve such a model."""
@@ -48,13 +48,12 @@ class PublishConfig:
     """Address of this machine that the server reaches, for gloo and nccl."""
     api_key_env: str | None = None
     """Environment variable that holds the server's update key, else its API key."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = within("(0, inf)", 120.0)
     """Longest that one version may take to serve."""
     on_failure: OnFailure = OnFailure.error
     """End the run when the server does not take a version, or warn and train on."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         is_http = self.url is None or self.url.startswith(("http://", "https://"))
         require(is_http, "publish.url", "start with http:// or https://", self.url)
-        require(self.every_n_steps >= 1, "publish.every_n_steps", "be at least 1", self.every_n_steps)
-        require(self.timeout_seconds > 0, "publish.timeout_seconds", "be positive", self.timeout_seconds)
