@@ -58,12 +58,7 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
 
 
 def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | None) -> Check:
-    """Share of the pairs that the model was trained on, by the record kept with the model.
-
-    Args:
-        data: the data sets.
-        trained: the record; None if the model has none.
-    """
+    """Share of the pairs that the model was trained on, by the record kept with the model."""
     expected = "0"
     if trained is None:
         return skipped("unseen_pairs", expected, "the model has no record of what it was trained on")

@@ -107,13 +107,7 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
 
 
 def skipped(name: str, expected: str, reason: str) -> Check:
-    """A check that makes no sense here.
-
-    Args:
-        name: of the check.
-        expected: expected value, in words.
-        reason: reason why it was not made, in one sentence.
-    """
+    """A check that makes no sense here."""
     return Check(name, Status.skipped, None, "", expected, reason)
 
 

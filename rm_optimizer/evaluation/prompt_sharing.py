@@ -23,11 +23,6 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSh
     `auto` shares where the model is a causal decoder whose attention takes a mask and whose rewards on the first pairs
     are the same computed either way; otherwise it logs in one sentence why pairs are padded instead.
 
-    Args:
-        model: the reward model.
-        tokenized: the pairs.
-        mode: requested mode.
-
     Raises:
         ConfigError: if `on` is asked for where it cannot be done.
     """

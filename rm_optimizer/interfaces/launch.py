@@ -21,9 +21,6 @@ RESERVED = frozenset({"null", "true", "false", "nan", "inf"})
 def as_overrides(given: Mapping[str, str | None]) -> list[str]:
     """Overrides of the options that were given, in Hydra's grammar.
 
-    Args:
-        given: value of each option; None where the flag was not given.
-
     Example:
         >>> as_overrides({"checkpoint": "runs/a", "landscape": None, "landscape.params": "*.layers.0.*"})
         ['checkpoint=runs/a', "landscape.params='*.layers.0.*'"]
@@ -64,12 +61,7 @@ def quoted(value: str) -> str:
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m module arguments…`, so that distributed children can repeat its command line.
-
-    Args:
-        module: module to run.
-        arguments: passed on as they are.
-    """
+    """Replace this process by `python -m module arguments…`, whose command line distributed children repeat."""
     command = [sys.executable, "-m", module, *arguments]
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # -m would import a datasets.py of the user's folder as the library
     if os.name == "nt":  # there, execv returns to the shell before the new program ends

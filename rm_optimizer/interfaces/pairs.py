@@ -83,10 +83,6 @@ class PairOptions:
     def load_splits(self, sources: Sequence[str], named: str) -> dict[str, PreferenceDataset]:
         """Read each source as a data set, under its file name, or under the whole source where two names are equal.
 
-        Args:
-            sources: sources as `load` takes them.
-            named: argument that names them, for the message.
-
         Raises:
             ConfigError: if a source is named twice.
         """

@@ -27,9 +27,6 @@ class SavedModel:
     def load(self, seed: int = 0) -> BradleyTerryRM:
         """Load the model on this machine's accelerator.
 
-        Args:
-            seed: seed of what the model draws.
-
         Raises:
             CheckpointError: if the model cannot be loaded.
             ConfigError: if the model cannot read so many tokens, or the input form is unknown or not for it.

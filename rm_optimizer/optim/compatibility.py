@@ -29,11 +29,6 @@ HINTS: dict[TrainingSetup, str] = {
 def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig) -> None:
     """Refuse an optimizer where it would be another algorithm under the same name.
 
-    Args:
-        config: the optimizer.
-        hardware: strategy of the run.
-        schedule: the learning-rate schedule.
-
     Raises:
         ConfigError: naming the combination and the reason.
     """

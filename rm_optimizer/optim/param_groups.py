@@ -45,9 +45,6 @@ class ParamPartition:
     def require_known_matrices(self, optimizer: str) -> None:
         """Refuse an optimizer that treats hidden matrices apart where it cannot be told which ones they are.
 
-        Args:
-            optimizer: its name, for the message.
-
         Raises:
             ConfigError: naming the matrices.
         """

@@ -22,9 +22,6 @@ _FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processe
 def results_folder(options: AnalyzeConfig) -> Path:
     """The folder that an analysis writes to: `output_dir`, with a number where that holds another analysis of the run.
 
-    Args:
-        options: the composed options.
-
     Raises:
         ConfigError: if a folder that the user chose holds another analysis.
     """

@@ -75,10 +75,6 @@ def from_values(kind: type[ValueT], values: Any) -> ValueT:
 
     A float's null is NaN. A missing entry takes the field's default; entries that are not fields are left alone.
 
-    Args:
-        kind: the type, such as a dataclass.
-        values: JSON values.
-
     Raises:
         ValueError: if an entry is not one of its field's choices.
         TypeError: if an entry is missing, or is no list or object where its field needs one.

@@ -16,9 +16,6 @@ def replacing(path: Path) -> Iterator[Path]:
     Missing folders are made. An earlier file of that name stands until the new one is whole. A link stays a link: the
     file that it names is replaced. A device or pipe is written through, since a rename would put a file in its place.
 
-    Args:
-        path: the file.
-
     Raises:
         OSError: if the file cannot be written.
     """
@@ -47,11 +44,7 @@ def _is_written_through(path: Path) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give the file's name to a failure of the system in the block, as a write to an open file does not tell it.
-
-    Args:
-        path: the file that the block writes.
-    """
+    """Give the file's name to a failure of the system in the block, as a write to an open file does not tell it."""
     try:
         yield
     except OSError as error:

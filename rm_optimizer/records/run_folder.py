@@ -78,11 +78,7 @@ class PairReward:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Files that a run or an evaluation leaves in its folder, as values.
-
-    Args:
-        path: the folder.
-    """
+    """Files that a run or an evaluation leaves in its folder, as values."""
 
     path: Path
 
@@ -181,9 +177,6 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
 
 def require_usable(config: TrainConfig) -> None:
     """Refuse to start a run in a folder that holds another, or to continue one under other options.
-
-    Args:
-        config: the composed options; `output_dir` is the folder.
 
     Raises:
         ConfigError: naming the folder, what is in it and what can be done.

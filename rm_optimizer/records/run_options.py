@@ -60,10 +60,6 @@ def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool
 def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Refuse to continue a run under options that would change its result.
 
-    Args:
-        before: the options that the run was started with.
-        after: those it is to go on with.
-
     Raises:
         ConfigError: naming the options that differ, or the length that shrinks.
     """

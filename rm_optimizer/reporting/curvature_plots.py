@@ -158,11 +158,7 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
 
 
 def plot_layers(result: LayerCurvature) -> Figure:
-    """Heat map of the top eigenvalue and the trace of each layer's block, numbers with their errors in the cells.
-
-    Args:
-        result: the measured layers.
-    """
+    """Heat map of the top eigenvalue and the trace of each layer's block, numbers with their errors in the cells."""
     partial = f"PARTIAL, without {', '.join(result.missing)}; " if result.missing else ""
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
     starred = "" if all(item.converged for item in result.blocks) else "; *: not converged"

@@ -13,12 +13,7 @@ _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", S
 
 
 def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
-    """One row for each check that is not ok, those that are and those that were skipped in a line, and the verdict.
-
-    Args:
-        diagnosis: diagnosis to print.
-        show_all: give the checks that are ok rows as well.
-    """
+    """One row for each check that is not ok, those that are and those that were skipped in a line, and the verdict."""
     table = Table(title=Text(f"Doctor: {diagnosis.model}", "bold"), title_justify="left", header_style="bold")
     for name in ("", "check", "measured", "what it means"):
         table.add_column(Text(name), no_wrap=name == "check")
@@ -34,13 +29,7 @@ def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None, *, show_all: bool = False) -> None:
-    """Print `diagnosis_table`.
-
-    Args:
-        diagnosis: diagnosis to print.
-        console: destination; None is standard output.
-        show_all: give the checks that are ok rows as well.
-    """
+    """Print `diagnosis_table`."""
     (console or output_console()).print(diagnosis_table(diagnosis, show_all=show_all))
 
 

@@ -35,15 +35,7 @@ _SHOWN = 10
 
 
 def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
-    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet.
-
-    Args:
-        result: of one analysis.
-        folder: folder for the pictures.
-
-    Returns:
-        The files.
-    """
+    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet."""
     match result:
         case Slice():
             return _save(plot_slices(result), [*result.rows()], folder / "slices")
@@ -59,13 +51,7 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
 
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
-    """Draw the top eigenvalue and the trace during training, with the numbers as Parquet.
-
-    Args:
-        history: rows of the `metrics.csv` of a run that measured them.
-        folder: folder for the pictures.
-        caption: pairs and seed.
-    """
+    """Draw the top eigenvalue and the trace during training, with the numbers as Parquet."""
     measured = [{name: float(value) for name, value in row.items() if _is_curvature(name) and value} for row in history]
     rows: list[Row] = [{"step": int(row["step"] or 0), **values} for row, values in zip(history, measured, strict=True)]
     figure = plot_training_curvature(history, caption=caption)
@@ -77,13 +63,7 @@ def _is_curvature(column: str) -> bool:
 
 
 def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
-    """Print the numbers of a result.
-
-    Args:
-        title: name of the analyzed model.
-        result: of one analysis.
-        console: destination; None is standard output.
-    """
+    """Print the numbers of a result."""
     (console or Console()).print(summary_table(title, summary_rows(result)))
 
 

@@ -39,11 +39,7 @@ _WIDE = 30.0
 
 
 def plot_slices(result: Slice) -> Figure:
-    """Loss and accuracy along each direction, with bands of one standard error over pairs.
-
-    Args:
-        result: the measured slices.
-    """
+    """Loss and accuracy along each direction, with bands of one standard error over pairs."""
     figure, (upper, lower) = two_panels("Loss along directions", _caption(result.measured, result), ratios=(2, 1))
     steps = np.array(result.steps)
     for index, (name, line) in enumerate(zip(result.measured.names, result.points, strict=True)):
@@ -63,11 +59,7 @@ def plot_slices(result: Slice) -> Figure:
 
 
 def plot_contour(result: Surface) -> Figure:
-    """Lines of equal loss over a plane through the weights.
-
-    Args:
-        result: the measured surface.
-    """
+    """Lines of equal loss over a plane through the weights."""
     figure, (axes,) = captioned_figure(
         "Loss over a plane through the weights", _caption(result.measured, result) + _error_of(result.points)
     )
@@ -78,11 +70,7 @@ def plot_contour(result: Surface) -> Figure:
 
 
 def plot_surface(result: Surface) -> Figure:
-    """The same plane in three dimensions.
-
-    Args:
-        result: the measured surface.
-    """
+    """The same plane in three dimensions."""
     figure = Figure(figsize=(7.0, 5.6))
     FigureCanvasAgg(figure)
     axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
@@ -101,11 +89,7 @@ def plot_surface(result: Surface) -> Figure:
 
 
 def plot_trajectory(result: Trajectory) -> Figure:
-    """The checkpoints of a run over lines of equal loss, in the plane they stay closest to.
-
-    Args:
-        result: the measured trajectory.
-    """
+    """The checkpoints of a run over lines of equal loss, in the plane they stay closest to."""
     surface = result.surface
     figure, (axes,) = captioned_figure(
         "The way training took", _caption(surface.measured, result) + _error_of([result.points])

@@ -29,14 +29,7 @@ PICTURES = "plots"
 
 
 def draw_run(result: RunResult) -> Path:
-    """Draw loss, accuracy, reliability and margins of a finished run into its `plots/`.
-
-    Args:
-        result: the run's result.
-
-    Returns:
-        The folder of the pictures.
-    """
+    """Draw loss, accuracy, reliability and margins of a finished run into its `plots/`."""
     run_dir = Path(result.run_dir)
     history = RunFolder(run_dir).metrics()
     save_figure(plot_loss(history), run_dir / PICTURES / "loss.png")
@@ -45,15 +38,7 @@ def draw_run(result: RunResult) -> Path:
 
 
 def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
-    """Draw reliability and margins of an evaluation into the folder's `plots/`.
-
-    Args:
-        folder: folder with the evaluation's rewards of each pair.
-        metrics: of the evaluation.
-
-    Returns:
-        The folder of the pictures.
-    """
+    """Draw reliability and margins of an evaluation into the folder's `plots/`."""
     draw_reliability(metrics, folder / PICTURES / "reliability.png")
     save_figure(plot_margins(margins_of(RunFolder(folder).pair_rewards())), folder / PICTURES / "margins.png")
     return folder / PICTURES
@@ -65,13 +50,7 @@ def draw_reliability(metrics: PairwiseMetrics, png: Path) -> Path:
 
 
 def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:
-    """Print one evaluation, and the metrics of its groups.
-
-    Args:
-        title: name of the evaluated model.
-        evaluation: result of the evaluation.
-        console: destination; None is standard output.
-    """
+    """Print one evaluation, and the metrics of its groups."""
     console = console or output_console()
     console.print(summary_table(title, evaluation_rows(evaluation)))
     for column in evaluation.metrics.groups:
@@ -86,12 +65,7 @@ def margins_of(rows: Sequence[PairReward]) -> np.ndarray:
 
 
 def print_run(result: RunResult, console: Console | None = None) -> None:
-    """Print the run's one summary table and where to look next.
-
-    Args:
-        result: the run's result.
-        console: destination; None is standard output.
-    """
+    """Print the run's one summary table and where to look next."""
     console = console or output_console()
     data = result.data
     rows: dict[str, Cell] = {"validation": data.val_origin, **metrics_rows(result.metrics)}

@@ -67,11 +67,7 @@ def plot_accuracy(history: History, *, ceiling: float | None = None) -> Figure:
 
 
 def plot_reliability(metrics: PairwiseMetrics) -> Figure:
-    """Frequency against confidence, with 95 % intervals, and how many pairs each bin holds.
-
-    Args:
-        metrics: of one evaluation.
-    """
+    """Frequency against confidence, with 95 % intervals, and how many pairs each bin holds."""
     bins = metrics.reliability
     caption = f"ECE {metrics.ece}, noise floor {metrics.ece_noise_floor:.3f}; n = {metrics.num_pairs:,} pairs"
     caption = metrics.collapse.reason or caption

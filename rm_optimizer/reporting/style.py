@@ -66,13 +66,7 @@ def count_ticks(axis: Axis) -> None:
 
 
 def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
-    """Like `new_figure`, with a caption of several parts over two lines where one is too short.
-
-    Args:
-        title: title of the picture.
-        caption: parts joined by `; `.
-        strip: True for a second axes under the first.
-    """
+    """Like `new_figure`, with a caption of several parts over two lines where one is too short."""
     lines = wrapped(caption)
     figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
     axes[0].texts[0].set(va="bottom", in_layout=False)
@@ -90,13 +84,7 @@ def wrapped(caption: str) -> list[str]:
 
 
 def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Figure, list[Axes]]:
-    """Like `new_figure` with a strip, in which both axes have room for a curve.
-
-    Args:
-        title: title of the picture.
-        caption: sample size and anything needed to read it.
-        ratios: heights of the upper and the lower axes.
-    """
+    """Like `new_figure` with a strip, in which both axes have room for a curve."""
     figure, axes = captioned_figure(title, caption, strip=True)
     figure.set_size_inches(7.0, 5.6)
     grid = axes[0].get_gridspec()
@@ -106,16 +94,7 @@ def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Fi
 
 
 def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
-    """Write a figure, each file under a temporary name first; equal figures give equal files.
-
-    Args:
-        figure: the figure.
-        png: PNG to write.
-        svg: True to write an SVG beside it.
-
-    Returns:
-        The files.
-    """
+    """Write a figure, each file under a temporary name first; equal figures give equal files."""
     written = [png, png.with_suffix(".svg")] if svg else [png]
     for path in written:
         style = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}

@@ -33,12 +33,7 @@ def output_console() -> Console:
 
 
 def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
-    """A table of names and values: estimates with their interval, counts with thousands separated, None as n/a.
-
-    Args:
-        title: title of the table.
-        rows: value of each row, in order.
-    """
+    """A table of names and values: estimates with their interval, counts with thousands separated, None as n/a."""
     table = _new_table(title, "", "")
     table.columns[1].justify = "left"
     for name, value in rows.items():
@@ -138,10 +133,6 @@ def group_table(metrics: PairwiseMetrics, column: str) -> Group:
     """Accuracy of each value of a grouping column, largest group first, beside the length baseline.
 
     Of many groups those with few pairs are counted below the table and stand in the JSON alone.
-
-    Args:
-        metrics: with `groups[column]`.
-        column: the grouping column, such as "source".
     """
     members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
     is_short = column == "source" or len(members) <= LISTED_ANYHOW
@@ -179,12 +170,7 @@ def audit_tables(audit: DataAudit) -> Group:
 
 
 def example_table(name: str, pair: PreferencePair) -> Table:
-    """Table of one pair as it was read: the messages before the responses, and the better response.
-
-    Args:
-        name: the split it is from.
-        pair: the pair.
-    """
+    """Table of one pair as it was read: the messages before the responses, and the better response."""
     table = _new_table(f"{name}: the first pair as it was understood", "", "")
     table.columns[1].justify = "left"
     for message in as_messages(pair.prompt):
@@ -202,12 +188,7 @@ def _beginning(text: str) -> str:
 
 
 def print_audit(audit: DataAudit, console: Console | None = None) -> None:
-    """Print `audit_tables`.
-
-    Args:
-        audit: of one or more splits.
-        console: destination; None is standard output.
-    """
+    """Print `audit_tables`."""
     (console or output_console()).print(audit_tables(audit))
 
 

@@ -38,12 +38,7 @@ WORDS = {
 
 
 def explain(error: BaseException, overrides: Sequence[str]) -> str:
-    """One sentence for a failure of composition, naming the option as it was typed.
-
-    Args:
-        error: error of Hydra, OmegaConf or the YAML reader.
-        overrides: overrides of the command line.
-    """
+    """One sentence for a failure of composition, naming the option as it was typed."""
     if isinstance(error, OverrideParseException):
         return _syntax_sentence(error, overrides)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

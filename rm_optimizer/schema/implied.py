@@ -29,10 +29,6 @@ def completed(overrides: Sequence[str]) -> list[str]:
 def refuse_unread_rates(overrides: Sequence[str], config: DictConfig) -> None:
     """Refuse the learning rate of full fine-tuning beside an adapter, and LoRA's without one: nothing would read it.
 
-    Args:
-        overrides: overrides of the command line.
-        config: composed configuration.
-
     Raises:
         ConfigError: naming the option that is read.
     """

@@ -32,10 +32,6 @@ def require_finite(config: DictConfig) -> None:
 def require_switches(config: DictConfig, overrides: Sequence[str]) -> None:
     """Refuse a number for an option that is true or false, which OmegaConf would take as true.
 
-    Args:
-        config: composed configuration.
-        overrides: overrides of the command line, in Hydra's grammar.
-
     Raises:
         ConfigError: naming the option.
     """

@@ -155,10 +155,6 @@ def initialize_head(head: RewardHead, seed: int) -> str:
     The second argument is read as the standard deviation, as OpenRLHF reads Stiennon et al. (2020, appendix B.2,
     https://arxiv.org/abs/2009.01325), who write "N(0, 1 / (d_model + 1))". Margins then start near zero, so the first
     loss is log 2; `transformers`' own N(0, 0.02) starts a model 4096 wide above chance.
-
-    Args:
-        head: the layer to draw.
-        seed: seed of the draw.
     """
     std = 1.0 / (head.in_features + 1)
     generator = torch.Generator().manual_seed(seed)

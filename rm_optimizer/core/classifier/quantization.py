@@ -18,10 +18,6 @@ from rm_optimizer.errors import ConfigError, MissingExtra
 def quantization_arguments(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Arguments of `from_pretrained` to store a backbone's matrices in four bits, head-side modules excluded.
 
-    Args:
-        config: the classifier's configuration.
-        trust_remote_code: run modeling code that the checkpoint brings.
-
     Raises:
         MissingExtra: if bitsandbytes is not installed.
         ConfigError: if there is no CUDA device.

@@ -40,10 +40,6 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
     hub name is `owner/name` or `owner/name:config:split`, where either part may be empty; what exists on disk, ends
     like a file or lies in a folder that exists is never looked up on the hub.
 
-    Args:
-        source: path or hub name.
-        report: function called for rows that cannot be read.
-
     Raises:
         DataError: if the source does not exist or cannot be read; the text names the file, and the line where known.
     """

@@ -36,11 +36,6 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
     The input follows the instruction after a line break, as data sets of Alpaca's form (Taori et al., 2023) are read
     by LLaMA-Factory. It is read where `columns` maps it, or maps `prompt` to `instruction`.
 
-    Args:
-        row: the row under our column names.
-        prompt: prompt of the row by its format.
-        columns: column mapping, our name to the file's.
-
     Raises:
         ValueError: if a column would be lost, or the system turn contradicts the prompt's own.
 

@@ -125,10 +125,6 @@ class BlockReader:
     def pairs(self, block: Block, tally: RowTally) -> Iterator[tuple[int, PreferencePair]]:
         """The block's pairs, each with the number of its row in the file.
 
-        Args:
-            block: block to read.
-            tally: counts the rows, and those that give no pair.
-
         Raises:
             DataError: if a row is bad and that is not to be passed over, or its prompt is held out.
         """
@@ -145,12 +141,7 @@ class BlockReader:
 
 @dataclass(frozen=True, eq=False)
 class BlockTokenizer:
-    """Turns blocks into tokenized pairs; the same in every process.
-
-    Args:
-        reader: makes the pairs.
-        renderer: makes their token ids.
-    """
+    """Turns blocks into tokenized pairs; the same in every process."""
 
     reader: BlockReader
     renderer: ConversationRenderer
