@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
-from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
+from rm_optimizer.core.pairs.audit import DataAudit, audit_pairs
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, folded_prompt_id
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 
 MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01
 """Shares of repeated pairs and of contradictions beyond which a data set gets a warning."""
@@ -66,64 +66,50 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
     num_pairs = sum(len(dataset) for dataset in data.values())
     share = sum(seen.values()) / num_pairs
     details: dict[str, MeasuredValue] = {name: count / len(data[name]) for name, count in seen.items()}
-    status, explanation = Status.ok, "no pair was trained on"
-    if share:
-        status = Status.warn
-        explanation = (
-            f"{sum(seen.values()):,} of {num_pairs:,} pairs were trained on, so label_agreement, beats_length and the "
-            "probes of hidden states are too good; give pairs that were held out"
-        )
-    return Check("unseen_pairs", status, share, "share of pairs", expected, explanation, details)
+    bad = (
+        f"{sum(seen.values()):,} of {num_pairs:,} pairs were trained on, so label_agreement, beats_length and the "
+        "probes of hidden states are too good; give pairs that were held out"
+    )
+    verdict = (not share, share, "share of pairs", expected, "no pair was trained on", bad)
+    return judged("unseen_pairs", *verdict, otherwise=Status.warn, details=details)
 
 
 def audit_checks(audit: DataAudit) -> list[Check]:
     """Checks of the audited pairs; where there are several data sets the worst one counts, and details name each."""
+    both_orders = "keep one order, or give the pair a label between 0 and 1"
+    unread_end = "raise max_length, as the end of a response is not read"
     return [
-        _worst_share("repeated_pairs", audit, lambda split: split.num_duplicates, MOST_REPEATS, "remove the copies"),
-        _worst_share(
-            "contradictions",
-            audit,
-            lambda split: split.num_contradictions,
-            MOST_CONTRADICTIONS,
-            "keep one order, or give the pair a label between 0 and 1",
-        ),
-        _worst_share(
-            "truncation_rate", audit, lambda split: split.num_truncated, MOST_TRUNCATED, "raise max_length if it fits"
-        ),
-        _worst_share(
-            "response_truncation",
-            audit,
-            lambda split: split.num_response_cut,
-            MOST_RESPONSES_CUT,
-            "raise max_length, as the end of a response is not read",
-        ),
+        _worst_share("repeated_pairs", audit, "num_duplicates", MOST_REPEATS, "remove the copies"),
+        _worst_share("contradictions", audit, "num_contradictions", MOST_CONTRADICTIONS, both_orders),
+        _worst_share("truncation_rate", audit, "num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
+        _worst_share("response_truncation", audit, "num_response_cut", MOST_RESPONSES_CUT, unread_end),
         _identical(audit),
         _longer_wins(audit),
     ]
 
 
-def _worst_share(name: str, audit: DataAudit, count: Callable[[SplitAudit], int], most: float, remedy: str) -> Check:
-    """The check that a share of pairs is small in every data set."""
-    shares = {split: count(found) / max(1, found.num_pairs) for split, found in audit.splits.items()}
+def _shares(audit: DataAudit, count: str) -> tuple[dict[str, MeasuredValue], str, float]:
+    """A count of `SplitAudit` as a share of the pairs: in each data set, and the name and share of the worst."""
+    shares = {name: float(getattr(split, count)) / max(1, split.num_pairs) for name, split in audit.splits.items()}
     where, share = max(shares.items(), key=lambda item: item[1])
-    what = name.replace("_", " ")
-    is_small = share <= most
-    explanation = f"{what}: {share:.1%} of the pairs of {where}" + ("" if is_small else f"; {remedy}")
-    status = Status.ok if is_small else Status.warn
-    return Check(name, status, share, "share of pairs", f"at most {most:g}", explanation, shares)
+    return {**shares}, where, share
+
+
+def _worst_share(name: str, audit: DataAudit, count: str, most: float, remedy: str) -> Check:
+    """The check that a share of pairs is small in every data set."""
+    shares, where, share = _shares(audit, count)
+    good = f"{name.replace('_', ' ')}: {share:.1%} of the pairs of {where}"
+    verdict = (share <= most, share, "share of pairs", f"at most {most:g}", good, f"{good}; {remedy}")
+    return judged(name, *verdict, otherwise=Status.warn, details=shares)
 
 
 def _identical(audit: DataAudit) -> Check:
     """Pairs whose two sides are the same tokens after truncation teach nothing; many mean that the limit is wrong."""
-    shares = {name: split.num_identical / max(1, split.num_pairs) for name, split in audit.splits.items()}
-    where, share = max(shares.items(), key=lambda item: item[1])
-    status = Status.ok if share == 0 else Status.warn if share <= MOST_IDENTICAL else Status.fail
-    explanation = (
-        "no pair is equal after truncation"
-        if share == 0
-        else f"{share:.1%} of the pairs of {where} are equal after truncation, so training drops them; raise max_length"
-    )
-    return Check("identical_pairs", status, share, "share of pairs", "0", explanation, shares)
+    shares, where, share = _shares(audit, "num_identical")
+    bad = f"{share:.1%} of the pairs of {where} are equal after truncation, so training drops them; raise max_length"
+    verdict = (share == 0, share, "share of pairs", "0", "no pair is equal after truncation", bad)
+    otherwise = Status.warn if share <= MOST_IDENTICAL else Status.fail
+    return judged("identical_pairs", *verdict, otherwise=otherwise, details=shares)
 
 
 def _longer_wins(audit: DataAudit) -> Check:
@@ -135,16 +121,11 @@ def _longer_wins(audit: DataAudit) -> Check:
     where, worst = max(found.items(), key=lambda item: item[1].value)
     low, high = wilson_interval(worst.value, worst.num_samples)
     is_biased = worst.value >= LENGTH_BIAS and low > 0.5
-    explanation = f'"the longer response wins" is right on {worst.value:.1%} of the pairs of {where}'
-    if is_biased:
-        explanation += "; compare the model with this baseline, and balance lengths or add a length penalty"
-    status = Status.warn if is_biased else Status.ok
-    details: dict[str, MeasuredValue] = {
-        "low": low,
-        "high": high,
-        **{name: estimate.value for name, estimate in found.items()},
-    }
-    return Check("longer_wins", status, worst.value, "accuracy", expected, explanation, details)
+    good = f'"the longer response wins" is right on {worst.value:.1%} of the pairs of {where}'
+    bad = f"{good}; compare the model with this baseline, and balance lengths or add a length penalty"
+    details = {"low": low, "high": high} | {name: estimate.value for name, estimate in found.items()}
+    verdict = (not is_biased, worst.value, "accuracy", expected, good, bad)
+    return judged("longer_wins", *verdict, otherwise=Status.warn, details=details)
 
 
 def labels(data: Mapping[str, PreferenceDataset]) -> Check:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from rm_optimizer.records.codec import JsonRecord
@@ -109,6 +110,23 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
 def skipped(name: str, expected: str, reason: str) -> Check:
     """A check that makes no sense here."""
     return Check(name, Status.skipped, None, "", expected, reason)
+
+
+def judged(
+    name: str,
+    is_good: bool,
+    measured: MeasuredValue,
+    unit: str,
+    expected: str,
+    good: str,
+    bad: str,
+    *,
+    otherwise: Status = Status.fail,
+    details: Mapping[str, MeasuredValue] = MappingProxyType({}),
+) -> Check:
+    """The check that is ok with the sentence `good`, or has the status `otherwise` with the sentence `bad`."""
+    status, explanation = (Status.ok, good) if is_good else (otherwise, bad)
+    return Check(name, status, measured, unit, expected, explanation, details)
 
 
 def _finite(value: MeasuredValue) -> MeasuredValue:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -23,23 +25,11 @@ from rm_optimizer.errors import DataError
 Stage = tuple[str, Callable[[], Iterable[Check]]]
 """What is being done, in words, and the checks it makes."""
 
+_LEARNED = ("label_agreement", "beats_length", "reward_length")
+_NEEDS_REWARDS = (*_LEARNED, "prompt_only", "label_signal", "label_shuffle")
 _NEEDS_DATA = (
-    "split_leakage",
-    "unseen_pairs",
-    "labels",
-    "margins",
-    "repeated_pairs",
-    "contradictions",
-    "truncation_rate",
-    "response_truncation",
-    "identical_pairs",
-    "longer_wins",
-    "label_agreement",
-    "beats_length",
-    "reward_length",
-    "prompt_only",
-    "label_signal",
-    "label_shuffle",
+    *("split_leakage", "unseen_pairs", "labels", "margins", "repeated_pairs", "contradictions", "truncation_rate"),
+    *("response_truncation", "identical_pairs", "longer_wins", *_NEEDS_REWARDS),
 )
 
 
@@ -95,24 +85,24 @@ def diagnose(
     )
 
 
+@dataclass
 class _Examination:
     """The stages of one diagnosis, and what later stages need of earlier ones."""
 
-    def __init__(
-        self,
-        model: BradleyTerryRM,
-        data: Mapping[str, PreferenceDataset],
-        seed: int,
-        trained: TrainedPairs | None,
-        max_pairs: int,
-        max_audited_pairs: int,
-        token_budget: int,
-    ) -> None:
-        self.model, self.data, self.seed, self.trained = model, data, seed, trained
-        self.max_pairs, self.max_audited_pairs, self.token_budget = max_pairs, max_audited_pairs, token_budget
-        self.probe = probe_ids(model)
-        self.num_scored: Mapping[str, int] = {}
-        self.num_audited: Mapping[str, int] = {}
+    model: BradleyTerryRM
+    data: Mapping[str, PreferenceDataset]
+    seed: int
+    trained: TrainedPairs | None
+    max_pairs: int
+    max_audited_pairs: int
+    token_budget: int
+    num_scored: Mapping[str, int] = field(default_factory=dict)
+    num_audited: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def probe(self) -> list[tuple[int, ...]]:
+        """Token ids of the probe conversations."""
+        return probe_ids(self.model)
 
     def model_stages(self) -> list[Stage]:
         """The checks that need no pairs."""
@@ -133,7 +123,11 @@ class _Examination:
 
     def stages_without_data(self) -> list[Stage]:
         """Skipped checks of a diagnosis without pairs."""
-        return [("rewards", self._probe_rewards), ("pairs", lambda: [self._without_data(name) for name in _NEEDS_DATA])]
+        reason = "there are no pairs; name some with --data"
+        return [
+            ("rewards", self._probe_rewards),
+            ("pairs", lambda: [skipped(name, "", reason) for name in _NEEDS_DATA]),
+        ]
 
     def _text(self) -> list[Check]:
         model, probe = self.model, self.probe
@@ -175,8 +169,7 @@ class _Examination:
         self.num_scored = scored.num_scored
         spread = doctor_rewards.reward_spread(scored.rewards[:, 0], scored.rewards[:, 1])
         if not np.isfinite(scored.rewards).all():
-            names = ("label_agreement", "beats_length", "reward_length", "prompt_only", "label_signal", "label_shuffle")
-            return [spread, *(skipped(name, "", "rewards are not finite") for name in names)]
+            return [spread, *(skipped(name, "", "rewards are not finite") for name in _NEEDS_REWARDS)]
         is_fresh = doctor_head.is_head_fresh(self.model)
         return [
             spread,
@@ -188,7 +181,7 @@ class _Examination:
     def _learned(self, scored: doctor_rewards.ScoredPairs, is_fresh: bool) -> list[Check]:
         if is_fresh:
             reason = "the head is at its random start, so its rewards mean nothing yet"
-            return [skipped(name, "", reason) for name in ("label_agreement", "beats_length", "reward_length")]
+            return [skipped(name, "", reason) for name in _LEARNED]
         return [
             doctor_rewards.label_agreement(scored, self.seed),
             doctor_rewards.beats_length(scored, self.seed),
@@ -200,7 +193,3 @@ class _Examination:
             rewards = padded_rewards(self.model, self.probe).numpy()
         even = len(rewards) // 2 * 2
         return [doctor_rewards.reward_spread(rewards[:even:2], rewards[1:even:2])]
-
-    @staticmethod
-    def _without_data(name: str) -> Check:
-        return skipped(name, "", "there are no pairs; name some with --data")

@@ -11,7 +11,7 @@ from rm_optimizer.core.classifier.head import RewardHead, head_side_modules, ini
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status
+from rm_optimizer.doctor.diagnosis import Check, Status, judged
 from rm_optimizer.doctor.probe_conversations import running
 
 
@@ -32,13 +32,11 @@ def head_init(model: BradleyTerryRM) -> Check:
     std, fresh_std = float(weight.square().mean().sqrt()), 1 / (weight.shape[1] + 1)
     is_fresh = is_head_fresh(model)
     is_usable = 0 < std < torch.inf
-    explanation = "the head is at its random start" if is_fresh else "the head has trained weights"
-    if not is_usable:
-        explanation = "the head's weights are zero or not finite, so no response gets a reward of its own; train again"
-    expected = f"finite and more than 0; {fresh_std:.3g} at the start"
-    details: dict[str, MeasuredValue] = {"origin": model.head_init, "fresh": str(is_fresh)}
-    status = Status.ok if is_usable else Status.fail
-    return Check("head_init", status, std, "root mean square of the weights", expected, explanation, details)
+    good = "the head is at its random start" if is_fresh else "the head has trained weights"
+    bad = "the head's weights are zero or not finite, so no response gets a reward of its own; train again"
+    expected, unit = f"finite and more than 0; {fresh_std:.3g} at the start", "root mean square of the weights"
+    details = {"origin": model.head_init, "fresh": str(is_fresh)}
+    return judged("head_init", is_usable, std, unit, expected, good, bad, details=details)
 
 
 def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -49,20 +47,16 @@ def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check
     kinds = (model.reward_head.weight.dtype, rewards.dtype)
     is_exact = all(kind in (torch.float32, torch.float64) for kind in kinds)
     is_rounded = bool((rewards == rewards.bfloat16()).all() and rewards.unique().numel() > 1)
-    status = Status.ok if is_exact and not is_rounded else Status.fail
-    explanation = (
-        "the head computes in full precision inside mixed precision"
-        if status is Status.ok
-        else "the head rounds rewards to a half type, which ties unequal responses; compute it in float32"
-    )
     name = str(kinds[1] if is_exact else kinds[0]).removeprefix("torch.")
-    details: dict[str, MeasuredValue] = {"rounded_under_autocast": str(is_rounded)}
-    return Check("head_dtype", status, name, "", "float32 or float64", explanation, details)
+    good = "the head computes in full precision inside mixed precision"
+    bad = "the head rounds rewards to a half type, which ties unequal responses; compute it in float32"
+    is_good, details = is_exact and not is_rounded, {"rounded_under_autocast": str(is_rounded)}
+    return judged("head_dtype", is_good, name, "", "float32 or float64", good, bad, details=details)
 
 
 def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
     """A pair's loss has a finite gradient for the head that is not zero."""
-    expected = "more than 0"
+    expected, unit = "more than 0", "norm of the loss's gradient"
     frozen = [
         f"{module}.{name}"
         for module in head_side_modules(model.model)
@@ -71,40 +65,29 @@ def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     ]
     if frozen:
         reason = f"{', '.join(frozen)} on the head's side require no gradient; unfreeze them before training"
-        return Check("head_trainable", Status.fail, 0.0, "norm of the loss's gradient", expected, reason)
+        return Check("head_trainable", Status.fail, 0.0, unit, expected, reason)
     ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe[1:3], model.pad_choice.token_id))
     with running(model, training=False), torch.enable_grad():
         rewards = model(ids, mask)
         gradient = torch.autograd.grad(bradley_terry_loss(rewards[:1], rewards[1:]), model.reward_head.weight)[0]
     norm = float(gradient.norm())
-    status = Status.ok if 0 < norm < torch.inf else Status.fail
-    explanation = (
-        "the head learns from a pair"
-        if status is Status.ok
-        else "the head gets no usable gradient from a pair; check that hidden states are finite and differ"
-    )
-    return Check("head_trainable", status, norm, "norm of the loss's gradient", expected, explanation)
+    bad = "the head gets no usable gradient from a pair; check that hidden states are finite and differ"
+    is_usable = 0 < norm < torch.inf
+    return judged("head_trainable", is_usable, norm, unit, expected, "the head learns from a pair", bad)
 
 
 def single_label(model: BradleyTerryRM) -> Check:
     """Check for one output in both head and configuration."""
     config, outputs = model.model.config, model.reward_head.out_features
-    status = Status.ok if config.num_labels == outputs == 1 else Status.fail
-    explanation = (
-        "the head has one output and the configuration says so"
-        if status is Status.ok
-        else f"configuration and head have {config.num_labels} and {outputs} labels; load the model with num_labels=1"
-    )
-    return Check("single_label", status, config.num_labels, "labels", "1 label", explanation)
+    good = "the head has one output and the configuration says so"
+    bad = f"configuration and head have {config.num_labels} and {outputs} labels; load the model with num_labels=1"
+    is_single = config.num_labels == outputs == 1
+    return judged("single_label", is_single, config.num_labels, "labels", "1 label", good, bad)
 
 
 def raw_reward(model: BradleyTerryRM) -> Check:
     """The configuration asks servers for the raw output: classification gets a sigmoid or softmax by default."""
     kind = model.model.config.problem_type
-    status = Status.ok if kind == "regression" else Status.fail
-    explanation = (
-        "servers apply no activation to a regression"
-        if status is Status.ok
-        else "servers may apply a sigmoid or softmax to the reward; set problem_type to 'regression'"
-    )
-    return Check("raw_reward", status, str(kind), "", "problem_type regression", explanation)
+    good = "servers apply no activation to a regression"
+    bad = "servers may apply a sigmoid or softmax to the reward; set problem_type to 'regression'"
+    return judged("raw_reward", kind == "regression", str(kind), "", "problem_type regression", good, bad)

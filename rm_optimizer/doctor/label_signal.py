@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
-from rm_optimizer.doctor.rewards import ScoredPairs
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
+from rm_optimizer.doctor.rewards import ScoredPairs, interval_of
 
 NUM_SHUFFLES = 32
 NUM_FOLDS = 5
@@ -97,7 +97,7 @@ def _random_winners(scored: ScoredPairs, seed: int) -> NDArray[np.float64]:
 
 def _signal(scored: ScoredPairs, predicted: NDArray[np.float64], shuffled: float, is_fresh: bool, seed: int) -> Check:
     estimate = scored.accuracy(predicted, seed)
-    low, high = estimate.low or 0.0, 1.0 if estimate.high is None else estimate.high
+    low, high = interval_of(estimate)
     status = Status.ok
     explanation = f"a probe of the frozen model predicts {estimate:.3f} of the labels on new prompts"
     if not low > 0.5:
@@ -119,9 +119,7 @@ def _shuffle(accuracies: NDArray[np.float64]) -> Check:
     mean = float(accuracies.mean())
     error = float(accuracies.std(ddof=1) / np.sqrt(len(accuracies)))
     is_leaking = mean - _STANDARD_ERRORS * error > 0.5
-    explanation = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
-    if is_leaking:
-        explanation += ", so the same comparisons stand under several prompts; remove such repeats before splitting"
-    details: dict[str, MeasuredValue] = {"standard_error": error, "num_shuffles": len(accuracies)}
-    status = Status.fail if is_leaking else Status.ok
-    return Check("label_shuffle", status, mean, "held-out accuracy", "0.5", explanation, details)
+    good = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
+    bad = f"{good}, so the same comparisons stand under several prompts; remove such repeats before splitting"
+    details = {"standard_error": error, "num_shuffles": len(accuracies)}
+    return judged("label_shuffle", not is_leaking, mean, "held-out accuracy", "0.5", good, bad, details=details)

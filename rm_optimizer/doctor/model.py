@@ -13,7 +13,7 @@ from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.pooling import pools_last_token
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 from rm_optimizer.doctor.probe_conversations import (
     UNIT,
     alone_rewards,
@@ -33,9 +33,7 @@ def _invariance(
 ) -> Check:
     """The check that rewards stayed the same but for arithmetic; NaN fails."""
     tolerance = change_tolerance(model)
-    status = Status.ok if change <= tolerance else Status.fail
-    explanation = good if status is Status.ok else bad
-    return Check(name, status, change, UNIT, f"at most {tolerance:g}", explanation, details)
+    return judged(name, change <= tolerance, change, UNIT, f"at most {tolerance:g}", good, bad, details=details)
 
 
 def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -70,9 +68,8 @@ def plain_forward(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Ch
     if plain.shape != (len(probe), 1):
         shape = "x".join(str(size) for size in plain.shape)
         expected, remedy = f"logits of shape {len(probe)}x1", "load the model with num_labels=1"
-        return Check(
-            "plain_forward", Status.fail, shape, "", expected, f"the classifier gives {shape} logits; {remedy}"
-        )
+        wrong = f"the classifier gives {shape} logits; {remedy}"
+        return Check("plain_forward", Status.fail, shape, "", expected, wrong)
     change = change_of(ours, plain.squeeze(-1).double().cpu())
     bad = (
         "plain transformers reads other rewards than training, so a server will too; give the tokenizer a pad token "
@@ -117,9 +114,8 @@ def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) ->
     expected = f"{best}, with the rewards of eager attention"
     slow = f"{kernel} attention where {best} is at hand; load with attn_implementation=auto"
     if kernel == "eager":
-        status = Status.ok if best == "eager" else Status.warn
-        explanation = "the model has no other attention kernel" if best == "eager" else slow
-        return Check("attention_kernel", status, kernel, "", expected, explanation)
+        good = "the model has no other attention kernel"
+        return judged("attention_kernel", best == "eager", kernel, "", expected, good, slow, otherwise=Status.warn)
     with running(model, training=False):
         fast = padded_rewards(model, probe)
         model.model.set_attn_implementation("eager")
@@ -131,9 +127,8 @@ def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) ->
     if not change <= change_tolerance(model):
         wrong = f"{kernel} attention gives other rewards than eager; load with attn_implementation=eager"
         return Check("attention_kernel", Status.fail, kernel, "", expected, wrong, {"change": change})
-    explanation = f"{kernel} attention gives the rewards of eager attention" if kernel == best else slow
-    status = Status.ok if kernel == best else Status.warn
-    return Check("attention_kernel", status, kernel, "", expected, explanation, {"change": change})
+    verdict = (kernel == best, kernel, "", expected, f"{kernel} attention gives the rewards of eager attention", slow)
+    return judged("attention_kernel", *verdict, otherwise=Status.warn, details={"change": change})
 
 
 def save_reload(model: BradleyTerryRM) -> Check:
@@ -147,9 +142,6 @@ def save_reload(model: BradleyTerryRM) -> Check:
             certificate = model.save_pretrained(Path(folder, "export"))
         except (CheckpointError, ValueError, RuntimeError) as error:  # the last two are transformers' own refusals
             return Check("save_reload", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
-    details: dict[str, MeasuredValue] = {
-        "tolerance": certificate.tolerance,
-        "max_difference": certificate.max_difference,
-    }
+    details = {"tolerance": certificate.tolerance, "max_difference": certificate.max_difference}
     explanation = "the saved model scores alike in plain transformers"
     return Check("save_reload", Status.ok, certificate.relative_difference, unit, expected, explanation, details)

@@ -20,7 +20,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 from rm_optimizer.doctor.probe_conversations import change_tolerance, padded_rewards, running
 
 MOST_TIES = 0.01
@@ -64,29 +64,33 @@ class ScoredPairs:
         """
         pairs = (*self.pairs, *self.cut_pairs)
         margin = np.concatenate([self.margin, np.zeros(len(self.cut_pairs))])
-        return evaluate_pairs(
-            margin,
-            np.zeros_like(margin),
-            beta=1.0,
-            label=np.array([pair.label for pair in pairs]),
-            weight=np.array([pair.weight for pair in pairs]),
-            length_gap=length_sign * np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
-            prompt_ids=[pair.prompt_id for pair in pairs],
-            num_bootstrap=NUM_BOOTSTRAP,
-            seed=seed,
-        )
+        gap = length_sign * np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs])
+        weight = np.array([pair.weight for pair in pairs])
+        return _agreement(pairs, margin, seed, weight=weight, length_gap=gap)
 
     def accuracy(self, margin: NDArray[np.float64], seed: int) -> Estimate:
         """Agreement of margins with the labels, ties one half, with an interval over prompts."""
-        return evaluate_pairs(
-            margin,
-            np.zeros_like(margin),
-            beta=1.0,
-            label=np.array([pair.label for pair in self.pairs]),
-            prompt_ids=[pair.prompt_id for pair in self.pairs],
-            num_bootstrap=NUM_BOOTSTRAP,
-            seed=seed,
-        ).accuracy
+        return _agreement(self.pairs, margin, seed).accuracy
+
+
+def _agreement(
+    pairs: Sequence[PreferencePair],
+    margin: NDArray[np.float64],
+    seed: int,
+    weight: NDArray[np.float64] | None = None,
+    length_gap: NDArray[np.float64] | None = None,
+) -> PairwiseMetrics:
+    return evaluate_pairs(
+        margin,
+        np.zeros_like(margin),
+        beta=1.0,
+        label=np.array([pair.label for pair in pairs]),
+        prompt_ids=[pair.prompt_id for pair in pairs],
+        weight=weight,
+        length_gap=length_gap,
+        num_bootstrap=NUM_BOOTSTRAP,
+        seed=seed,
+    )
 
 
 def score_sample(
@@ -148,7 +152,7 @@ def reward_spread(chosen: NDArray[np.float64], rejected: NDArray[np.float64]) ->
 def label_agreement(scored: ScoredPairs, seed: int) -> Check:
     """A trained model ranks pairs as the labels do, beyond chance."""
     estimate = scored.metrics(seed, length_sign=1.0).accuracy
-    low, high = _interval(estimate)
+    low, high = interval_of(estimate)
     status, explanation = Status.ok, f"rewards agree with {estimate.value:.3f} of the labels"
     if not low > 0.5:
         status = Status.warn
@@ -213,13 +217,17 @@ def reward_length(scored: ScoredPairs) -> Check:
     half = 1.96 * 1.03 / math.sqrt(len(length) - 3)
     low, high = (math.tanh(math.atanh(np.clip(rho, -0.999999, 0.999999)) + sign * half) for sign in (-1, 1))
     follows = low > LENGTH_CORRELATION or high < -LENGTH_CORRELATION
-    explanation = f"margins correlate with length by {rho:.2f}"
-    if follows:
-        explanation += "; the model ranks by length, so balance lengths in the data or penalize length"
+    good = f"margins correlate with length by {rho:.2f}"
+    verdict = (
+        rho,
+        "rank correlation",
+        expected,
+        good,
+        f"{good}; the model ranks by length, so balance lengths in the data or penalize length",
+    )
     baseline = length_baseline(scored.pairs).value
-    details: dict[str, MeasuredValue] = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
-    status = Status.warn if follows else Status.ok
-    return Check("reward_length", status, rho, "rank correlation", expected, explanation, details)
+    details = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
+    return judged("reward_length", not follows, *verdict, otherwise=Status.warn, details=details)
 
 
 def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
@@ -230,18 +238,13 @@ def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
         rewards = np.stack([padded_rewards(model, both).numpy() for both in sides])
     tolerance = change_tolerance(model) * float(scored.rewards.std())
     num_apart = int((~(np.abs(rewards[:, 0] - rewards[:, 1]) <= tolerance)).sum())
-    explanation = (
-        "the sides of a pair get different rewards for the same text; look for state in the rendering or the model"
-        if num_apart
-        else f"given the prompt alone, none of {len(pairs)} pairs is told apart"
-    )
-    status = Status.fail if num_apart else Status.ok
-    share = num_apart / len(pairs)
-    details: dict[str, MeasuredValue] = {"num_pairs": len(pairs)}
-    return Check("prompt_only", status, share, "share of pairs told apart", "0", explanation, details)
+    good = f"given the prompt alone, none of {len(pairs)} pairs is told apart"
+    bad = "the sides of a pair get different rewards for the same text; look for state in the rendering or the model"
+    share, unit = num_apart / len(pairs), "share of pairs told apart"
+    return judged("prompt_only", not num_apart, share, unit, "0", good, bad, details={"num_pairs": len(pairs)})
 
 
-def _interval(estimate: Estimate) -> tuple[float, float]:
+def interval_of(estimate: Estimate) -> tuple[float, float]:
     """The estimate's interval, or all of [0, 1] where one prompt gives none."""
     return (0.0 if estimate.low is None else estimate.low), (1.0 if estimate.high is None else estimate.high)
 

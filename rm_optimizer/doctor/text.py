@@ -8,7 +8,7 @@ from datetime import datetime
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
-from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, skipped
+from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 
 _DAYS = (datetime(2024, 1, 2), datetime(2031, 10, 29))
 _ANSWER = "It is so."
@@ -51,24 +51,21 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     closing = model.renderer.closing()
     if model.renderer.is_written and not closers.intersection(closing):
         ending = tokenizer.decode(list(closing))
-        return skipped(
-            "special_tokens", expected, f"its chat template writes the whole sequence, which ends with {ending!r}"
-        )
+        reason = f"its chat template writes the whole sequence, which ends with {ending!r}"
+        return skipped("special_tokens", expected, reason)
     adds_opener = tokenizer("a")["input_ids"][0] in openers
     num_openers = [_leading(ids, openers) for ids in probe]
     num_closers = [_leading(_stripped(model, ids)[::-1], closers) for ids in probe]
     opens = [count == 1 if adds_opener else count <= 1 for count in num_openers]
     wrong_start, wrong_end = opens.count(False), sum(count != 1 for count in num_closers)
     num_wrong = sum(not first or last != 1 for first, last in zip(opens, num_closers, strict=True))
-    explanation = (
+    good = "special tokens stand once at either end of every sequence"
+    bad = (
         f"{wrong_start} sequences open with BOS and {wrong_end} close with EOS zero times or twice; let the rendering "
         "or the tokenizer add them, not both"
-        if num_wrong
-        else "special tokens stand once at either end of every sequence"
     )
-    status = Status.fail if num_wrong else Status.ok
-    details: dict[str, MeasuredValue] = {"wrong_start": wrong_start, "wrong_end": wrong_end}
-    return Check("special_tokens", status, num_wrong, f"of {len(probe)} sequences", expected, explanation, details)
+    verdict = (not num_wrong, num_wrong, f"of {len(probe)} sequences", expected, good, bad)
+    return judged("special_tokens", *verdict, details={"wrong_start": wrong_start, "wrong_end": wrong_end})
 
 
 def _openers(model: BradleyTerryRM) -> set[int]:
@@ -101,14 +98,9 @@ def template_date(model: BradleyTerryRM) -> Check:
         return skipped("template_date", expected, "the tokenizer has no chat template, and the plain form has no date")
     is_same = texts[0] == texts[1]
     remedy = "load the tokenizer through BradleyTerryRM, which pins the date, or write the date into the template"
-    explanation = f"{what} one text" if is_same else f"{what} two texts, so rewards change by the day; {remedy}"
-    details: dict[str, MeasuredValue] = {
-        "kind": model.renderer.kind,
-        "template_hash": model.renderer.template_hash,
-        "pinned_date": model.renderer.pinned_date,
-    }
-    status = Status.ok if is_same else Status.fail
-    return Check("template_date", status, len(set(texts)), "different texts", expected, explanation, details)
+    good, bad = f"{what} one text", f"{what} two texts, so rewards change by the day; {remedy}"
+    details = {name: getattr(model.renderer, name) for name in ("kind", "template_hash", "pinned_date")}
+    return judged("template_date", is_same, len(set(texts)), "different texts", expected, good, bad, details=details)
 
 
 def _text_on(model: BradleyTerryRM, day: datetime, prompt: Prompt, response: str) -> str:
@@ -127,14 +119,12 @@ def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -
         reason = f"max_length={model.max_length} cuts every probe conversation"
         return skipped("rendered_together", expected, reason)
     num_wrong = sum(not _contains(probe[i], whole[i]) for i in short)
-    explanation = (
+    good = "prompt and response are rendered together and tokenized once"
+    bad = (
         "sequences differ from the tokens of the conversation's text; render prompt and response together and tokenize "
         "the text once"
-        if num_wrong
-        else "prompt and response are rendered together and tokenized once"
     )
-    status = Status.fail if num_wrong else Status.ok
-    return Check("rendered_together", status, num_wrong, f"of {len(short)} sequences", expected, explanation)
+    return judged("rendered_together", not num_wrong, num_wrong, f"of {len(short)} sequences", expected, good, bad)
 
 
 def _whole_text_ids(model: BradleyTerryRM, prompt: Prompt, response: str) -> list[int]:
@@ -161,14 +151,10 @@ def truncation(model: BradleyTerryRM) -> Check:
     same_start = cut.ids[0] == whole.ids[0] or whole.ids[0] not in _openers(model)
     is_whole = len(cut.ids) == model.max_length and cut.prompt_cut > 0 and cut.response_cut == 0
     is_right = is_whole and same_start and same_end
-    explanation = (
-        "a prompt that is too long loses tokens from its left, and the response is kept"
-        if is_right
-        else "cutting an over-long prompt changes the response or the special tokens; cut the prompt's left end only"
-    )
-    details: dict[str, MeasuredValue] = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
-    status = Status.ok if is_right else Status.fail
-    return Check("truncation", status, len(cut.ids), "tokens", expected, explanation, details)
+    good = "a prompt that is too long loses tokens from its left, and the response is kept"
+    bad = "cutting an over-long prompt changes the response or the special tokens; cut the prompt's left end only"
+    details = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
+    return judged("truncation", is_right, len(cut.ids), "tokens", expected, good, bad, details=details)
 
 
 def _shared_start(model: BradleyTerryRM) -> int:

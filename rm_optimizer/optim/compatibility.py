@@ -12,17 +12,12 @@ from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, Sche
 SHARDED_STRATEGY = "fsdp2"
 """What `hardware.strategy` calls FSDP2."""
 
-OPTIONS: dict[TrainingSetup, str] = {
-    "fsdp1": "hardware.strategy",
-    "fsdp2": "hardware.strategy",
-    "deepspeed": "hardware.strategy",
-    "decay": "schedule.name",
-}
+OTHERS = "use hardware=fsdp, which is FSDP2, or hardware=ddp"
 HINTS: dict[TrainingSetup, str] = {
-    "fsdp1": "; use hardware=fsdp, which is FSDP2, or hardware=ddp",
-    "fsdp2": "; use hardware=ddp",
-    "deepspeed": "; use hardware=fsdp, which is FSDP2, or hardware=ddp",
-    "decay": "; add schedule=constant",
+    "fsdp1": OTHERS,
+    "fsdp2": "use hardware=ddp",
+    "deepspeed": OTHERS,
+    "decay": "add schedule=constant",
 }
 
 
@@ -33,19 +28,16 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
         ConfigError: naming the combination and the reason.
     """
     refuses = optimizer_info(config.name).refuses
-    for setup, value in _setups(hardware, schedule):
+    for setup, option in _setups(hardware, schedule):
         if setup in refuses:
-            option = f"{OPTIONS[setup]}={value}"
-            raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}{HINTS[setup]}")
+            raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")
 
 
 def _setups(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[TrainingSetup, str]]:
-    """Setups of the run that an optimizer may refuse, each with the option's value."""
-    if hardware.strategy == SHARDED_STRATEGY:
-        yield "fsdp2", hardware.strategy
-    elif hardware.strategy.startswith("fsdp"):
-        yield "fsdp1", hardware.strategy
-    if hardware.strategy.startswith("deepspeed"):
-        yield "deepspeed", hardware.strategy
+    """Setups of the run that an optimizer may refuse, each with the option."""
+    kinds: dict[str, TrainingSetup] = {SHARDED_STRATEGY: "fsdp2", "fsdp": "fsdp1", "deepspeed": "deepspeed"}
+    kind = next((kind for start, kind in kinds.items() if hardware.strategy.startswith(start)), None)
+    if kind is not None:
+        yield kind, f"hardware.strategy={hardware.strategy}"
     if schedule.name is not ScheduleName.constant:
-        yield "decay", schedule.name.value
+        yield "decay", f"schedule.name={schedule.name.value}"

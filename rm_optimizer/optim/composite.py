@@ -9,6 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Loss of an optimizer's closure, which computes the gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class CompositeOptimizer(Optimizer):
     """Optimizers of disjoint parameters that step together.
 
@@ -50,10 +58,7 @@ class CompositeOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step every part once, after one evaluation of the closure if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for part in self.parts:
             part.step()
         return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.optim.param_groups import ParamPartition
 from rm_optimizer.optim.roles import Role
 from rm_optimizer.schema.optimizers import (
+    AdamConfig,
     AdEMAMixConfig,
     MARSConfig,
     ProdigyConfig,
@@ -26,15 +28,13 @@ SPECTRAL_ROLES = (Role.hidden, Role.lora, Role.new)
 
 def build_soap(params: ParamPartition, config: SOAPConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.SOAP`; its first step only starts the preconditioner, as in the authors' code."""
-    optimizer = _load("SOAP")(
-        params.groups(config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+    return _adam_like(
+        "SOAP",
+        params,
+        config,
         precondition_frequency=config.precondition_frequency,
         max_precondition_dim=config.max_precondition_dim,
     )
-    return cast(Optimizer, optimizer)
 
 
 def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: int | None) -> Optimizer:
@@ -45,30 +45,15 @@ def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: in
     """
     if config.slow_warmup_ratio and num_steps is None:
         raise ValueError("ademamix with slow_warmup_ratio > 0 needs build_optimizer(…, num_steps=…)")
-    optimizer = _load("AdEMAMix")(
-        params.groups(config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2, config.beta3),
-        eps=config.eps,
-        alpha=config.alpha,
-        weight_decouple=True,
-        t_alpha_beta3=config.slow_warmup_ratio * (num_steps or 0) or None,
-    )
-    return cast(Optimizer, optimizer)
+    betas = (config.beta1, config.beta2, config.beta3)
+    warmup = config.slow_warmup_ratio * (num_steps or 0) or None
+    options = {"betas": betas, "alpha": config.alpha, "weight_decouple": True, "t_alpha_beta3": warmup}
+    return _adam_like("AdEMAMix", params, config, **options)
 
 
 def build_prodigy(params: ParamPartition, config: ProdigyConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.Prodigy` with bias correction, and its estimate safe from a warm-up."""
-    optimizer = _load("Prodigy")(
-        params.groups(config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        d_coef=config.d_coef,
-        bias_correction=True,
-        safeguard_warmup=True,
-    )
-    return cast(Optimizer, optimizer)
+    return _adam_like("Prodigy", params, config, d_coef=config.d_coef, bias_correction=True, safeguard_warmup=True)
 
 
 def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None) -> Optimizer:
@@ -76,18 +61,8 @@ def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None
 
     The library adds 1e-15 to the mean square before its root, which matters for gradients below about 1e-7.
     """
-    betas = (config.beta1, config.beta2)
-    optimizer = _load("MARS")(
-        params.groups(config),
-        lr=config.lr,
-        betas=betas,
-        gamma=config.gamma,
-        eps=config.eps,
-        lr_1d=config.lr,
-        betas_1d=betas,
-        weight_decay_1d=0.0,
-    )
-    return cast(Optimizer, optimizer)
+    vectors = {"lr_1d": config.lr, "betas_1d": (config.beta1, config.beta2), "weight_decay_1d": 0.0}
+    return _adam_like("MARS", params, config, gamma=config.gamma, **vectors)
 
 
 def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | None) -> Optimizer:
@@ -111,7 +86,7 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
             matrix = norms.SPECTRAL if Role(group["role"]) in SPECTRAL_ROLES else norms.SIGN
             members[norms.BIAS if parameter.ndim < 2 else matrix].append((name, parameter))
         groups += [group | {"params": some, "norm_type": int(n), "scale": scales[n]} for n, some in members.items()]
-    return cast(Optimizer, scion(groups, lr=config.lr, momentum=1 - config.momentum))
+    return scion(groups, lr=config.lr, momentum=1 - config.momentum)
 
 
 def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int | None) -> Optimizer:
@@ -122,17 +97,10 @@ def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int 
     shampoo = _load("ScalableShampoo")
     graft = import_module("pytorch_optimizer.optimizer.utils.graft")
     preconditioner = import_module("pytorch_optimizer.optimizer.utils.preconditioner")
-    torch.serialization.add_safe_globals(
-        [
-            preconditioner.PreConditioner,
-            preconditioner.BlockPartitioner,
-            preconditioner.PreConditionerType,
-            graft.SGDGraft,
-            graft.AdaGradGraft,
-            graft.RMSPropGraft,
-        ]
-    )
-    optimizer = shampoo(
+    stored = [getattr(preconditioner, name) for name in ("PreConditioner", "BlockPartitioner", "PreConditionerType")]
+    stored += [graft.SGDGraft, graft.AdaGradGraft, graft.RMSPropGraft]
+    torch.serialization.add_safe_globals(stored)
+    return shampoo(
         params.groups(config),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -143,13 +111,18 @@ def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int 
         block_size=config.block_size,
         graft_type=getattr(graft.LayerWiseGrafting, config.graft.name.upper()),
     )
-    return cast(Optimizer, optimizer)
 
 
-def _load(name: str) -> Any:
+def _adam_like(name: str, params: ParamPartition, config: AdamConfig, **options: Any) -> Optimizer:
+    """An optimizer of pytorch_optimizer that takes Adam's options, and some of its own."""
+    adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    return _load(name)(params.groups(config), **adam | options)
+
+
+def _load(name: str) -> Callable[..., Optimizer]:
     """A class of pytorch_optimizer, imported when first needed because the import takes seconds."""
     try:
-        return getattr(import_module("pytorch_optimizer"), name)
+        return cast("Callable[..., Optimizer]", getattr(import_module("pytorch_optimizer"), name))
     except ModuleNotFoundError as error:
         if error.name != "pytorch_optimizer":
             raise

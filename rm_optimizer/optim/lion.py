@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from rm_optimizer.optim.composite import loss_of
+
 
 class Lion(Optimizer):
     """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675, Program 1).
@@ -30,10 +32,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim.composite import CompositeOptimizer
+from rm_optimizer.optim.composite import CompositeOptimizer, loss_of
 from rm_optimizer.optim.param_groups import ParamPartition
 from rm_optimizer.optim.roles import Role
 from rm_optimizer.schema.optimizers import MuonConfig, MuonScaling
@@ -87,10 +87,7 @@ class ShardedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every matrix that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         try:
             for group in groups:

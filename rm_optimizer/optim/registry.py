@@ -37,16 +37,16 @@ class OptimizerInfo:
     extra: str | None
     """Extra of rm-optimizer that installs it; null for built-in ones."""
     family: Family
-    passes_per_step: int
-    """Forward and backward passes over a macro-batch in one step."""
     state_bytes_per_param: float
     """Optimizer state of a square float32 hidden matrix, in bytes for each of its entries, once all of it exists."""
     lr_vs_adamw: RelativeRate | None
     """Null where learning rates do not compare."""
-    refuses: Mapping[TrainingSetup, str]
-    """Setups in which it would train something else than its name says, each with the reason."""
     build: Callable[..., Optimizer]
     """Function of a partition, the entry's configuration and the run's number of steps, if known, to the optimizer."""
+    refuses: Mapping[TrainingSetup, str]
+    """Setups in which it would train something else than its name says, each with the reason."""
+    passes_per_step: int = 1
+    """Forward and backward passes over a macro-batch in one step."""
 
 
 FLAT: Mapping[TrainingSetup, str] = {
@@ -72,57 +72,34 @@ POPT = "optimizers"
 """Extra with pytorch-optimizer."""
 
 
-def _entry(
-    name: str,
-    extra: str | None,
-    family: Family,
-    state_bytes: float,
-    rate: RelativeRate | None,
-    build: Callable[..., Optimizer],
-    *,
-    refuses: Mapping[TrainingSetup, str] = MappingProxyType({}),
-    passes: int = 1,
-) -> OptimizerInfo:
-    return OptimizerInfo(name, extra, family, passes, state_bytes, rate, MappingProxyType(dict(refuses)), build)
-
-
 OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            _entry("adam", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, refuses=CLIPPED),
-            _entry("adamw", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, refuses=CLIPPED),
-            _entry("sgd", None, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd, refuses=CLIPPED),
-            _entry("muon", None, "matrix", 4, RelativeRate(3, 1), build_muon, refuses=FLAT),
-            _entry("lion", None, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, refuses=CLIPPED),
-            _entry("adafactor", None, "factored", 0, None, standard.build_adafactor, refuses={**FLAT, **WHOLE}),
-            _entry(
-                "sam",
-                None,
-                "two_pass",
-                8,
-                RelativeRate(1, 1),
-                standard.build_sam,
-                refuses=GLOBAL,
-                passes=2,
+            OptimizerInfo("adam", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, CLIPPED),
+            OptimizerInfo("adamw", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, CLIPPED),
+            OptimizerInfo("sgd", None, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd, CLIPPED),
+            OptimizerInfo("muon", None, "matrix", 4, RelativeRate(3, 1), build_muon, FLAT),
+            OptimizerInfo("lion", None, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, CLIPPED),
+            OptimizerInfo("adafactor", None, "factored", 0, None, standard.build_adafactor, {**FLAT, **WHOLE}),
+            OptimizerInfo(
+                "sam", None, "two_pass", 8, RelativeRate(1, 1), standard.build_sam, GLOBAL, passes_per_step=2
             ),
-            _entry(
+            OptimizerInfo(
                 "schedulefree",
                 None,
                 "schedule_free",
                 8,
                 RelativeRate(3, 3),
                 standard.build_schedule_free,
-                refuses={**AVERAGES, **CLIPPED},
+                {**AVERAGES, **CLIPPED},
             ),
-            _entry("soap", POPT, "matrix", 24, RelativeRate(1, 1), extra.build_soap, refuses={**FLAT, **WHOLE}),
-            _entry("ademamix", POPT, "elementwise", 12, RelativeRate(1, 1), extra.build_ademamix, refuses=CLIPPED),
-            _entry("prodigy", POPT, "lr_free", 16, None, extra.build_prodigy, refuses={**GLOBAL, **WHOLE}),
-            _entry(
-                "mars", POPT, "elementwise", 12, RelativeRate(1.5, 1.5), extra.build_mars, refuses={**FLAT, **WHOLE}
-            ),
-            _entry("scion", POPT, "matrix", 4, None, extra.build_scion, refuses={**FLAT, **BFLOAT16}),
-            _entry("shampoo", POPT, "matrix", 28, RelativeRate(1, 1), extra.build_shampoo, refuses={**FLAT, **WHOLE}),
+            OptimizerInfo("soap", POPT, "matrix", 24, RelativeRate(1, 1), extra.build_soap, {**FLAT, **WHOLE}),
+            OptimizerInfo("ademamix", POPT, "elementwise", 12, RelativeRate(1, 1), extra.build_ademamix, CLIPPED),
+            OptimizerInfo("prodigy", POPT, "lr_free", 16, None, extra.build_prodigy, {**GLOBAL, **WHOLE}),
+            OptimizerInfo("mars", POPT, "elementwise", 12, RelativeRate(1.5, 1.5), extra.build_mars, {**FLAT, **WHOLE}),
+            OptimizerInfo("scion", POPT, "matrix", 4, None, extra.build_scion, {**FLAT, **BFLOAT16}),
+            OptimizerInfo("shampoo", POPT, "matrix", 28, RelativeRate(1, 1), extra.build_shampoo, {**FLAT, **WHOLE}),
         )
     }
 )
@@ -140,11 +117,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: OptimizerConfig,
-    *,
-    head_names: Collection[str],
-    num_steps: int | None = None,
+    model: nn.Module, config: OptimizerConfig, *, head_names: Collection[str], num_steps: int | None = None
 ) -> Optimizer:
     """The optimizer of a model's trainable parameters, each in exactly one group.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from rm_optimizer.optim.composite import loss_of
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -79,10 +81,7 @@ class ScheduleFreeAdamW(Optimizer):
         """
         if any(self._groups_in(train_mode=False)):
             raise RuntimeError("ScheduleFreeAdamW.step in evaluation mode; call set_train_mode(optimizer, True) before")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             average_weight = _advance(group)
             for p in group["params"]:
@@ -120,24 +119,14 @@ def _advance(group: dict[str, Any]) -> float:
     return float(weight / group["weight_sum"]) if group["weight_sum"] else 0.0
 
 
-@runtime_checkable
-class SwitchesWeights(Protocol):
-    """An optimizer whose training weights are not the weights to evaluate."""
-
-    def train(self) -> None:
-        """Put the training weights into the parameters."""
-
-    def eval(self) -> None:
-        """Put the weights to evaluate into the parameters."""
-
-
 def set_train_mode(optimizer: Optimizer, training: bool) -> None:
     """Put training or evaluation weights into the parameters; does nothing for optimizers that have only one kind.
 
     Call it with true before the first step, with false before evaluation, checkpoints and export.
     """
-    if isinstance(optimizer, SwitchesWeights):
-        optimizer.train() if training else optimizer.eval()
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if switch is not None:
+        switch()
 
 
 @contextmanager

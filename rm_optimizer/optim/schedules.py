@@ -66,27 +66,11 @@ def _decay_start(config: ScheduleConfig, num_steps: int) -> int:
     return num_steps - max(1, round(config.decay_ratio * num_steps))
 
 
-def _constant(progress: float) -> float:
-    return 1.0
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    """Half a cosine (Loshchilov & Hutter, 2017, Eq. 5)."""
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _one_minus_sqrt(progress: float) -> float:
-    """Decay found best for a constant schedule's end by Haegele et al. (2024, arXiv 2405.18392)."""
-    return 1.0 - math.sqrt(progress)
-
-
 SHAPES: dict[ScheduleName, Callable[[float], float]] = {
-    ScheduleName.constant: _constant,
-    ScheduleName.linear: _linear,
-    ScheduleName.cosine: _cosine,
-    ScheduleName.wsd: _one_minus_sqrt,
+    ScheduleName.constant: lambda progress: 1.0,
+    ScheduleName.linear: lambda progress: 1.0 - progress,
+    # Half a cosine (Loshchilov & Hutter, 2017, Eq. 5).
+    ScheduleName.cosine: lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    # The decay found best for a constant schedule's end by Haegele et al. (2024, arXiv 2405.18392).
+    ScheduleName.wsd: lambda progress: 1.0 - math.sqrt(progress),
 }

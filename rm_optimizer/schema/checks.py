@@ -113,4 +113,4 @@ def _ends(interval: str) -> tuple[str, ...]:
 
 def _number(text: str) -> float:
     base, _, power = text.partition("**")
-    return float(base) ** float(power or 1)
+    return float(float(base) ** int(power or 1))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Exit, Option
 
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel, length_note
-
-if TYPE_CHECKING:
-    from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
-    from rm_optimizer.doctor.diagnosis import Diagnosis
 
 
 def doctor(
@@ -29,6 +25,7 @@ def doctor(
 ) -> None:
     """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+    from rm_optimizer.doctor.doctor import diagnose
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.reporting.doctor_table import print_diagnosis
 
@@ -36,7 +33,9 @@ def doctor(
     model = saved.load(seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
     trained = TrainedPairs.recorded(saved.checkpoint)
-    diagnosis = _with_progress(model, data, trained, max_pairs=max_pairs, token_budget=token_budget, seed=seed)
+    limits = {"max_pairs": max_pairs, "token_budget": token_budget}
+    with _stages() as on_stage:
+        diagnosis = diagnose(model, data, seed=seed, trained=trained, on_stage=on_stage, **limits)
     with printed_beside(json_file):
         print_diagnosis(diagnosis, show_all=show_all)
         if dropped := [row for dataset in data.values() for row in dataset.skipped]:
@@ -47,29 +46,13 @@ def doctor(
     raise Exit(diagnosis.exit_code)
 
 
-def _with_progress(
-    model: BradleyTerryRM,
-    data: dict[str, PreferenceDataset],
-    trained: TrainedPairs | None,
-    *,
-    max_pairs: int,
-    token_budget: int,
-    seed: int,
-) -> Diagnosis:
+@contextmanager
+def _stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar while the block runs, and yield what moves it: the present stage, those done and all of them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from rm_optimizer.doctor.doctor import diagnose
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading")
-        return diagnose(
-            model,
-            data,
-            seed=seed,
-            trained=trained,
-            max_pairs=max_pairs,
-            token_budget=token_budget,
-            on_stage=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
-        )
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
