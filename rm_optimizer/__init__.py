@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from rm_optimizer.landscape import HessianAnalyzer as HessianAnalyzer
     from rm_optimizer.landscape import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape import SpectrumOptions as SpectrumOptions
+    from rm_optimizer.rl_coupling import EnsemblePrediction as EnsemblePrediction
+    from rm_optimizer.rl_coupling import MahalanobisDetector as MahalanobisDetector
+    from rm_optimizer.rl_coupling import RewardModelEnsemble as RewardModelEnsemble
     from rm_optimizer.schema import TrainConfig as TrainConfig
     from rm_optimizer.schema import compose as compose
     from rm_optimizer.schema import typed as typed
@@ -66,6 +69,7 @@ PUBLIC_MODULES = (
     "rm_optimizer.core.data_loader",
     "rm_optimizer.landscape",
     "rm_optimizer.optim",
+    "rm_optimizer.rl_coupling",
     "rm_optimizer.schema",
     "rm_optimizer.serving",
     "rm_optimizer.training",

@@ -157,6 +157,20 @@ WAYS: dict[str, Way] = {
         prints="2",
         slow=True,
     ),
+    "rm-opt ensemble train --seeds 5 --output outputs/ensemble": Way(
+        f"rm-opt ensemble train --seeds 2 --output outputs/ensemble --false-positive-rate 0.3 {FEW}",
+        prints="2 members, standardized on 16 responses",
+        slow=True,
+    ),
+    "rm-opt ensemble join outputs/ensemble/seed-0/best outputs/ensemble/seed-1/best --data pairs.jsonl "
+    "--output outputs/joined": Way(prints="outputs/joined/ensemble.json", slow=True),
+    'rm-opt score outputs/ensemble --ensemble mean --prompt "Explain chess" --response "Start with pawns." '
+    '--response "No."': Way(prints=" ± ", slow=True),
+    "rm-opt score outputs/ensemble responses.jsonl pessimistic.jsonl --ensemble uwo --penalty 1.0": Way(
+        f"{RESPONSES} && rm-opt score outputs/ensemble responses.jsonl pessimistic.jsonl --ensemble uwo",
+        prints="2 rows scored by 2 members",
+        slow=True,
+    ),
     "rm-opt doctor outputs/run/best --data pairs.jsonl": Way(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",

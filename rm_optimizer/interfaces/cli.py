@@ -11,6 +11,7 @@ from rm_optimizer import __version__
 from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.data_check import data_check
 from rm_optimizer.interfaces.commands.doctor import doctor
+from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
 from rm_optimizer.interfaces.commands.evaluate import evaluate
 from rm_optimizer.interfaces.commands.info import info
 from rm_optimizer.interfaces.commands.params import params
@@ -36,12 +37,18 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
 }
-"""Commands under the headings of `rm-opt --help`, with their settings; `rm-opt data` stands under Data."""
+"""Commands under the headings of `rm-opt --help`, with their settings, `rm-opt data` and `ensemble` aside."""
 
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)
 data_app = typer.Typer(cls=Commands, help="Look at preference data.", add_completion=False, **QUIET)
 data_app.command("check")(with_field_flags(data_check))
 app.add_typer(data_app, name="data", rich_help_panel="Data")
+ensemble_app = typer.Typer(
+    cls=Commands, help="Several reward models as one that knows its uncertainty.", add_completion=False, **QUIET
+)
+ensemble_app.command("train", **HYDRA)(ensemble_train)
+ensemble_app.command("join")(with_field_flags(ensemble_join))
+app.add_typer(ensemble_app, name="ensemble", rich_help_panel="Couple to a policy")
 for panel, commands in GROUPS.items():
     for command, settings in commands:
         app.command(rich_help_panel=panel, **settings)(with_field_flags(command))

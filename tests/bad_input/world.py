@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rm_optimizer.rl_coupling.ensemble import EnsembleReference
+from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from tests.builders import NARROW, encoder_tokenizer, narrow_reward_model, tiny_config
 
 PAIRS = [{"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"Maybe {i}?"} for i in range(12)]
@@ -29,6 +31,7 @@ def build(root: Path) -> None:
     _bad_files(root)
     _models(root)
     _broken_models(root)
+    _ensembles(root)
 
 
 def _good_files(root: Path) -> None:
@@ -133,6 +136,13 @@ def _models(root: Path) -> None:
     )
     AutoModel.from_config(bert).save_pretrained(root / "encoder")
     encoder_tokenizer().save_pretrained(root / "encoder")
+
+
+def _ensembles(root: Path) -> None:
+    reference = EnsembleReference((0.0, 0.0), (1.0, 1.0), 1.0, 0.05, 40)
+    text = save_ensemble(root / "twins", ["best", "best"], reference).read_text()
+    (root / "torn_twins").mkdir()
+    (root / "torn_twins" / "ensemble.json").write_text(text[:40])
 
 
 def _broken_models(root: Path) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.errors import ConfigError, Interrupted
+from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
 from rm_optimizer.interfaces.saved_model import SavedModel, length_note
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt
     from rm_optimizer.evaluation.score_file import CountedRewards, ScoredFile
+    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
 REPORT_SUFFIX = ".report.json"
@@ -31,14 +32,30 @@ def score(
     prompt: Annotated[str | None, Option("--prompt", help="Score this prompt…")] = None,
     responses: Annotated[list[str], Option("--response", help="…and response; may be repeated.")] = [],  # noqa: B006
     token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 16384,
+    ensemble: Annotated[
+        str | None,
+        Option("--ensemble", help="CHECKPOINT is an ensemble's folder; combine its members by mean, min or uwo."),
+    ] = None,
+    penalty: Annotated[float, Option("--penalty", min=0, help="Standard deviations that uwo takes off.")] = 1.0,
 ) -> None:
     """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
-    if prompt is not None and responses and in_file is None and out_file is None:
-        _print_scores(saved, prompt, responses, token_budget)
-    elif prompt is None and not responses and in_file is not None and out_file is not None:
-        _score_to_file(saved, in_file, out_file, token_budget)
-    else:
+    names_responses = prompt is not None and bool(responses) and in_file is None and out_file is None
+    names_files = prompt is None and not responses and in_file is not None and out_file is not None
+    if not (names_responses or names_files):
         raise ConfigError(USAGE)
+    if names_responses:
+        _require_texts(prompt or "", responses)
+    members = None if ensemble is None else _ensemble(saved, ensemble, penalty)
+    if members is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
+        raise ConfigError(f"{saved.checkpoint} is an ensemble; add --ensemble mean, min or uwo")
+    if names_responses and members is not None:
+        _print_predictions(members, prompt or "", responses)
+    elif names_responses:
+        _print_scores(saved, prompt or "", responses, token_budget)
+    elif members is not None:
+        _score_by_ensemble(members, saved.checkpoint, in_file or Path(), out_file or Path())
+    else:
+        _score_to_file(saved, in_file or Path(), out_file or Path(), token_budget)
 
 
 class LocalScorer:
@@ -66,14 +83,58 @@ class LocalScorer:
         )
 
 
-def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
-    """Print one reward a line, in the order of the responses; truncation is reported on standard error."""
-    from rm_optimizer.evaluation.score_file import require_finite
-
+def _require_texts(prompt: str, responses: Sequence[str]) -> None:
     if not prompt.strip():
         raise ConfigError("--prompt must not be empty")
     if not all(response.strip() for response in responses):
         raise ConfigError("--response must not be empty")
+
+
+def _ensemble(saved: SavedModel, aggregation: str, penalty: float) -> RewardModelEnsemble:
+    from rm_optimizer.rl_coupling.ensemble import Aggregation
+    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+
+    if aggregation not in list(Aggregation):
+        raise ConfigError(did_you_mean("--ensemble", aggregation, Aggregation))
+    return load_ensemble(
+        Path(saved.checkpoint),
+        aggregation=aggregation,
+        penalty=penalty,
+        load=lambda source: replace(saved, checkpoint=source).load(),
+    )
+
+
+def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> None:
+    """Print combined reward and spread over members, one response a line."""
+    prompts = [prompt] * len(responses)
+    predictions = members.predict_batch(prompts, responses)
+    for reward, found in zip(members.combined(predictions), predictions, strict=True):
+        print(f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}")
+
+
+def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Path, target: Path) -> None:
+    """Write `source` with a column of combined rewards to `target`, continuing an earlier call that was stopped."""
+    from rm_optimizer.evaluation.score_file import score_file
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.records.progress import progress
+
+    identity = members.digest()
+    try:
+        with progress("scoring", "rows") as show:
+            scored = score_file(
+                members, source, target, scorer_name=identity, on_progress=lambda rows: show(rows, None)
+            )
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
+    report = {"model": checkpoint, "model_digest": identity, "aggregation": members.aggregation, **asdict(scored)}
+    write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
+    print(f"{scored.num_rows} rows scored by {len(members)} members: {target}")
+
+
+def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
+    """Print one reward a line, in the order of the responses; truncation is reported on standard error."""
+    from rm_optimizer.evaluation.score_file import require_finite
+
     model = saved.load()
     counted = LocalScorer(model, token_budget).score_counted([prompt] * len(responses), responses)
     require_finite(counted.rewards, lambda index: f"response {index + 1}")

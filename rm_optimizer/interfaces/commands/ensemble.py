@@ -1,0 +1,99 @@
+"""`rm-opt ensemble`: several reward models, trained or given, made into one scorer that knows how far they disagree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Context, Option
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.saved_model import SavedModel
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.pair import PreferencePair
+
+Output = Annotated[Path, Option("--output", help="Folder of the ensemble.")]
+Rate = Annotated[
+    float, Option("--false-positive-rate", help="Share of reference responses flagged as uncertain, at most.")
+]
+
+
+def ensemble_train(
+    ctx: Context,
+    output: Output,
+    seeds: Annotated[int, Option("--seeds", min=2, help="Members, trained with seed=0, 1, ….")] = 5,
+    false_positive_rate: Rate = 0.05,
+) -> None:
+    """Train one reward model a seed and join them; a stopped command goes on when repeated.
+
+    Options of the runs are written name=value, as for `rm-opt train`. Every run has the same pairs and differs in the
+    seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N.
+    """
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.schema import TrainConfig
+
+    _require_rate(false_positive_rate)
+    own = [item for item in ctx.args if item.lstrip("+").startswith(("seed=", "hydra.run.dir=", "output_dir="))]
+    if own:
+        raise ConfigError(f"rm-opt ensemble train sets seeds and folders itself, got {own[0]}; leave it out")
+    if flags := [item for item in ctx.args if item.startswith("-")]:
+        raise ConfigError(f"rm-opt ensemble train takes options as name=value, got {flags[0]}; write name=value")
+    folders = [output / f"seed-{seed}" for seed in range(seeds)]
+    runs = [[*ctx.args, f"seed={seed}", f"hydra.run.dir={folders[seed]}"] for seed in range(seeds)]
+    configs = [checked(overrides, TrainConfig) for overrides in runs]
+    for seed, overrides in enumerate(runs):
+        print(f"member {seed + 1} of {seeds}: {folders[seed]}", flush=True)
+        code = subprocess.run([sys.executable, "-P", "-m", "rm_optimizer.train", *overrides], check=False).returncode
+        if code:
+            sys.exit(code)
+    from rm_optimizer.training.data.run_data import load_data
+
+    members = [str(folder / "best") for folder in folders]
+    _join(members, load_data(configs[0]).val.pairs, output, false_positive_rate, SavedModel(members[0]))
+
+
+def ensemble_join(
+    models: Annotated[list[str], Argument(help="Reward models: hub ids, folders, run folders or .ckpt files.")],
+    sources: Annotated[
+        list[str], Option("--data", "-d", help="Reference pairs, best unseen in training; may be repeated.")
+    ],
+    output: Output,
+    pair_options: PairOptions,
+    false_positive_rate: Rate = 0.05,
+    max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
+) -> None:
+    """Join reward models into an ensemble, with scales and a threshold of uncertainty from reference pairs."""
+    _require_rate(false_positive_rate)
+    if len(models) < 2:
+        raise ConfigError(f"MODELS must name at least 2 models, got {len(models)}")
+    if len(set(models)) < len(models):
+        raise ConfigError(f"MODELS must name each model once, got {', '.join(models)}")
+    pairs = pair_options.load(sources).pairs
+    _join(models, pairs, output, false_positive_rate, SavedModel(models[0], max_length=max_length))
+
+
+def _join(members: Sequence[str], pairs: Sequence[PreferencePair], output: Path, rate: float, how: SavedModel) -> None:
+    """Fit the reference of the members and write the ensemble."""
+    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+    from rm_optimizer.rl_coupling.ensemble_folder import reference_responses, save_ensemble
+
+    ensemble = RewardModelEnsemble(members, load=lambda source: replace(how, checkpoint=source).load())
+    prompts, responses = reference_responses(pairs, seed=0)
+    reference = ensemble.fit_reference(prompts, responses, false_positive_rate=rate)
+    written = save_ensemble(output, members, reference)
+    print(f"{len(members)} members, standardized on {reference.num_responses} responses: {written}")
+    print(
+        f"a response is uncertain where its standardized rewards spread by more than {reference.threshold:.3f} "
+        f"(at most {rate:.0%} of responses like these)"
+    )
+
+
+def _require_rate(rate: float) -> None:
+    if not 0 < rate < 1:
+        raise ConfigError(f"--false-positive-rate must lie in (0, 1), got {rate:g}")

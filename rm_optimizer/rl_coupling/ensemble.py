@@ -1,0 +1,341 @@
+"""Ensembles of reward models: combined rewards, disagreement of the members, and responses they were not fitted to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from rm_optimizer.records.codec import JsonRecord, json_values
+from rm_optimizer.rl_coupling.out_of_distribution import OODDetection, conformal_threshold, detection, halves
+
+_log = logging.getLogger("rm_optimizer")
+
+
+class Aggregation(StrEnum):
+    """Combination of the members' rewards of one response.
+
+    `mean`, `min` (worst case) and `uwo` (uncertainty-weighted, `mean - penalty * std`) as in Coste et al. (2023,
+    arXiv:2310.02743), who subtract the variance; the standard deviation has the unit of the reward.
+    """
+
+    mean = "mean"
+    min = "min"
+    uwo = "uwo"
+
+
+@dataclass(frozen=True)
+class EnsemblePrediction(JsonRecord):
+    """Rewards of one response by the members of an ensemble, standardized where the ensemble has a reference.
+
+    Args:
+        mean_reward: mean over members.
+        std_reward: sample standard deviation over members.
+        individual_rewards: reward by each member, in their order.
+        is_high_uncertainty: True if `std_reward` exceeds the threshold; None without a threshold.
+    """
+
+    mean_reward: float
+    std_reward: float
+    individual_rewards: tuple[float, ...]
+    is_high_uncertainty: bool | None
+
+
+@dataclass(frozen=True)
+class EnsembleMargin(JsonRecord):
+    """Margins of one pair by the members of an ensemble. A shift of a member's rewards does not change them.
+
+    Args:
+        mean_margin: mean over members.
+        std_margin: sample standard deviation over members, the uncertainty of the pair.
+        individual_margins: margin by each member, in their order.
+    """
+
+    mean_margin: float
+    std_margin: float
+    individual_margins: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class EnsembleReference(JsonRecord):
+    """Members of an ensemble on reference responses: their scales, and their usual disagreement.
+
+    Args:
+        means: mean reward of each member.
+        stds: standard deviation of each member's rewards.
+        threshold: standard deviation over members that a response like the reference ones exceeds at the rate below.
+        false_positive_rate: rate that the threshold was fitted to.
+        num_responses: reference responses; half gave the scales, half the threshold.
+    """
+
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
+    threshold: float
+    false_positive_rate: float
+    num_responses: int
+
+
+class RewardModelEnsemble(Scorer):
+    """Several reward models as one scorer that knows how far its members disagree.
+
+    Rewards of a Bradley-Terry model have no zero and no common scale. `fit_reference` standardizes each member on
+    reference responses; `min` and `uwo` need it. Margins (`predict_margins`) are comparable up to scale without it.
+
+    Args:
+        models: at least two scorers, or paths and hub ids of saved models.
+        uncertainty_threshold: standard deviation over members above which a response is uncertain, not negative; None
+            takes the reference's.
+        aggregation: `mean`, `min` or `uwo`, what `score` returns.
+        penalty: factor of the standard deviation in `uwo`, not negative; 0 is the mean.
+        reference: scales of the members from an earlier `fit_reference`.
+        memory_bytes: bytes of weights of saved models to keep; the others are loaded in turn for each call. None keeps
+            all.
+        load: loader of a saved model.
+
+    Raises:
+        ConfigError: if there are fewer than two members, or an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Scorer | str | Path],
+        uncertainty_threshold: float | None = None,
+        *,
+        aggregation: str = Aggregation.mean,
+        penalty: float = 1.0,
+        reference: EnsembleReference | None = None,
+        memory_bytes: int | None = None,
+        load: Callable[[str], BradleyTerryRM] = BradleyTerryRM.from_pretrained,
+    ) -> None:
+        if len(models) < 2:
+            raise ConfigError(f"an ensemble needs at least 2 models, got {len(models)}")
+        if uncertainty_threshold is not None and not uncertainty_threshold >= 0:
+            raise ConfigError(f"uncertainty_threshold must not be negative, got {uncertainty_threshold}")
+        if aggregation not in list(Aggregation):
+            raise ConfigError(did_you_mean("aggregation", aggregation, Aggregation))
+        if not 0 <= penalty < float("inf"):
+            raise ConfigError(f"penalty must be finite and not negative, got {penalty}")
+        if reference is not None and len(reference.means) != len(models):
+            raise ConfigError(
+                f"expected a reference of {len(models)} members, got one of {len(reference.means)}; call fit_reference"
+            )
+        self.uncertainty_threshold = uncertainty_threshold
+        self.aggregation = Aggregation(aggregation)
+        self.penalty = penalty
+        self.reference = reference
+        self._models = list(models)
+        self._memory_bytes = memory_bytes
+        self._load = load
+        self._kept: dict[int, BradleyTerryRM] = {}
+        self._has_warned = False
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def threshold(self) -> float | None:
+        """Standard deviation over members above which a response is uncertain; None where there is none."""
+        if self.uncertainty_threshold is not None or self.reference is None:
+            return self.uncertainty_threshold
+        return self.reference.threshold
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of all that `score` depends on.
+
+        Raises:
+            ConfigError: if a member is no model of this process, whose weights are not known.
+        """
+        digests = []
+        for number in range(len(self)):
+            member = self._member(number)
+            if not isinstance(member, BradleyTerryRM):
+                raise ConfigError(f"the weights of a {type(member).__name__} are not known; give models or their paths")
+            digests.append(scorer_digest(member))
+        return digest([digests, json_values(self.reference), self.aggregation.value, self.penalty])
+
+    def member_rewards(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> Float[np.ndarray, "members sequences"]:
+        """Raw rewards of the responses by each member.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+            CheckpointError: if a reward is not finite.
+        """
+        if len(prompts) != len(responses):
+            raise ValueError(
+                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
+            )
+        rewards = np.zeros((len(self), len(responses)))
+        for number in range(len(self)):
+            rewards[number] = self._member(number).score(prompts, responses).double().numpy()
+            broken = np.flatnonzero(~np.isfinite(rewards[number]))
+            if len(broken):
+                raise CheckpointError(
+                    f"member {number + 1} of the ensemble ({self._name(number)}) gives response {broken[0] + 1} the "
+                    f"reward {rewards[number, broken[0]]}; leave the member out or give another checkpoint"
+                )
+        return rewards
+
+    def fit_reference(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        *,
+        false_positive_rate: float = 0.05,
+        seed: int = 0,
+    ) -> EnsembleReference:
+        """Fit the members' scales and the threshold of uncertainty, and use them from now on.
+
+        A random half of the responses gives each member's mean and standard deviation, the other half the threshold.
+
+        Args:
+            prompts: prompts like those of the training data, best each once.
+            responses: one for each prompt.
+            false_positive_rate: probability that a response like these exceeds the threshold, at most, in (0, 1).
+            seed: seed of the halves.
+
+        Raises:
+            DataError: if there are too few responses for the rate, or a member gives all of them one reward.
+        """
+        rewards = self.member_rewards(prompts, responses)
+        scales, held_out = halves(rewards.shape[1], seed)
+        if len(scales) < 2:
+            raise DataError(f"expected at least 4 reference responses, got {len(responses)}; give more")
+        means, stds = rewards[:, scales].mean(axis=1), rewards[:, scales].std(axis=1, ddof=1)
+        constant = np.flatnonzero(stds <= 1e-9 * np.abs(means))
+        if len(constant):
+            raise DataError(
+                f"member {constant[0] + 1} of the ensemble ({self._name(int(constant[0]))}) gives every reference "
+                "response the same reward; leave it out"
+            )
+        standardized = (rewards[:, held_out] - means[:, None]) / stds[:, None]
+        threshold = conformal_threshold(standardized.std(axis=0, ddof=1), false_positive_rate)
+        self.reference = EnsembleReference(
+            tuple(means.tolist()), tuple(stds.tolist()), threshold, false_positive_rate, len(responses)
+        )
+        return self.reference
+
+    def predict(self, prompt: Prompt, response: str) -> EnsemblePrediction:
+        """Rewards of one response."""
+        return self.predict_batch([prompt], [response])[0]
+
+    def predict_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[EnsemblePrediction]:
+        """Rewards of the responses, in the order given.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+            CheckpointError: if a reward is not finite.
+        """
+        rewards = self._standardized(self.member_rewards(prompts, responses))
+        means, stds = rewards.mean(axis=0), rewards.std(axis=0, ddof=1)
+        threshold = self.threshold
+        return [
+            EnsemblePrediction(mean, std, tuple(column), None if threshold is None else std > threshold)
+            for mean, std, column in zip(means.tolist(), stds.tolist(), rewards.T.tolist(), strict=True)
+        ]
+
+    def combined(self, predictions: Sequence[EnsemblePrediction]) -> list[float]:
+        """Rewards of predictions by the ensemble's aggregation."""
+        rewards = np.array([found.individual_rewards for found in predictions]).reshape(-1, len(self)).T
+        combined: list[float] = aggregate(rewards, self.aggregation, self.penalty).tolist()
+        return combined
+
+    def predict_margins(
+        self, prompts: Sequence[Prompt], responses_a: Sequence[str], responses_b: Sequence[str]
+    ) -> list[EnsembleMargin]:
+        """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member in its own scale."""
+        both = self.member_rewards([*prompts, *prompts], [*responses_a, *responses_b])
+        margins = both[:, : len(prompts)] - both[:, len(prompts) :]
+        if self.reference is not None:
+            margins = margins / np.array(self.reference.stds)[:, None]
+        means, stds = margins.mean(axis=0), margins.std(axis=0, ddof=1)
+        return [
+            EnsembleMargin(mean, std, tuple(column))
+            for mean, std, column in zip(means.tolist(), stds.tolist(), margins.T.tolist(), strict=True)
+        ]
+
+    def detect_ood(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> OODDetection:
+        """Responses on which the members disagree more than on the reference responses.
+
+        Raises:
+            ConfigError: if `fit_reference` was not called.
+        """
+        if self.reference is None:
+            raise ConfigError("detect_ood needs a fitted threshold; call fit_reference(prompts, responses) first")
+        rewards = self._standardized(self.member_rewards(prompts, responses))
+        return detection(rewards.std(axis=0, ddof=1), self.reference.threshold, self.reference.false_positive_rate)
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+        """Combined rewards of the responses, float32 on the CPU, in the order given.
+
+        Raises:
+            ConfigError: if the aggregation compares members and `fit_reference` was not called.
+        """
+        if self.reference is None and self.aggregation != Aggregation.mean:
+            raise ConfigError(
+                f"aggregation={self.aggregation} compares members, whose rewards share neither zero nor scale; call "
+                "fit_reference(prompts, responses) first"
+            )
+        rewards = self._standardized(self.member_rewards(prompts, responses))
+        return torch.from_numpy(aggregate(rewards, self.aggregation, self.penalty)).float()
+
+    def _standardized(self, rewards: Float[np.ndarray, "members sequences"]) -> Float[np.ndarray, "members sequences"]:
+        if self.reference is None:
+            if not self._has_warned:
+                _log.warning(
+                    "the ensemble's members are not standardized, so mean and spread mix their scales; call "
+                    "fit_reference(prompts, responses)"
+                )
+                self._has_warned = True
+            return rewards
+        means, stds = np.array(self.reference.means), np.array(self.reference.stds)
+        return np.asarray((rewards - means[:, None]) / stds[:, None])
+
+    def _member(self, number: int) -> Scorer:
+        """A member, loaded where it is not; a caller that drops it lets go of one that is not kept."""
+        source = self._models[number]
+        if not isinstance(source, str | Path):
+            return source
+        if number in self._kept:
+            return self._kept[number]
+        model = self._load(str(source))
+        held = sum(map(_weight_bytes, self._kept.values()))
+        if self._memory_bytes is None or held + _weight_bytes(model) <= self._memory_bytes:
+            self._kept[number] = model
+        return model
+
+    def _name(self, number: int) -> str:
+        model = self._models[number]
+        return str(model) if isinstance(model, str | Path) else type(model).__name__
+
+
+def aggregate(
+    rewards: Float[np.ndarray, "members sequences"], aggregation: Aggregation, penalty: float
+) -> Float[np.ndarray, " sequences"]:
+    """Combine the members' rewards of each response.
+
+    Example:
+        >>> rewards = np.array([[1.0, 0.0], [3.0, 0.0]])
+        >>> [aggregate(rewards, kind, 1.0).round(3).tolist() for kind in Aggregation]
+        [[2.0, 0.0], [1.0, 0.0], [0.586, 0.0]]
+    """
+    if aggregation == Aggregation.min:
+        return np.asarray(rewards.min(axis=0))
+    mean = rewards.mean(axis=0)
+    return np.asarray(mean if aggregation == Aggregation.mean else mean - penalty * rewards.std(axis=0, ddof=1))
+
+
+def _weight_bytes(model: BradleyTerryRM) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

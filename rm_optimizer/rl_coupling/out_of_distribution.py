@@ -1,0 +1,140 @@
+"""Detection of responses that the reference data does not cover, at a stated false-positive rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from scipy.linalg import cho_factor, cho_solve
+
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.codec import JsonRecord
+
+
+@dataclass(frozen=True)
+class OODDetection(JsonRecord):
+    """Responses compared with reference responses.
+
+    Args:
+        scores: distance of each response from the reference; larger is farther.
+        is_ood: True where the score exceeds the threshold.
+        threshold: largest score that counts as covered.
+        false_positive_rate: probability that a response like the reference ones exceeds the threshold, at most.
+    """
+
+    scores: tuple[float, ...]
+    is_ood: tuple[bool, ...]
+    threshold: float
+    false_positive_rate: float
+
+
+def detection(scores: Float[np.ndarray, " responses"], threshold: float, false_positive_rate: float) -> OODDetection:
+    """Compare scores with a threshold that was fitted for this rate."""
+    flagged = tuple(bool(score > threshold) for score in scores)
+    return OODDetection(tuple(scores.tolist()), flagged, threshold, false_positive_rate)
+
+
+def conformal_threshold(scores: Float[np.ndarray, " reference"], false_positive_rate: float) -> float:
+    """Threshold that a new score of the same kind exceeds with probability `false_positive_rate` at most.
+
+    The `ceil((n + 1) (1 - rate))`-th smallest of n scores: exact in finite samples where the new score is exchangeable
+    with them (Vovk et al., 2005, "Algorithmic Learning in a Random World").
+
+    Args:
+        scores: of reference responses that nothing else was fitted to.
+        false_positive_rate: in (0, 1).
+
+    Raises:
+        ConfigError: if the rate is not in (0, 1).
+        DataError: if there are too few scores for the rate.
+
+    Example:
+        >>> conformal_threshold(np.arange(19.0), 0.05)
+        18.0
+    """
+    if not 0 < false_positive_rate < 1:
+        raise ConfigError(f"false_positive_rate must lie in (0, 1), got {false_positive_rate}")
+    rank = math.ceil((len(scores) + 1) * (1 - false_positive_rate) - 1e-9)
+    if rank > len(scores):
+        needed = math.ceil(1 / false_positive_rate - 1e-9) - 1
+        raise DataError(
+            f"a false-positive rate of {false_positive_rate:g} needs at least {2 * needed} reference responses, half "
+            f"of them for the threshold, got {2 * len(scores)}; give more, or a higher rate"
+        )
+    return float(np.sort(scores)[rank - 1])
+
+
+def halves(num_rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of two random halves: one to fit with, the other for the threshold."""
+    order = np.random.default_rng([seed, num_rows]).permutation(num_rows)
+    return np.sort(order[: num_rows // 2]), np.sort(order[num_rows // 2 :])
+
+
+class MahalanobisDetector:
+    """Distance of a response's features from those of reference responses (Lee et al., 2018, arXiv:1807.03888).
+
+    ``d(x) = sqrt(z' C^-1 z / hidden)`` with `z` the features standardized one by one and `C` their covariance, shrunk
+    as Ledoit and Wolf (2004, doi:10.1016/S0047-259X(03)00096-4) do. One half of the reference gives means, deviations
+    and covariance, the other half the threshold.
+
+    Args:
+        reference: features of reference responses, as `core.model.features.features` gives them.
+        false_positive_rate: probability that a response like the reference ones is flagged, at most.
+        seed: seed of the halves.
+
+    Raises:
+        ConfigError: if the rate is not in (0, 1).
+        DataError: if the features are not finite, or there are too few of them for the rate.
+    """
+
+    def __init__(
+        self, reference: Float[np.ndarray, "reference hidden"], *, false_positive_rate: float = 0.05, seed: int = 0
+    ) -> None:
+        reference = _finite(reference)
+        fitted, held_out = halves(len(reference), seed)
+        if len(fitted) < 2:
+            raise DataError(f"expected at least 4 reference responses, got {len(reference)}; give more")
+        self._mean, deviations = reference[fitted].mean(axis=0), reference[fitted].std(axis=0)
+        self._scale = np.maximum(deviations, 1e-6 * deviations.max())
+        if not deviations.max() > 0:
+            raise DataError("all reference responses have equal features; give responses that differ")
+        self._factor = cho_factor(shrunk_covariance((reference[fitted] - self._mean) / self._scale))
+        self.false_positive_rate = false_positive_rate
+        self.threshold = conformal_threshold(self.distances(reference[held_out]), false_positive_rate)
+
+    def distances(self, features: Float[np.ndarray, "responses hidden"]) -> Float[np.ndarray, " responses"]:
+        """Distances of the responses; about 1 for responses like the reference ones."""
+        apart = (_finite(features) - self._mean) / self._scale
+        squared = np.einsum("rh,hr->r", apart, cho_solve(self._factor, apart.T))
+        return np.asarray(np.sqrt(np.maximum(squared, 0.0) / len(self._mean)))
+
+    def detect(self, features: Float[np.ndarray, "responses hidden"]) -> OODDetection:
+        """Responses whose distance exceeds the threshold."""
+        return detection(self.distances(features), self.threshold, self.false_positive_rate)
+
+
+def shrunk_covariance(rows: Float[np.ndarray, "rows hidden"]) -> Float[np.ndarray, "hidden hidden"]:
+    """Covariance shrunk towards a multiple of the identity by the share that minimizes the expected error.
+
+    `(1 - s) S + s m I` with `S` the covariance, `m` its mean eigenvalue and `s` by Ledoit and Wolf (2004, Lemma 3.1).
+    It is positive definite wherever the rows differ.
+    """
+    num_rows, hidden = rows.shape
+    centered = rows - rows.mean(axis=0)
+    covariance = centered.T @ centered / num_rows
+    mean = float(np.trace(covariance)) / hidden
+    spread = float((covariance**2).sum()) / hidden - mean**2
+    fourth = float(((centered**2).sum(axis=1) ** 2).sum()) / num_rows
+    error = (fourth - float((covariance**2).sum())) / (num_rows * hidden)
+    share = 1.0 if spread <= 0 else min(max(error, 0.0), spread) / spread
+    return np.asarray((1 - share) * covariance + max(share, 1e-12) * mean * np.eye(hidden))
+
+
+def _finite(features: Float[np.ndarray, "rows hidden"]) -> np.ndarray:
+    rows = np.asarray(features, dtype=np.float64)
+    broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if len(broken):
+        raise DataError(f"features must be finite, got NaN or infinity in row {broken[0]}; give another checkpoint")
+    return rows

@@ -1,0 +1,203 @@
+"""An ensemble combines its members' rewards in one scale and flags what they disagree on at the stated rate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError
+from rm_optimizer.rl_coupling import RewardModelEnsemble, load_ensemble
+from rm_optimizer.rl_coupling.ensemble_folder import reference_responses, save_ensemble
+from tests.core.tiny_models import tiny_architecture, tiny_tokenizer
+
+
+class Linear(Scorer):
+    """Reward `shift + scale (length + noise of this member)`; NaN for responses that say so."""
+
+    def __init__(self, shift: float, scale: float, seed: int) -> None:
+        self.shift, self.scale, self.seed = shift, scale, seed
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> torch.Tensor:
+        noise = [np.random.default_rng([self.seed, *text.encode()]).normal() for text in responses]
+        rewards = [
+            float("nan") if text == "nan" else self.shift + self.scale * (len(text) + own)
+            for text, own in zip(responses, noise, strict=True)
+        ]
+        return torch.tensor(rewards)
+
+
+MEMBERS = [Linear(100.0, 2.0, 0), Linear(-5.0, 0.5, 1), Linear(0.0, 30.0, 2)]
+TEXTS = ["x" * (k % 17 + 1) + str(k) for k in range(400)]
+PROMPTS = ["p"] * len(TEXTS)
+
+
+def fitted(**options) -> RewardModelEnsemble:
+    ensemble = RewardModelEnsemble(MEMBERS, **options)
+    ensemble.fit_reference(PROMPTS, TEXTS, false_positive_rate=0.1)
+    return ensemble
+
+
+def test_standardized_rewards_do_not_depend_on_shift_and_scale_of_a_member() -> None:
+    others = [Linear(-7.0, 0.25, member.seed) for member in MEMBERS]
+    same = RewardModelEnsemble(others)
+    same.fit_reference(PROMPTS, TEXTS, false_positive_rate=0.1)
+    ours, theirs = (np.array([p.individual_rewards for p in e.predict_batch(PROMPTS, TEXTS)]) for e in (fitted(), same))
+    assert np.abs(ours - theirs).max() < 1e-4
+    assert np.abs(ours.mean(axis=0)).max() < 0.2
+    assert np.abs(ours.std(axis=0) - 1).max() < 0.1
+
+
+def test_mean_min_and_uwo_are_those_of_the_standardized_members() -> None:
+    rewards = np.array([p.individual_rewards for p in fitted().predict_batch(PROMPTS[:9], TEXTS[:9])])
+    expected = {
+        "mean": rewards.mean(axis=1),
+        "min": rewards.min(axis=1),
+        "uwo": rewards.mean(axis=1) - 2 * rewards.std(axis=1, ddof=1),
+    }
+    for aggregation, values in expected.items():
+        found = fitted(aggregation=aggregation, penalty=2.0).score(PROMPTS[:9], TEXTS[:9])
+        assert found.tolist() == pytest.approx(values.tolist(), abs=1e-5)
+    assert fitted(aggregation="uwo", penalty=0.0).score(["p"], ["abc"]) == fitted().score(["p"], ["abc"])
+
+
+def test_a_prediction_holds_mean_spread_and_members() -> None:
+    ensemble = fitted(uncertainty_threshold=0.0)
+    found = ensemble.predict("p", "abc")
+    assert found.mean_reward == pytest.approx(np.mean(found.individual_rewards))
+    assert found.std_reward == pytest.approx(np.std(found.individual_rewards, ddof=1))
+    assert found.is_high_uncertainty is True
+    assert fitted(uncertainty_threshold=1e9).predict("p", "abc").is_high_uncertainty is False
+
+
+def test_margins_do_not_change_with_a_member_s_shift() -> None:
+    shifted = [Linear(member.shift + 1000.0, member.scale, member.seed) for member in MEMBERS]
+    first, second = (RewardModelEnsemble(m).predict_margins(["p"], ["aaaa"], ["b"])[0] for m in (MEMBERS, shifted))
+    assert first.individual_margins == pytest.approx(second.individual_margins, abs=1e-3)
+    assert first.std_margin == pytest.approx(np.std(first.individual_margins, ddof=1))
+
+
+def test_responses_like_the_reference_are_flagged_at_the_stated_rate_at_most() -> None:
+    shares = []
+    for start in range(20):
+        ensemble = RewardModelEnsemble(MEMBERS)
+        texts = [f"{'y' * (k % 17)}{start} {k}" for k in range(500)]
+        ensemble.fit_reference(["p"] * 100, texts[:100], false_positive_rate=0.1, seed=start)
+        shares.append(np.mean(ensemble.detect_ood(["p"] * 400, texts[100:]).is_ood))
+    error = np.std(shares, ddof=1) / np.sqrt(20)
+    assert np.mean(shares) < 0.1 + 3 * error
+    assert np.mean(shares) > 0.03
+
+
+def test_members_that_disagree_are_out_of_distribution() -> None:
+    class Opposed(Scorer):
+        def score(self, prompts, responses):
+            return torch.tensor([-1.0 if "far" in text else 1.0 for text in responses]) * MEMBERS[0].score(
+                prompts, responses
+            )
+
+    ensemble = RewardModelEnsemble([*MEMBERS, Opposed()])
+    ensemble.fit_reference(PROMPTS, TEXTS)
+    assert ensemble.detect_ood(["p"], ["far away"]).is_ood == (True,)
+
+
+def test_without_a_reference_a_log_says_that_scales_are_mixed_and_min_is_refused(caplog) -> None:
+    ensemble = RewardModelEnsemble(MEMBERS, 0.5)
+    with caplog.at_level(logging.WARNING, "rm_optimizer"):
+        assert ensemble.predict("p", "abc").is_high_uncertainty is True
+        ensemble.predict("p", "abc")
+    assert [record for record in caplog.records if "not standardized" in record.message] == caplog.records[:1]
+    with pytest.raises(ConfigError, match=r"aggregation=min .* call fit_reference"):
+        RewardModelEnsemble(MEMBERS, aggregation="min").score(["p"], ["abc"])
+    with pytest.raises(ConfigError, match="call fit_reference"):
+        ensemble.detect_ood(["p"], ["abc"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"models": MEMBERS[:1]}, "at least 2 models, got 1"),
+        ({"models": MEMBERS, "uncertainty_threshold": -1.0}, "uncertainty_threshold must not be negative"),
+        ({"models": MEMBERS, "aggregation": "men"}, "did you mean 'mean'"),
+        ({"models": MEMBERS, "penalty": float("nan")}, "penalty must be finite"),
+    ],
+)
+def test_a_wrong_option_is_refused(arguments, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RewardModelEnsemble(**arguments)
+
+
+def test_wrong_input_is_refused() -> None:
+    ensemble = fitted()
+    with pytest.raises(ValueError, match="2 prompts and 1 responses"):
+        ensemble.predict_batch(["p", "q"], ["a"])
+    with pytest.raises(CheckpointError, match=r"member 1 of the ensemble \(Linear\) gives response 2 the reward nan"):
+        ensemble.score(["p", "p"], ["a", "nan"])
+    with pytest.raises(DataError, match="needs at least 38 reference responses"):
+        ensemble.fit_reference(PROMPTS[:20], TEXTS[:20])
+    with pytest.raises(DataError, match="gives every reference response the same reward"):
+        RewardModelEnsemble([MEMBERS[0], Linear(3.0, 0.0, 0)]).fit_reference(PROMPTS, TEXTS)
+    with pytest.raises(ConfigError, match=r"false_positive_rate must lie in \(0, 1\)"):
+        ensemble.fit_reference(PROMPTS, TEXTS, false_positive_rate=1.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    root = tmp_path_factory.mktemp("members")
+    found = []
+    for seed in range(3):
+        model = BradleyTerryRM.from_config(
+            tiny_architecture("llama"), tiny_tokenizer("llama"), max_length=64, seed=seed
+        )
+        torch.nn.init.normal_(model.reward_head.weight, generator=torch.Generator().manual_seed(seed))
+        model.save_pretrained(root / f"seed-{seed}")
+        found.append(root / f"seed-{seed}")
+    return found
+
+
+def test_members_loaded_in_turn_score_as_those_that_are_kept(folders: list[Path]) -> None:
+    loads: list[str] = []
+
+    def load(source: str) -> BradleyTerryRM:
+        loads.append(source)
+        return BradleyTerryRM.from_pretrained(source)
+
+    size = sum(p.numel() * p.element_size() for p in load(str(folders[0])).parameters())
+    rewards, counts = [], []
+    for budget in (None, 0, 2 * size):
+        ensemble = RewardModelEnsemble(folders, memory_bytes=budget, load=load)
+        loads.clear()
+        rewards += [ensemble.member_rewards(PROMPTS[:4], TEXTS[:4]) for _ in range(2)]
+        counts.append(len(loads))
+    assert counts == [3, 6, 4]
+    assert all((found == rewards[0]).all() for found in rewards)
+
+
+def test_a_folder_of_an_ensemble_gives_the_same_rewards_after_it_is_moved(folders: list[Path], tmp_path: Path) -> None:
+    ensemble = RewardModelEnsemble(folders)
+    reference = ensemble.fit_reference(PROMPTS, TEXTS)
+    save_ensemble(folders[0].parent, [str(path) for path in folders], reference)
+    moved = tmp_path / "moved"
+    moved.symlink_to(folders[0].parent)
+    again = load_ensemble(moved, aggregation="uwo")
+    assert again.reference == reference
+    assert again.predict("p", "abc") == ensemble.predict("p", "abc")
+    assert again.digest() != ensemble.digest()
+    (tmp_path / "ensemble.json").write_text('{"members": ["a"')
+    with pytest.raises(CheckpointError, match=r"ensemble.json is torn"):
+        load_ensemble(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds no ensemble.json"):
+        load_ensemble(tmp_path / "nowhere")
+
+
+def test_the_reference_takes_each_prompt_once_and_both_sides() -> None:
+    pairs = [PreferencePair(f"p{k % 50}", f"a{k}", f"b{k}") for k in range(100)]
+    prompts, texts = reference_responses(pairs, seed=0)
+    assert sorted(map(str, prompts)) == sorted(f"p{k}" for k in range(50))
+    assert {text[0] for text in texts} == {"a", "b"}
