@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve as BestOfNCurve
     from rm_optimizer.rl_coupling.ensemble import EnsembleMargin as EnsembleMargin
     from rm_optimizer.rl_coupling.ensemble import EnsemblePrediction as EnsemblePrediction
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble as RewardModelEnsemble

@@ -1,0 +1,221 @@
+"""Best-of-n: expected reward of the best of n responses for every n, from one pool of responses to each prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.codec import JsonRecord
+
+
+@dataclass(frozen=True)
+class BestOfNPoint:
+    """Selection of the best of n responses by the proxy reward.
+
+    Args:
+        n: responses to choose from.
+        kl_bound: `log n - (n - 1) / n` nats, an upper bound of the divergence from the policy.
+        kl_pool: divergence in nats, exact for a policy that draws from the pool; mean over prompts.
+        proxy: expected proxy reward of the selected response.
+        gold: expected gold reward of the same response; None where no gold reward is known.
+    """
+
+    n: int
+    kl_bound: float
+    kl_pool: float
+    proxy: Estimate
+    gold: Estimate | None
+
+
+@dataclass(frozen=True)
+class BestOfNCurve(JsonRecord, indent=2):
+    """Expected rewards of best-of-n selection.
+
+    Args:
+        points: by ascending n; the first is n = 1, the policy itself.
+        num_prompts: prompts, over which the intervals are.
+        num_samples: responses in the pool of each prompt.
+    """
+
+    points: tuple[BestOfNPoint, ...]
+    num_prompts: int
+    num_samples: int
+
+    @classmethod
+    def measure(
+        cls,
+        proxy: Float[np.ndarray, "prompts samples"],
+        gold: Float[np.ndarray, "prompts samples"] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        num_bootstrap: int = 1000,
+        seed: int = 0,
+    ) -> BestOfNCurve:
+        """The curve of a pool of rewards, unbiased for every n up to the pool's size.
+
+        Args:
+            proxy: rewards by which the best response is selected.
+            gold: rewards of the same responses by which the selection is judged.
+            sizes: values of n; None takes the powers of 2 up to the pool's size, and that.
+            num_bootstrap: resamples over prompts for the intervals; 0 gives none.
+            seed: seed of the resamples.
+
+        Raises:
+            DataError: if a reward is not finite, or the two kinds differ in number.
+            ConfigError: if a size is below 1 or above the pool's size.
+        """
+        proxy, gold = _checked(proxy, gold)
+        num_prompts, num_samples = proxy.shape
+        sizes = powers_of_two(num_samples) if sizes is None else sorted(set(sizes))
+        if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
+            got = ", ".join(map(str, sizes)) or "none"
+            raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {got}")
+        rewards = [proxy] if gold is None else [proxy, gold]
+        columns = selected_means(proxy, rewards, sizes)
+        flat = columns.transpose(1, 0, 2).reshape(num_prompts, -1)
+        found = cluster_bootstrap(
+            np.concatenate([flat, np.ones((num_prompts, 1))], axis=1), _means, num_bootstrap=num_bootstrap, seed=seed
+        )
+        divergence = np.mean([pool_divergence(row, sizes) for row in proxy], axis=0).tolist()
+        return cls(
+            tuple(
+                BestOfNPoint(
+                    n,
+                    kl_bound(n),
+                    divergence[index],
+                    found[index],
+                    None if gold is None else found[len(sizes) + index],
+                )
+                for index, n in enumerate(sizes)
+            ),
+            num_prompts,
+            num_samples,
+        )
+
+
+def powers_of_two(num_samples: int) -> list[int]:
+    """Powers of 2 up to a number, and the number.
+
+    Example:
+        >>> powers_of_two(24)
+        [1, 2, 4, 8, 16, 24]
+    """
+    return sorted({*(2**k for k in range(num_samples.bit_length())), num_samples})
+
+
+def kl_bound(n: int) -> float:
+    """Divergence of best-of-n from the policy where no two responses tie, `log n - (n - 1) / n` nats.
+
+    An upper bound where responses repeat or tie (Beirami et al., 2024, https://arxiv.org/abs/2401.01879, Theorem 1).
+
+    Example:
+        >>> round(kl_bound(16), 4)
+        1.8351
+    """
+    return math.log(n) - (n - 1) / n
+
+
+def exact_divergence(
+    probabilities: Float[np.ndarray, " responses"], rewards: Float[np.ndarray, " responses"], n: int
+) -> float:
+    """Divergence of best-of-n from a policy with finitely many responses, in nats; ties are broken at random.
+
+    `sum_g Q_g log(Q_g / P_g)` over groups of equal reward, with `P_g` their probability, `F` the distribution function
+    of the reward and `Q_g = F(g)^n - F(g-)^n`: within a group, selection keeps the policy's proportions.
+
+    Args:
+        probabilities: the policy's, which sum to 1.
+        rewards: reward of each response.
+        n: responses to choose from, positive.
+
+    Example:
+        >>> exact_divergence(np.array([0.5, 0.5]), np.array([1.0, 1.0]), 8)
+        0.0
+        >>> round(exact_divergence(np.array([0.5, 0.5]), np.array([0.0, 1.0]), 10**6), 6)
+        0.693147
+    """
+    groups = np.unique(rewards, return_inverse=True)[1]
+    share = np.bincount(groups, weights=probabilities)
+    below = np.concatenate([[0.0], np.minimum(np.cumsum(share), 1.0)])
+    below[-1] = 1.0
+    kept = share > 0
+    taken = (below[1:] ** n - below[:-1] ** n)[kept]
+    share = share[kept]
+    divergence = np.where(taken > 0, taken * np.log(np.where(taken > 0, taken, 1.0) / share), 0.0).sum()
+    return max(float(divergence), 0.0)
+
+
+def pool_divergence(proxy: Float[np.ndarray, " samples"], sizes: Sequence[int]) -> list[float]:
+    """`exact_divergence` of each n for the policy that draws a response of the pool at random."""
+    values, counts = np.unique(proxy, return_counts=True)
+    share = counts / len(proxy)
+    return [exact_divergence(share, values, n) for n in sizes]
+
+
+def selected_means(
+    proxy: Float[np.ndarray, "prompts samples"],
+    rewards: Sequence[Float[np.ndarray, "prompts samples"]],
+    sizes: Sequence[int],
+) -> Float[np.ndarray, "kinds prompts sizes"]:
+    """Expected rewards of the response with the highest proxy among n drawn without replacement from each pool.
+
+    `sum_i C(i - 1, n - 1) / C(N, n) g_(i)` over the pool sorted by proxy (Nakano et al., 2021,
+    https://arxiv.org/abs/2112.09332, appendix I), with the weights of tied responses shared equally. As an average over
+    all subsets of n it is unbiased, unlike the best of one draw.
+
+    Args:
+        proxy: rewards that select.
+        rewards: rewards to average, each kind like `proxy`.
+        sizes: values of n, in 1 … samples.
+    """
+    num_prompts, num_samples = proxy.shape
+    cumulative = [_subset_share(num_samples, n) for n in sizes]
+    found = np.zeros((len(rewards), num_prompts, len(sizes)))
+    for prompt in range(num_prompts):
+        _, group, counts = np.unique(proxy[prompt], return_inverse=True, return_counts=True)
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        means = [np.bincount(group, weights=kind[prompt]) / counts for kind in rewards]
+        for index, share in enumerate(cumulative):
+            weights = np.diff(share[ends])
+            for number, mean in enumerate(means):
+                found[number, prompt, index] = weights @ mean
+    return found
+
+
+def _subset_share(num_samples: int, n: int) -> Float[np.ndarray, " ends"]:
+    """`C(i, n) / C(N, n)` for i in 0 … N: share of subsets that lie within the first i.
+
+    Logarithms of the ratios of neighbors, `log(1 - n / k)`, are summed from the top: those of factorials would cancel.
+    """
+    share = np.zeros(num_samples + 1)
+    ratios = np.log1p(-n / np.arange(n + 1, num_samples + 1))
+    share[n:] = np.exp(np.concatenate([np.cumsum(ratios[::-1])[::-1], [0.0]]))
+    return share
+
+
+def _means(totals: np.ndarray) -> np.ndarray:
+    return np.asarray(totals[..., :-1] / totals[..., -1:])
+
+
+def _checked(proxy: np.ndarray, gold: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    proxy = np.asarray(proxy, dtype=np.float64)
+    if proxy.ndim != 2 or not proxy.size:
+        raise DataError(f"rewards must have the shape (prompts, samples), got {proxy.shape}")
+    gold = None if gold is None else np.asarray(gold, dtype=np.float64)
+    if gold is not None and gold.shape != proxy.shape:
+        raise DataError(f"expected a gold reward for each of the {proxy.shape} proxy rewards, got {gold.shape}")
+    for name, rewards in (("proxy", proxy), ("gold", gold)):
+        if rewards is not None and not np.isfinite(rewards).all():
+            prompt, sample = np.argwhere(~np.isfinite(rewards))[0]
+            raise DataError(
+                f"{name} rewards must be finite, got {rewards[prompt, sample]} for response {sample + 1} to prompt "
+                f"{prompt + 1}; leave the prompt out or give another checkpoint"
+            )
+    return proxy, gold
