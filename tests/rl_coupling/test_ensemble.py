@@ -15,7 +15,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.rl_coupling import RewardModelEnsemble, load_ensemble
 from rm_optimizer.rl_coupling.ensemble_folder import reference_responses, save_ensemble
-from tests.core.tiny_models import tiny_architecture, tiny_tokenizer
+from tests.builders import tiny_reward_model
 
 
 class Linear(Scorer):
@@ -152,10 +152,7 @@ def folders(tmp_path_factory) -> list[Path]:
     root = tmp_path_factory.mktemp("members")
     found = []
     for seed in range(3):
-        model = BradleyTerryRM.from_config(
-            tiny_architecture("llama"), tiny_tokenizer("llama"), max_length=64, seed=seed
-        )
-        torch.nn.init.normal_(model.reward_head.weight, generator=torch.Generator().manual_seed(seed))
+        model = tiny_reward_model("llama", seed=seed)
         model.save_pretrained(root / f"seed-{seed}")
         found.append(root / f"seed-{seed}")
     return found
