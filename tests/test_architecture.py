@@ -41,7 +41,7 @@ INNER = {
     "serving": (
         {"options", "protocol", "restart_limit", "parent_death"},
         {"engine"},
-        {"staged_json", "client", "service"},
+        {"client", "service"},
         {"http"},
         {"weights"},
         {"embedded", "vllm"},

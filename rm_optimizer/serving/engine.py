@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
 
 
@@ -101,6 +103,10 @@ class StagedWeights:
     file: Path
     tensors: tuple[TensorSpec, ...]
     probe: WeightProbe | None = None
+
+
+DESCRIPTION, STAGED = TypeAdapter(EngineDescription), TypeAdapter(StagedWeights)
+"""Conversion to JSON values and back, for other processes and for files."""
 
 
 class Engine(Protocol):

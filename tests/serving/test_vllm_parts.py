@@ -29,7 +29,6 @@ from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.service.metrics import ServerMetrics
-from rm_optimizer.serving.vllm import launch as vllm_launch
 from rm_optimizer.serving.vllm.folder import prepare_model, suits_vllm
 from rm_optimizer.serving.vllm.launch import Supervisor, command, environment
 from rm_optimizer.serving.vllm.plugin import RewardApplication
@@ -206,7 +205,7 @@ def test_the_key_is_in_neither_the_command_line_nor_a_file_that_others_read(tmp_
     exported("llama", tmp_path / "export")
     options = options_for(tmp_path / "export", threads=1)
     prepared = prepare_model(options.checkpoint, tmp_path, options.dtype)
-    settings = vllm_launch._settings(options, prepared, tmp_path / "work")
+    settings = VllmSettings(work=tmp_path / "work", model=prepared, options=options)
     file = settings.write()
     variables = environment(options, file)
     assert not any("sesame" in word for word in [*command(options, prepared), *variables.values()])

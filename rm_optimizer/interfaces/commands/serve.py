@@ -78,14 +78,10 @@ async def _serve(options: ServeOptions, listening: socket.socket) -> None:
 
     from rm_optimizer.serving.embedded.engine import TransformersEngine
     from rm_optimizer.serving.embedded.worker import WorkerOptions
-    from rm_optimizer.serving.http.app import create_app
     from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
     from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
     from rm_optimizer.serving.http.server_log import show_server_log
-    from rm_optimizer.serving.protocol import Transport
-    from rm_optimizer.serving.service.service import RewardService
-    from rm_optimizer.serving.weights.receiver import WeightReceiver
-    from rm_optimizer.serving.weights.weight_routes import weight_router
+    from rm_optimizer.serving.weights.weight_routes import create_server
 
     show_server_log()
     report_lack_of_files_once(asyncio.get_running_loop())
@@ -93,22 +89,13 @@ async def _serve(options: ServeOptions, listening: socket.socket) -> None:
         options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=options.threads
     )
     engine = TransformersEngine(worker)
-    service = RewardService(engine, model_name=options.model_name, max_queued_tokens=options.max_queued_tokens)
-    transports = frozenset(map(Transport, options.transport_names))
-    receiver = WeightReceiver(service, root=options.weights_root, transports=transports)
-    app = create_app(
-        service,
-        api_key=options.api_key,
-        update_key=options.update_key,
-        local_only=options.checks_host,
-        routers=[weight_router(receiver)] if options.takes_updates else [],
-    )
+    app, receiver = create_server(engine, options)
     limits = ConnectionLimits.of_process()
     config = uvicorn.Config(
         app,
         host=options.host,
         port=options.port,
-        http=BoundedHeaders.limited(limits.open, service.metrics),
+        http=BoundedHeaders.limited(limits.open, receiver.service.metrics),
         backlog=limits.backlog,
         log_level="warning",
         access_log=False,
@@ -116,7 +103,7 @@ async def _serve(options: ServeOptions, listening: socket.socket) -> None:
         timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     try:
-        await _run(uvicorn.Server(config), listening, service, options)
+        await _run(uvicorn.Server(config), listening, receiver.service, options)
     finally:
         await receiver.close()
 

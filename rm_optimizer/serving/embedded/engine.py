@@ -15,10 +15,9 @@ from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerErro
 from rm_optimizer.serving.embedded.frames import Frame, frame_rewards, sequences_frame
 from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.embedded.worker_link import DEFAULT_LIMITS, WorkerDied, WorkerLimits, WorkerLink
-from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, new_revision
+from rm_optimizer.serving.engine import STAGED, EngineDescription, ScoredBatch, StagedWeights, new_revision
 from rm_optimizer.serving.restart_limit import RestartLimit
-from rm_optimizer.serving.staged_json import staged_to_json
-from rm_optimizer.serving.weights.weight_history import WeightHistory
+from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 
 ATTEMPTS = 3
 """Most workers that die on one batch before the batch is abandoned as the possible cause."""
@@ -52,7 +51,7 @@ class BatchTime:
         self._seconds_a_token *= 2
 
 
-class TransformersEngine:
+class TransformersEngine(UpdatableEngine):
     """Engine that scores in a worker process and restarts it after a failure.
 
     Args:
@@ -62,6 +61,7 @@ class TransformersEngine:
 
     def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
+        super().__init__(WeightHistory(self._folder / "history", is_listed=False))
         self.revision = new_revision()
         self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
         self.limits = limits
@@ -69,12 +69,9 @@ class TransformersEngine:
         self._link: WorkerLink | None = None
         self._description: EngineDescription | None = None
         self._version = ""
-        self._history = WeightHistory(self._folder / "history", is_listed=False)
-        self._staged: StagedWeights | None = None
         self._up = asyncio.Event()
         self._failure: str | None = None
         self._is_stopped = False
-        self._updating = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._restarts = RestartLimit("the worker process")
         self._time = BatchTime()
@@ -89,11 +86,6 @@ class TransformersEngine:
     def version(self) -> str:
         """Name of the weights that answer the next batch."""
         return self._version
-
-    @property
-    def committed(self) -> Sequence[StagedWeights]:
-        """Updates that serve on top of the checkpoint, oldest first."""
-        return self._history.committed
 
     @property
     def is_up(self) -> bool:
@@ -111,11 +103,7 @@ class TransformersEngine:
         return None if self._link is None else self._link.process.pid
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            RMOptimizerError: if it cannot be loaded.
-        """
+        """Load the model; see `Engine.start`."""
         await self._launch()
         self._version = self.description.version
         self._watcher = asyncio.create_task(self._watch(), name="rm-engine-watch")
@@ -132,11 +120,7 @@ class TransformersEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
-        """Rewards of the sequences; a batch whose worker dies goes to the next worker.
-
-        Raises:
-            EngineUnavailable: if the engine has stopped, or every worker died on this batch.
-        """
+        """Rewards of the sequences; a batch whose worker dies goes to the next worker. See `Engine.score`."""
         frame, tokens = sequences_frame({"op": "score"}, sequences, group_sizes), sum(map(len, sequences))
         for _ in range(ATTEMPTS):
             link = await self._running()
@@ -149,50 +133,19 @@ class TransformersEngine:
             return ScoredBatch(frame_rewards(answer), answer.header["version"], answer.header["revision"])
         raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
 
-    async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones; their file moves to the folder that restarts read.
+    async def _read(self, weights: StagedWeights) -> None:
+        await self._live_link().ask(Frame({"op": "stage", "weights": STAGED.dump_python(weights, mode="json")}))
 
-        Raises:
-            WeightsRefused: if a check fails; nothing is staged then.
-            EngineUnavailable: if the worker is not up.
-        """
-        async with self._updating:
-            self._drop_staged()
-            kept = await asyncio.to_thread(self._history.keep, weights)
-            try:
-                await self._live_link().ask(Frame({"op": "stage", "weights": staged_to_json(kept)}))
-            except (RMOptimizerError, asyncio.CancelledError):
-                self._history.forget(kept)
-                raise
-            self._staged = kept
+    async def _swap_in(self, weights: StagedWeights) -> None:
+        num_tokens = sum(map(len, weights.probe.input_ids)) if weights.probe else 0
+        frame = Frame({"op": "commit", "revision": weights.revision})
+        await self._live_link().ask(frame, SWAP_SECONDS + self._time.limit(num_tokens))
+        self._version, self.revision = weights.version, weights.revision
+        self._history.remember(weights)
 
-    async def commit(self, revision: int) -> None:
-        """Swap in the staged weights between two batches; see `Engine.commit`.
-
-        Raises:
-            WeightsRefused: if nothing of this revision is staged, or the probe fails.
-            EngineUnavailable: if the worker is not up, or dies; the old weights stay in use.
-        """
-        async with self._updating:
-            if self._staged is None or self._staged.revision != revision:
-                raise WeightsRefused("the new weights are not staged any more; begin the update again")
-            probe = self._staged.probe
-            seconds = SWAP_SECONDS + self._time.limit(sum(map(len, probe.input_ids)) if probe else 0)
-            try:
-                await self._live_link().ask(Frame({"op": "commit", "revision": revision}), seconds)
-            except RMOptimizerError:
-                self._drop_staged()
-                raise
-            self._version, self.revision = self._staged.version, revision
-            self._history.remember(self._staged)
-            self._staged = None
-
-    async def rollback(self) -> None:
-        """Discard the staged weights; the served weights stay."""
-        async with self._updating:
-            self._drop_staged()
-            if self.is_up:
-                await self._live_link().ask(Frame({"op": "rollback"}), SWAP_SECONDS)
+    async def _discard(self) -> None:
+        if self.is_up:
+            await self._live_link().ask(Frame({"op": "rollback"}), SWAP_SECONDS)
 
     async def _launch(self) -> None:
         self._link = WorkerLink(self.options, self._history.committed, self.limits)
@@ -263,8 +216,3 @@ class TransformersEngine:
         if self._link is None or not self._up.is_set():
             raise EngineUnavailable("the worker process is starting; try again")
         return self._link
-
-    def _drop_staged(self) -> None:
-        if self._staged is not None:
-            self._history.forget(self._staged)
-            self._staged = None

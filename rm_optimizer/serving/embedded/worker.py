@@ -6,11 +6,10 @@ ends when its pipe closes, hence with the server.
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,10 +27,9 @@ from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import resolve_source
 from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
-from rm_optimizer.serving.engine import EngineDescription, StagedWeights
+from rm_optimizer.serving.engine import DESCRIPTION, STAGED, EngineDescription, StagedWeights
 from rm_optimizer.serving.protocol import RewardModelTrainingMode, WeightProbe
 from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
-from rm_optimizer.serving.staged_json import description_to_json, staged_from_json
 from rm_optimizer.serving.weights.live_weights import (
     Update,
     checkpoint_version,
@@ -48,7 +46,7 @@ ALIVE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of a worker, as JSON values.
+    """Options of a worker.
 
     Args:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
@@ -82,7 +80,7 @@ class Worker:
         RMOptimizerError: if the model or an update cannot be loaded.
     """
 
-    def __init__(self, options: WorkerOptions, committed: list[StagedWeights]) -> None:
+    def __init__(self, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
@@ -177,7 +175,7 @@ def _device(name: str) -> str:
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run_worker(connection: Connection, options_json: str, committed_json: str) -> None:
+def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
     """Main function of the process: load, report, and answer until the pipe closes."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the server decides when to stop; Ctrl-C reaches the whole group
         signal.signal(stop, signal.SIG_IGN)
@@ -185,12 +183,11 @@ def run_worker(connection: Connection, options_json: str, committed_json: str) -
     send = _Sender(connection)
     threading.Thread(target=_show_life, args=(send,), name="rm-worker-alive", daemon=True).start()
     try:
-        committed = [staged_from_json(value) for value in json.loads(committed_json)]
-        worker = Worker(WorkerOptions(**json.loads(options_json)), committed)
+        worker = Worker(options, committed)
     except RMOptimizerError as error:
         send(Frame({"op": "failed", "kind": type(error).__name__, "error": str(error)}))
         return
-    send(Frame({"op": "up", "description": description_to_json(worker.description)}))
+    send(Frame({"op": "up", "description": DESCRIPTION.dump_python(worker.description, mode="json")}))
     try:
         while (frame := Frame.decode(connection.recv_bytes())).header["op"] != "stop":
             _answer(worker, frame, send)
@@ -225,7 +222,7 @@ def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None
         rewards = worker.scorer.rewards(frame_sequences(frame), frame_groups(frame))
         send(rewards_frame(answer | {"version": worker.version, "revision": worker.revision}, rewards))
     elif operation == "stage":
-        weights = staged_from_json(frame.header["weights"])
+        weights = STAGED.validate_python(frame.header["weights"])
         worker.expect(weights.revision)
         thread = threading.Thread(target=_refusable, args=(lambda: worker.stage(weights), answer, send), daemon=True)
         thread.start()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -17,8 +16,7 @@ from multiprocessing.context import SpawnProcess
 from rm_optimizer.errors import CheckpointError, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.embedded.frames import Frame
 from rm_optimizer.serving.embedded.worker import WorkerOptions, run_worker
-from rm_optimizer.serving.engine import EngineDescription, StagedWeights
-from rm_optimizer.serving.staged_json import description_from_json, staged_to_json
+from rm_optimizer.serving.engine import DESCRIPTION, EngineDescription, StagedWeights
 
 
 class WorkerDied(EngineUnavailable):
@@ -99,7 +97,7 @@ class WorkerLink:
         if frame.header["op"] == "failed":
             kinds = {kind.__name__: kind for kind in (CheckpointError, WeightsRefused)}
             raise kinds.get(frame.header["kind"], RMOptimizerError)(frame.header["error"])
-        return description_from_json(frame.header["description"])
+        return DESCRIPTION.validate_python(frame.header["description"])
 
     async def ask(self, frame: Frame, seconds: float = math.inf) -> Frame:
         """Send a question and wait for its answer; questions are answered in the order of their sending.
@@ -214,8 +212,7 @@ class WorkerLink:
 def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tuple[Connection, SpawnProcess]:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    texts = (json.dumps(asdict(options)), json.dumps([staged_to_json(weights) for weights in committed]))
-    process = context.Process(target=run_worker, args=(theirs, *texts), name="rm-worker", daemon=True)
+    process = context.Process(target=run_worker, args=(theirs, options, committed), name="rm-worker", daemon=True)
     process.start()
     theirs.close()  # the server's end of the pipe must close when the process ends
     return ours, process

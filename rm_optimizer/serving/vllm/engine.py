@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import EngineUnavailable, WeightsRefused
+from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.protocol import WeightProbe
 from rm_optimizer.serving.service.reward_probe import check_rewards, probe_sequences
@@ -16,13 +16,13 @@ from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.settings import VllmSettings
 from rm_optimizer.serving.vllm.swap import AdapterSwap, ReloadSwap, Serving, Swap
-from rm_optimizer.serving.weights.weight_history import WeightHistory
+from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 
-class VllmEngine:
+class VllmEngine(UpdatableEngine):
     """Engine that scores through vLLM's own engine client.
 
     Args:
@@ -31,27 +31,24 @@ class VllmEngine:
     """
 
     def __init__(self, client: EngineClient, settings: VllmSettings) -> None:
+        super().__init__(WeightHistory(settings.history_folder))
         scheduler = client.vllm_config.scheduler_config
         self.description: EngineDescription = replace(
-            settings.description, token_budget=scheduler.max_num_batched_tokens
+            settings.model.description, token_budget=scheduler.max_num_batched_tokens
         )
         self.num_restarts = settings.num_restarts
         self._pooling = Pooling(client)
         self._lock = ReadWriteLock()
-        self._updating = asyncio.Lock()
-        self._history = WeightHistory(settings.history_folder)
         self._swap = self._make_swap(settings)
-        self._staged: StagedWeights | None = None
         self._is_stopped = False
         self._watcher: asyncio.Task[None] | None = None
 
     def _make_swap(self, settings: VllmSettings) -> Swap:
-        version = self.description.version
-        if settings.adapter is not None:
-            return AdapterSwap(
-                self._pooling, self._history, adapter=settings.adapter, folder=settings.adapters_folder, version=version
-            )
-        return ReloadSwap(self._pooling, self._lock, self._history, checkpoint=settings.folder, version=version)
+        version, model = self.description.version, settings.model
+        if model.adapter is None:
+            return ReloadSwap(self._pooling, self._lock, self._history, checkpoint=model.folder, version=version)
+        folder = settings.adapters_folder
+        return AdapterSwap(self._pooling, self._history, adapter=model.adapter, folder=folder, version=version)
 
     @property
     def version(self) -> str:
@@ -62,11 +59,6 @@ class VllmEngine:
     def revision(self) -> int:
         """Serial number of the weights that answer the next batch."""
         return self._swap.serving.revision
-
-    @property
-    def committed(self) -> Sequence[StagedWeights]:
-        """Updates that serve on top of the checkpoint, oldest first."""
-        return self._history.committed
 
     @property
     def is_up(self) -> bool:
@@ -98,69 +90,29 @@ class VllmEngine:
             self._watcher.cancel()
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
-        """Rewards of the sequences, all of one version; vLLM's prefix cache finds common starts by itself.
-
-        Raises:
-            EngineUnavailable: if the engine has died; its supervisor starts another.
-        """
+        """Rewards of the sequences; vLLM's prefix cache finds common starts by itself. See `Engine.score`."""
         self._require_up()
         async with self._lock.reading():
             serving = self._swap.serving
             rewards = await self._pooling.rewards(sequences, serving.adapter)
             return ScoredBatch(rewards, serving.version, serving.revision)
 
-    async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones.
-
-        Raises:
-            WeightsRefused: if a check fails; nothing is staged then.
-            EngineUnavailable: if the engine is not up.
-        """
+    async def _read(self, weights: StagedWeights) -> None:
         self._require_up()
-        async with self._updating:
-            self._drop_file()
-            kept = await asyncio.to_thread(self._history.keep, weights)
-            try:
-                await self._swap.stage(kept)
-            except (WeightsRefused, asyncio.CancelledError):
-                self._history.forget(kept)
-                raise
-            self._staged = kept
+        await self._swap.stage(weights)
 
-    async def commit(self, revision: int) -> None:
-        """Swap in the staged weights, unless their probe fails.
-
-        Raises:
-            WeightsRefused: if nothing of this revision is staged, or the probe fails.
-            EngineUnavailable: if the engine is not up.
-        """
+    async def _swap_in(self, weights: StagedWeights) -> None:
         self._require_up()
-        async with self._updating:
-            if self._staged is None or self._staged.revision != revision:
-                raise WeightsRefused("the new weights are not staged any more; begin the update again")
-            staged, self._staged = self._staged, None
-            try:
-                await self._swap.commit(staged, partial(self._check, staged.probe))
-            except WeightsRefused:
-                self._history.forget(staged)
-                raise
+        await self._swap.commit(weights, partial(self._check, weights.probe))
 
-    async def rollback(self) -> None:
-        """Discard the staged weights; the served weights stay."""
+    async def _discard(self) -> None:
         self._require_up()
-        async with self._updating:
-            self._drop_file()
-            await self._swap.drop()
+        await self._swap.drop()
 
     async def _check(self, probe: WeightProbe | None, serving: Serving) -> None:
         """Score a probe without the lock, which the caller holds or does not need."""
         rewards = await self._pooling.rewards(probe_sequences(probe, self.description.max_length), serving.adapter)
         check_rewards(rewards, probe, self.description.dtype)
-
-    def _drop_file(self) -> None:
-        if self._staged is not None:
-            self._history.forget(self._staged)
-            self._staged = None
 
     def _require_up(self) -> None:
         if not self.is_up:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -40,27 +41,10 @@ def serve_with_vllm(options: ServeOptions) -> None:
     with tempfile.TemporaryDirectory(prefix="rm-vllm-") as work:
         print(f"rm-opt serve: preparing {options.checkpoint} for vLLM; its start takes a minute", flush=True)
         model = prepare_model(options.checkpoint, Path(work), options.dtype)
-        settings = _settings(options, model, Path(work))
+        options = replace(options, served_model_name=options.model_name)  # also if the checkpoint is removed
+        settings = VllmSettings(work=Path(work), model=model, options=options)
         Supervisor(command(options, model), environment(options, settings.write()), settings.started_file).run()
     print("rm-opt serve: stopped", flush=True)
-
-
-def _settings(options: ServeOptions, model: VllmModel, work: Path) -> VllmSettings:
-    return VllmSettings(
-        work=work,
-        folder=model.folder,
-        adapter=model.adapter,
-        description=model.description,
-        model_name=options.model_name,
-        url=options.url,
-        api_key=options.api_key,
-        update_key=options.update_key,
-        takes_updates=options.takes_updates,
-        transport_names=options.transport_names,
-        checks_host=options.checks_host,
-        max_queued_tokens=options.max_queued_tokens,
-        weights_root=None if options.weights_root is None else options.weights_root.resolve(),
-    )
 
 
 def command(options: ServeOptions, model: VllmModel) -> list[str]:

@@ -18,19 +18,16 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
 from rm_optimizer.serving.http.error_answers import error_answer
 from rm_optimizer.serving.http.server_log import show_server_log
 from rm_optimizer.serving.parent_death import end_with_parent
-from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.service.api_errors import NotReady
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.vllm.engine import VllmEngine
 from rm_optimizer.serving.vllm.settings import SETTINGS_VARIABLE, VllmSettings
-from rm_optimizer.serving.weights.receiver import WeightReceiver
-from rm_optimizer.serving.weights.weight_routes import weight_router
+from rm_optimizer.serving.weights.weight_routes import create_server
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -68,31 +65,23 @@ class RewardEndpoint:
         """
         settings = VllmSettings.read()
         engine = VllmEngine(engine_client, settings)
-        service = RewardService(engine, model_name=settings.model_name, max_queued_tokens=settings.max_queued_tokens)
-        transports = frozenset(map(Transport, settings.transport_names))
-        receiver = WeightReceiver(service, root=settings.weights_root, transports=transports)
         show_server_log()
-        state.reward_app = create_app(
-            service,
-            api_key=settings.api_key,
-            update_key=settings.update_key,
-            local_only=settings.checks_host,
-            routers=[weight_router(receiver)] if settings.takes_updates else [],
-        )
+        state.reward_app, receiver = create_server(engine, settings.options)
+        service = receiver.service
         await service.start()
         await engine.restore()
         if service.obstacle is not None:
-            raise RMOptimizerError(f"{settings.folder} cannot be served: {service.obstacle}")
+            raise RMOptimizerError(f"{settings.model.folder} cannot be served: {service.obstacle}")
         settings.started_file.touch()
-        print(_greeting(service, settings), flush=True)
+        print(_greeting(service, settings.options.url), flush=True)
 
 
-def _greeting(service: RewardService, settings: VllmSettings) -> str:
+def _greeting(service: RewardService, url: str) -> str:
     description, parity = service.engine.description, service.parity
     shown = "no certificate to compare with" if parity is None else f"parity {parity.max_difference:.2g}"
     return (
-        f"rm-opt serve: ready: {settings.url} serves '{service.model_name}' ({description.architecture}, "
-        f"{description.dtype}, vLLM, version {service.engine.version}; {shown}); API at {settings.url}/docs"
+        f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, "
+        f"{description.dtype}, vLLM, version {service.engine.version}; {shown}); API at {url}/docs"
     )
 
 

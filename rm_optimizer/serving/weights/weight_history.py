@@ -1,16 +1,18 @@
-"""Updates of a server on disk, which a restarted process applies to its checkpoint."""
+"""Updates of a server: staged, committed, and kept on disk for a restarted process to apply to its checkpoint."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rm_optimizer.errors import WeightsRefused
+from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.files import write_text
-from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.staged_json import staged_from_json, staged_to_json
+from rm_optimizer.serving.engine import STAGED, StagedWeights
 
 LIST_FILE = "committed.json"
 
@@ -28,7 +30,7 @@ class WeightHistory:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / LIST_FILE
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        self.committed: tuple[StagedWeights, ...] = tuple(map(staged_from_json, values))
+        self.committed: tuple[StagedWeights, ...] = tuple(map(STAGED.validate_python, values))
         self._remove_others()
 
     @property
@@ -64,7 +66,8 @@ class WeightHistory:
 
     def _record(self) -> None:
         if self._is_listed:
-            write_text(self.folder / LIST_FILE, json.dumps([staged_to_json(kept) for kept in self.committed]))
+            values = [STAGED.dump_python(kept, mode="json") for kept in self.committed]
+            write_text(self.folder / LIST_FILE, json.dumps(values))
         self._remove_others()
 
     def forget(self, weights: StagedWeights) -> None:
@@ -76,3 +79,68 @@ class WeightHistory:
         for file in self.folder.glob("*.safetensors"):
             if file not in served:
                 file.unlink(missing_ok=True)
+
+
+class UpdatableEngine(ABC):
+    """Common part of engines: it stages and commits one update after the other, with their files in a history.
+
+    Args:
+        history: updates that are served.
+    """
+
+    def __init__(self, history: WeightHistory) -> None:
+        self._history = history
+        self._staged: StagedWeights | None = None
+        self._updating = asyncio.Lock()
+
+    @property
+    def committed(self) -> Sequence[StagedWeights]:
+        """Updates that serve on top of the checkpoint, oldest first."""
+        return self._history.committed
+
+    async def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights beside the old ones; see `Engine.stage`."""
+        async with self._updating:
+            self._drop_staged()
+            kept = await asyncio.to_thread(self._history.keep, weights)
+            try:
+                await self._read(kept)
+            except (RMOptimizerError, asyncio.CancelledError):
+                self._history.forget(kept)
+                raise
+            self._staged = kept
+
+    async def commit(self, revision: int) -> None:
+        """Swap in the staged weights between two batches; see `Engine.commit`."""
+        async with self._updating:
+            if self._staged is None or self._staged.revision != revision:
+                raise WeightsRefused("the new weights are not staged any more; begin the update again")
+            staged, self._staged = self._staged, None
+            try:
+                await self._swap_in(staged)
+            except RMOptimizerError:
+                self._history.forget(staged)
+                raise
+
+    async def rollback(self) -> None:
+        """Discard the staged weights; the served weights stay."""
+        async with self._updating:
+            self._drop_staged()
+            await self._discard()
+
+    @abstractmethod
+    async def _read(self, weights: StagedWeights) -> None:
+        """Let the model's processes read and check the weights."""
+
+    @abstractmethod
+    async def _swap_in(self, weights: StagedWeights) -> None:
+        """Serve the weights that were read, and record them in the history; on failure serve the old ones."""
+
+    @abstractmethod
+    async def _discard(self) -> None:
+        """Let the model's processes discard the weights that were read."""
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._history.forget(self._staged)
+            self._staged = None

@@ -1,12 +1,15 @@
-"""Routes of weight updates."""
+"""Routes of weight updates, and the application with all routes."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Request, Response
 
+from rm_optimizer.serving.engine import Engine
+from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.http.error_answers import error_responses
+from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.protocol import (
     REVISION_HEADER,
     VERSION_HEADER,
@@ -16,7 +19,9 @@ from rm_optimizer.serving.protocol import (
     Outcome,
     OutcomeStatus,
     Ready,
+    Transport,
 )
+from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import Received, WeightReceiver, WeightStatus
 
 _FAILURES = error_responses(400, 401, 404, 408, 409, 503)
@@ -26,6 +31,26 @@ _BINARY = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+
+
+def create_server(engine: Engine, options: ServeOptions) -> tuple[FastAPI, WeightReceiver]:
+    """Create the application of a server with these options, and its receiver, which the caller closes.
+
+    Args:
+        engine: not yet started.
+        options: options of the server.
+    """
+    service = RewardService(engine, model_name=options.model_name, max_queued_tokens=options.max_queued_tokens)
+    transports = frozenset(map(Transport, options.transport_names))
+    receiver = WeightReceiver(service, root=options.weights_root, transports=transports)
+    app = create_app(
+        service,
+        api_key=options.api_key,
+        update_key=options.update_key,
+        local_only=options.checks_host,
+        routers=[weight_router(receiver)] if options.takes_updates else [],
+    )
+    return app, receiver
 
 
 def weight_router(receiver: WeightReceiver) -> APIRouter:

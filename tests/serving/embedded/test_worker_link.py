@@ -7,6 +7,7 @@ import time
 from multiprocessing import get_context
 
 import pytest
+from pydantic import TypeAdapter
 
 from rm_optimizer.serving.embedded import worker_link
 from rm_optimizer.serving.embedded.engine import BatchTime
@@ -36,7 +37,7 @@ def linked(monkeypatch, behavior: str, scene):
             await link.close()
 
     monkeypatch.setattr(worker_link, "_spawned", spawned)
-    monkeypatch.setattr(worker_link, "description_from_json", lambda value: value)
+    monkeypatch.setattr(worker_link, "DESCRIPTION", TypeAdapter(None))
     return asyncio.run(run())
 
 
