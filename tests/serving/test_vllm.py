@@ -31,8 +31,8 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.http.auth import OPEN_PATHS
 from rm_optimizer.serving.http.bounded_headers import HEADER_SECONDS
+from rm_optimizer.serving.http.head_checks import OPEN_PATHS
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.weights.publisher import create_rm_publisher

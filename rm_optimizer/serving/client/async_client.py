@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import httpx
@@ -23,13 +22,13 @@ from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.engine import ScoredBatch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class ClientArguments:
-    """Constructor arguments of a client, pickled in its place.
+    """Arguments of a client, which is pickled by them alone; the copy opens its own connections.
 
     Args:
-        url: address of the server.
-        renderer: renderer of the served model, or None.
+        url: address of the server, `http://host:port`.
+        renderer: renderer of the served model; None lets the server render. Required for a plain vLLM.
         api_key: bearer token; None sends none.
         timeout_seconds: seconds for a whole call, retries included.
         concurrency: largest number of requests open at once.
@@ -37,62 +36,47 @@ class ClientArguments:
     """
 
     url: str
-    renderer: ConversationRenderer | None
-    api_key: str | None
-    timeout_seconds: float
-    concurrency: int
-    transport: httpx.AsyncBaseTransport | None
+    _: KW_ONLY
+    renderer: ConversationRenderer | None = None
+    api_key: str | None = None
+    timeout_seconds: float = 60.0
+    concurrency: int = 8
+    transport: httpx.AsyncBaseTransport | None = None
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the arguments describe, without a connection."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        vars(self).update(arguments)
+        self._prepare()
 
 
-def _remade(kind: type[Any], arguments: ClientArguments) -> Any:
-    """Client of these arguments, in the process that unpickles it."""
-    return kind(**vars(arguments))
-
-
-class AsyncRewardClient:
+class AsyncRewardClient(ClientArguments):
     """Asynchronous scorer behind a server: `rm-opt serve` with any engine, or a plain vLLM.
 
     With a renderer the client renders and tokenizes conversations, otherwise the server does. Every reward is raw.
-    Connecting verifies the server's sigmoid and rendering; see `handshake`.
-
-    Args:
-        url: address of the server, `http://host:port`.
-        renderer: renderer of the served model; required for a plain vLLM.
-        api_key: bearer token; None sends none.
-        timeout_seconds: seconds for a whole call, retries included.
-        concurrency: largest number of requests open at once.
-        transport: replacement of the network for tests; None uses the network.
+    Connecting verifies the server's sigmoid and rendering; see `handshake`. For the arguments see `ClientArguments`.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        renderer: ConversationRenderer | None = None,
-        api_key: str | None = None,
-        timeout_seconds: float = 60.0,
-        concurrency: int = 8,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._arguments = ClientArguments(url, renderer, api_key, timeout_seconds, concurrency, transport)
-        self._connection = Connection(url, api_key=api_key, concurrency=concurrency, transport=transport)
-        self.url = self._connection.url
-        self.renderer = renderer
-        self.timeout_seconds = timeout_seconds
-        self._form: Form = TokenForm() if renderer is not None else ConversationForm()
+    def _prepare(self) -> None:
+        self._connection = Connection(
+            self.url, api_key=self.api_key, concurrency=self.concurrency, transport=self.transport
+        )
+        self._form: Form = TokenForm() if self.renderer is not None else ConversationForm()
         self._identity: ServerIdentity | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments; the copy opens its own connections."""
-        return _remade, (type(self), self._arguments)
 
     async def __aenter__(self) -> AsyncRewardClient:
         await self.connect()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *failure: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -6,15 +6,12 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
-import httpx
 from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
-from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import RewardServerUnavailable
 from rm_optimizer.serving.client.async_client import AsyncRewardClient, ClientArguments
 from rm_optimizer.serving.engine import ScoredBatch
@@ -26,50 +23,27 @@ CALLS = 2
 T = TypeVar("T")
 
 
-class RewardClient(Scorer):
+class RewardClient(ClientArguments, Scorer):
     """`AsyncRewardClient` for callers without an event loop; safe to share between threads.
 
-    The constructor connects and verifies the server's sigmoid and rendering.
-
-    Args:
-        url: address of the server, `http://host:port`.
-        renderer: renderer of the served model; None lets the server render.
-        api_key: bearer token; None sends none.
-        timeout_seconds: seconds for a whole call, retries included.
-        concurrency: largest number of requests open at once.
-        transport: replacement of the network for tests; None uses the network.
+    The constructor connects and verifies the server's sigmoid and rendering. For its arguments see `ClientArguments`.
 
     Raises:
         HandshakeFailed: if the server's rewards are not raw, or it renders conversations differently.
         RewardServerUnavailable: if it does not answer in time.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        renderer: ConversationRenderer | None = None,
-        api_key: str | None = None,
-        timeout_seconds: float = 60.0,
-        concurrency: int = 8,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._arguments = ClientArguments(url, renderer, api_key, timeout_seconds, concurrency, transport)
+    def _prepare(self) -> None:
         self._lock = threading.Lock()
         self._threads: list[_LoopThread] = []
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             self._run(lambda client: client.connect())
         except BaseException:
             self.close()
             raise
-
-    def __getstate__(self) -> ClientArguments:
-        """Pickle the arguments; the copy connects on first use."""
-        return self._arguments
-
-    def __setstate__(self, arguments: ClientArguments) -> None:
-        """Restore the arguments of a client pickled in another process."""
-        self._arguments, self._lock, self._threads = arguments, threading.Lock(), []
 
     @property
     def version(self) -> str:
@@ -77,17 +51,7 @@ class RewardClient(Scorer):
         return self._run(lambda client: client.version())
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses in the order given, float32 on the CPU, from one version of the weights.
-
-        Args:
-            prompts: text or messages.
-            responses: one for each prompt.
-
-        Raises:
-            ValueError: if there are not as many prompts as responses.
-            RewardServerUnavailable: if the server does not answer in time.
-            RewardServerRefused: if it refuses the request.
-        """
+        """Rewards of the responses in the order given, float32 on the CPU; see `AsyncRewardClient.score`."""
         return self._run(lambda client: client.score(prompts, responses))
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
@@ -97,16 +61,7 @@ class RewardClient(Scorer):
     def score_versioned(
         self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
     ) -> ScoredBatch:
-        """Rewards as `score` returns them, with the version of the weights that computed them.
-
-        Args:
-            prompts: text or messages.
-            responses: one for each prompt.
-            expect_version: version that must answer; None accepts any.
-
-        Raises:
-            WrongVersion: if another version answered.
-        """
+        """Rewards and the version that computed them; see `AsyncRewardClient.score_versioned`."""
         return self._run(lambda client: client.score_versioned(prompts, responses, expect_version=expect_version))
 
     def close(self) -> None:
@@ -117,15 +72,13 @@ class RewardClient(Scorer):
     def __enter__(self) -> RewardClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def _run(self, work: Callable[[AsyncRewardClient], Coroutine[Any, Any, T]]) -> T:
         with self._lock:
             if not self._threads or not self._threads[-1].is_running:
-                self._threads.append(_LoopThread(self._arguments))
+                self._threads.append(_LoopThread(self))
         return self._threads[-1].run(work)
 
 
@@ -139,7 +92,7 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rm-client", daemon=True)
         self._thread.start()
-        self._client = AsyncRewardClient(**vars(arguments))
+        self._client = AsyncRewardClient(**arguments.__getstate__())
 
     @property
     def is_running(self) -> bool:

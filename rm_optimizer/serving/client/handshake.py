@@ -55,124 +55,114 @@ async def shake_hands(
         HandshakeFailed: if the verification fails.
         RewardServerUnavailable: if the server does not answer in time.
     """
+    handshake = _Handshake(connection, deadline)
     try:
         info = (await connection.request("GET", "/rm/info", deadline)).json()
     except RewardServerRefused as error:
         if error.status != 404:
             raise
-        return await _plain_server(connection, renderer, deadline)
+        return await handshake.with_plain_vllm(renderer)
     try:
-        return await _our_server(connection, renderer, InfoResponse.model_validate(info), deadline)
+        return await handshake.with_our_server(renderer, InfoResponse.model_validate(info))
     except ValidationError as error:
         raise HandshakeFailed(
             f"{connection.url}/rm/info has not the form of one: {error.errors()[0]['msg']}"
         ) from error
 
 
-async def _our_server(
-    connection: Connection, renderer: ConversationRenderer | None, info: InfoResponse, deadline: Deadline
-) -> ServerIdentity:
-    if info.protocol != PROTOCOL_VERSION:
-        raise HandshakeFailed(
-            f"{connection.url} speaks protocol {info.protocol} where {PROTOCOL_VERSION} was expected; "
-            "use one release of rm-optimizer on both sides"
-        )
-    identity = ServerIdentity(
-        True, info.model, Limits(info.max_request_tokens, info.max_request_items), info.rendering.template_hash
-    )
-    conversations: list[Any] = list(DEFAULT_PROBE[:2])
-    if renderer is not None:
-        _require_rendering(connection.url, renderer, info)
-    raw = await _verify_sigmoid(
-        connection, ConversationForm(), conversations, info.model, deadline, may_be_identity=False
-    )
-    if renderer is not None:
-        await _verify_tokens(connection, renderer, conversations, raw, info.model, deadline)
-    return identity
+@dataclass(frozen=True)
+class _Handshake:
+    """Verification of the server at the other end of a connection, within a deadline."""
 
+    connection: Connection
+    deadline: Deadline
 
-def _require_rendering(url: str, renderer: ConversationRenderer, info: InfoResponse) -> None:
-    if renderer.template_hash != info.rendering.template_hash:
-        raise HandshakeFailed(
-            f"{url} renders conversations by template {info.rendering.template_hash}, this client by "
-            f"{renderer.template_hash}: {info.rendering.rendering!r} is not {renderer.probe_rendering!r}; "
-            "take the tokenizer of the served checkpoint"
-        )
-    if renderer.max_length > info.max_length:
-        raise HandshakeFailed(
-            f"the renderer keeps {renderer.max_length} tokens, the server at {url} reads {info.max_length}; "
-            "make them the same"
-        )
+    async def with_our_server(self, renderer: ConversationRenderer | None, info: InfoResponse) -> ServerIdentity:
+        if info.protocol != PROTOCOL_VERSION:
+            raise HandshakeFailed(
+                f"{self.connection.url} speaks protocol {info.protocol} where {PROTOCOL_VERSION} was expected; "
+                "use one release of rm-optimizer on both sides"
+            )
+        limits = Limits(info.max_request_tokens, info.max_request_items)
+        conversations: list[Any] = list(DEFAULT_PROBE[:2])
+        if renderer is not None:
+            self._require_rendering(renderer, info)
+        raw = await self._verify_sigmoid(ConversationForm(), conversations, info.model, may_be_identity=False)
+        if renderer is not None:
+            await self._verify_tokens(renderer, conversations, raw, info.model)
+        return ServerIdentity(True, info.model, limits, info.rendering.template_hash)
 
+    def _require_rendering(self, renderer: ConversationRenderer, info: InfoResponse) -> None:
+        if renderer.template_hash != info.rendering.template_hash:
+            raise HandshakeFailed(
+                f"{self.connection.url} renders conversations by template {info.rendering.template_hash}, this client "
+                f"by {renderer.template_hash}: {info.rendering.rendering!r} is not {renderer.probe_rendering!r}; "
+                "take the tokenizer of the served checkpoint"
+            )
+        if renderer.max_length > info.max_length:
+            raise HandshakeFailed(
+                f"the renderer keeps {renderer.max_length} tokens, the server at {self.connection.url} reads "
+                f"{info.max_length}; make them the same"
+            )
 
-async def _verify_tokens(
-    connection: Connection,
-    renderer: ConversationRenderer,
-    conversations: Sequence[Any],
-    raw: ScoredBatch,
-    model: str,
-    deadline: Deadline,
-) -> None:
-    """Verify that the client's token ids score as the server's own of the same conversations."""
-    rows = _token_rows(renderer, conversations)
-    for _ in range(ROUNDS):
-        ours = await connection.ask(TokenForm(), rows, model, deadline)
-        if ours.weights == raw.weights:
-            break
-        raw = await connection.ask(ConversationForm(), conversations, model, deadline)
-    if not _close(ours.rewards, raw.rewards):
-        raise HandshakeFailed(
-            f"{connection.url} scores conversations as {raw.rewards}, but this client's tokens of them as "
-            f"{ours.rewards}; take the tokenizer of the served checkpoint"
-        )
+    async def _verify_tokens(
+        self, renderer: ConversationRenderer, conversations: Sequence[Any], raw: ScoredBatch, model: str
+    ) -> None:
+        """Verify that the client's token ids score as the server's own of the same conversations."""
+        rows = _token_rows(renderer, conversations)
+        for _ in range(ROUNDS):
+            ours = await self._ask(TokenForm(), rows, model)
+            if ours.weights == raw.weights:
+                break
+            raw = await self._ask(ConversationForm(), conversations, model)
+        if not _close(ours.rewards, raw.rewards):
+            raise HandshakeFailed(
+                f"{self.connection.url} scores conversations as {raw.rewards}, but this client's tokens of them as "
+                f"{ours.rewards}; take the tokenizer of the served checkpoint"
+            )
 
+    async def with_plain_vllm(self, renderer: ConversationRenderer | None) -> ServerIdentity:
+        """Identity of a vLLM without the plugin: it receives token ids, and must tokenize as this client does."""
+        url = self.connection.url
+        if renderer is None:
+            raise HandshakeFailed(f"{url} has no /rm/score; pass the served model's renderer, or serve with rm-opt")
+        try:
+            models = await self.connection.request("GET", "/v1/models", self.deadline)
+            model, text = str(models.json()["data"][0]["id"]), renderer.text(*DEFAULT_PROBE[4])
+            asked = {"model": model, "prompt": text, "add_special_tokens": False}
+            tokens = (await self.connection.request("POST", "/tokenize", self.deadline, json=asked)).json()["tokens"]
+        except (RewardServerRefused, ValueError, KeyError, IndexError, TypeError) as error:
+            raise HandshakeFailed(f"{url} is neither our server nor vLLM's: {error}") from error
+        own = renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if list(tokens) != list(own):
+            raise HandshakeFailed(f"{url} tokenizes other than this client; take the tokenizer of the served model")
+        await self._verify_sigmoid(TokenForm(), _token_rows(renderer, DEFAULT_PROBE), model, may_be_identity=True)
+        return ServerIdentity(False, model, PLAIN_LIMITS, None)
 
-async def _plain_server(
-    connection: Connection, renderer: ConversationRenderer | None, deadline: Deadline
-) -> ServerIdentity:
-    """Identity of a vLLM without the plugin: it receives token ids, and must tokenize as this client does."""
-    if renderer is None:
-        raise HandshakeFailed(
-            f"{connection.url} has no /rm/score; pass the served model's renderer, or serve with rm-opt"
-        )
-    try:
-        model = str((await connection.request("GET", "/v1/models", deadline)).json()["data"][0]["id"])
-        text = renderer.text(*DEFAULT_PROBE[4])
-        asked = {"model": model, "prompt": text, "add_special_tokens": False}
-        tokens = (await connection.request("POST", "/tokenize", deadline, json=asked)).json()["tokens"]
-    except (RewardServerRefused, ValueError, KeyError, IndexError, TypeError) as error:
-        raise HandshakeFailed(f"{connection.url} is neither our server nor vLLM's: {error}") from error
-    own = renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if list(tokens) != list(own):
-        raise HandshakeFailed(
-            f"{connection.url} tokenizes other than this client; take the tokenizer of the served model"
-        )
-    rows = _token_rows(renderer, DEFAULT_PROBE)
-    await _verify_sigmoid(connection, TokenForm(), rows, model, deadline, may_be_identity=True)
-    return ServerIdentity(False, model, PLAIN_LIMITS, None)
+    async def _verify_sigmoid(
+        self, form: Form, rows: Sequence[Any], model: str, *, may_be_identity: bool
+    ) -> ScoredBatch:
+        """Verify that `use_activation` gives the sigmoid of the raw reward, or the raw one (a vLLM for regression)."""
+        for _ in range(ROUNDS):
+            raw = await self._ask(form, rows, model)
+            squashed = await self._ask(form, rows, model, use_activation=True)
+            if raw.weights == squashed.weights:
+                break
+        is_sigmoid = _close(squashed.rewards, tuple(map(sigmoid, raw.rewards)))
+        if not (is_sigmoid or (may_be_identity and _close(squashed.rewards, raw.rewards))):
+            raise HandshakeFailed(
+                f"{self.connection.url} answers {squashed.rewards} with use_activation=true where one sigmoid of its "
+                f"raw rewards {raw.rewards} was expected; it squashes twice, or not as it says"
+            )
+        if may_be_identity and all(0.0 < reward < 1.0 for reward in raw.rewards):
+            raise HandshakeFailed(
+                f"{self.connection.url} answers {len(raw.rewards)} unlike conversations with numbers between 0 and 1 "
+                "(use_activation=false), as a server does that ignores the field; serve the model with rm-opt"
+            )
+        return raw
 
-
-async def _verify_sigmoid(
-    connection: Connection, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, *, may_be_identity: bool
-) -> ScoredBatch:
-    """Verify that `use_activation` returns the sigmoid of the raw reward, or the raw reward (a vLLM for regression)."""
-    for _ in range(ROUNDS):
-        raw = await connection.ask(form, rows, model, deadline, use_activation=False)
-        squashed = await connection.ask(form, rows, model, deadline, use_activation=True)
-        if raw.weights == squashed.weights:
-            break
-    is_sigmoid = _close(squashed.rewards, tuple(map(sigmoid, raw.rewards)))
-    if not (is_sigmoid or (may_be_identity and _close(squashed.rewards, raw.rewards))):
-        raise HandshakeFailed(
-            f"{connection.url} answers {squashed.rewards} with use_activation=true where one sigmoid of its raw "
-            f"rewards {raw.rewards} was expected; it squashes twice, or not as it says"
-        )
-    if may_be_identity and all(0.0 < reward < 1.0 for reward in raw.rewards):
-        raise HandshakeFailed(
-            f"{connection.url} answers {len(raw.rewards)} unlike conversations with numbers between 0 and 1 "
-            "(use_activation=false), as a server does that ignores the field; serve the model with rm-opt"
-        )
-    return raw
+    async def _ask(self, form: Form, rows: Sequence[Any], model: str, *, use_activation: bool = False) -> ScoredBatch:
+        return await self.connection.ask(form, rows, model, self.deadline, use_activation=use_activation)
 
 
 def _token_rows(renderer: ConversationRenderer, conversations: Sequence[Any]) -> list[tuple[int, ...]]:

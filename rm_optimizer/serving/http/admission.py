@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rm_optimizer.serving.http.error_answers import error_answer
-from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES, ApiError, HeadersTooLarge, Overloaded, TooLarge
+from rm_optimizer.serving.service.api_errors import ApiError, Overloaded, TooLarge
 
 MAX_OPEN_REQUESTS = 1024
 """POST requests open at once; health and metrics are not counted."""
@@ -20,30 +20,6 @@ MAX_CONTAINERS = 2**16
 """JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?(?:"|\Z)', re.DOTALL)
 """JSON string, complete or cut off at the end of a broken body, so that no byte is read twice."""
-
-
-class HeaderSize:
-    """Middleware that refuses headers that are too large; the protocol limits only those that come in several pieces.
-
-    Args:
-        app: application behind this middleware.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 431."""
-        if scope["type"] == "http" and _header_bytes(scope) > MAX_HEADER_BYTES:
-            await error_answer(HeadersTooLarge())(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-
-def _header_bytes(scope: Scope) -> int:
-    target = scope.get("raw_path") or scope["path"].encode()
-    line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
-    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
 
 
 class AdmissionControl:

@@ -12,11 +12,11 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import rm_optimizer
-from rm_optimizer.serving.http.admission import AdmissionControl, HeaderSize
+from rm_optimizer.serving.http.admission import AdmissionControl
 from rm_optimizer.serving.http.api_page import add_api_page
-from rm_optimizer.serving.http.auth import BearerAuth, LocalHost
 from rm_optimizer.serving.http.body_timeout import BODY_SECONDS, BodyTimeout
 from rm_optimizer.serving.http.error_answers import install_error_answers
+from rm_optimizer.serving.http.head_checks import Guard, bearer_check, header_size_check, local_host_check
 from rm_optimizer.serving.http.routes import ClientLeft, router
 from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
 from rm_optimizer.serving.service.service import RewardService
@@ -59,10 +59,10 @@ def create_app(
     app.add_exception_handler(ClientLeft, _client_left)
     app.add_middleware(AdmissionControl)
     app.add_middleware(BodyTimeout, seconds=body_seconds)
-    app.add_middleware(BearerAuth, api_key=api_key, update_key=update_key)
+    app.add_middleware(Guard, check=bearer_check(api_key, update_key))
     if local_only:
-        app.add_middleware(LocalHost)
-    app.add_middleware(HeaderSize)
+        app.add_middleware(Guard, check=local_host_check)
+    app.add_middleware(Guard, check=header_size_check)
     app.add_middleware(Observed, metrics=service.metrics)  # added last, hence outermost
     app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
     return app

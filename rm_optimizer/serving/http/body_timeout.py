@@ -25,11 +25,8 @@ class SlowBody(ApiError):
     """The client stopped within its body, or sends it too slowly."""
 
     status, kind = 408, "SlowBody"
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Close the connection: the rest of the body is not awaited."""
-        return {"Connection": "close"}
+    headers: Mapping[str, str] = {"Connection": "close"}
+    """The rest of the body is not awaited."""
 
 
 class BodyTimeout:

@@ -19,19 +19,19 @@ class ApiError(RMOptimizerError):
     Args:
         message: expected value, value found and remedy.
         param: field at fault.
+        retry_after_seconds: seconds until the next attempt; None if a retry cannot help.
     """
 
     status = 400
     kind = "BadRequest"
+    headers: Mapping[str, str] = {}
+    """Headers of the answer beside those of its body."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, *, retry_after_seconds: int | None = None) -> None:
         super().__init__(message)
         self.param = param
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers beside the body."""
-        return {}
+        if retry_after_seconds is not None:
+            self.headers = {**self.headers, "Retry-After": str(retry_after_seconds)}
 
     def body(self) -> ErrorBody:
         """The answer's body."""
@@ -54,11 +54,7 @@ class Unauthorized(ApiError):
     """The API key is missing or wrong."""
 
     status, kind = 401, "Unauthorized"
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The scheme to use."""
-        return {"WWW-Authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
 class UnknownModel(ApiError):
@@ -105,13 +101,7 @@ class Overloaded(ApiError):
     status, kind = 503, "Overloaded"
 
     def __init__(self, message: str, retry_after_seconds: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """`Retry-After` header."""
-        return {"Retry-After": str(self.retry_after_seconds)}
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
 
 
 class NotReady(Overloaded):

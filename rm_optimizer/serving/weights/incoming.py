@@ -6,9 +6,9 @@ import asyncio
 import errno
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
 
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.protocol import Begin, Transport
@@ -20,28 +20,35 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """Errors of the written file, not of the read one."""
 
 
-class Incoming(Protocol):
-    """Receiving end of one update."""
+class Incoming(ABC):
+    """Receiving end of one update.
 
-    async def stand(self) -> None:
+    Args:
+        begin: announcement of the update.
+        landing: path of the received file.
+    """
+
+    def __init__(self, begin: Begin, landing: Path) -> None:
+        self._begin, self._landing = begin, landing
+
+    async def stand(self) -> None:  # noqa: B027 - most can receive at once
         """Return once the sender may transfer.
 
         Raises:
             RMOptimizerError: if it cannot.
         """
-        ...
 
+    @abstractmethod
     async def file(self) -> Path:
         """File with all tensors, after waiting for the transfer.
 
         Raises:
             RMOptimizerError: if the transfer is incomplete.
         """
-        ...
 
     def drop(self) -> None:
         """Remove the received file."""
-        ...
+        self._landing.unlink(missing_ok=True)
 
 
 def incoming(begin: Begin, *, root: Path | None, spool: Path) -> Incoming:
@@ -61,13 +68,8 @@ def incoming(begin: Begin, *, root: Path | None, spool: Path) -> Incoming:
     return FromBody(begin, landing) if begin.transport is Transport.inline else FromGroup(begin, landing)
 
 
-class FromPath:
+class FromPath(Incoming):
     """Transport by a file below the weights root, copied because the sender may overwrite it.
-
-    Args:
-        begin: announcement of the update.
-        root: weights root.
-        landing: path of the copy.
 
     Raises:
         WeightsRefused: if there is no root, or the path is not below it.
@@ -78,12 +80,9 @@ class FromPath:
             raise WeightsRefused("transport path needs a server with a weights root; use inline, gloo or nccl")
         if begin.path is None:
             raise WeightsRefused("transport path needs path, the safetensors file below the weights root")
-        self._root, self._path, self._landing = root, begin.path, landing
-        self._is_dropped = False
+        super().__init__(begin, landing)
+        self._root, self._path, self._is_dropped = root, begin.path, False
         checked_path(self._root, self._path)
-
-    async def stand(self) -> None:
-        """Return at once: the file is read at the commit."""
 
     async def file(self) -> Path:
         """Copy of the file, after a second check of its path.
@@ -107,7 +106,7 @@ class FromPath:
     def drop(self) -> None:
         """Remove the copy; the file belongs to its sender."""
         self._is_dropped = True
-        self._landing.unlink(missing_ok=True)
+        super().drop()
 
 
 def checked_path(root: Path, path: str) -> Path:
@@ -135,22 +134,13 @@ def checked_path(root: Path, path: str) -> Path:
     return own
 
 
-class FromBody:
-    """Transport by the safetensors body of an HTTP request.
-
-    Args:
-        begin: announcement of the update.
-        landing: path of the received file.
-    """
+class FromBody(Incoming):
+    """Transport by the safetensors body of an HTTP request."""
 
     def __init__(self, begin: Begin, landing: Path) -> None:
-        self._landing = landing
-        self._specs = begin.tensors
+        super().__init__(begin, landing)
         self._most = sum(map(num_bytes, begin.tensors)) + most_header_bytes(begin.tensors)
         self._whole = False
-
-    async def stand(self) -> None:
-        """Return at once: the route is always available."""
 
     async def receive(self, chunks: AsyncIterator[bytes]) -> int:
         """Write the body and return its size; a repeated body replaces the first.
@@ -166,7 +156,7 @@ class FromBody:
                     if size > self._most:
                         raise WeightsRefused(f"the body is longer than the manifest's tensors, which take {self._most}")
                     file.write(chunk)
-            await asyncio.to_thread(check_weight_file, self._landing, self._specs)
+            await asyncio.to_thread(check_weight_file, self._landing, self._begin.tensors)
         except OSError as error:
             raise WeightsRefused(f"the update's file cannot be written: {error.strerror}") from error
         self._whole = True
@@ -182,17 +172,9 @@ class FromBody:
             raise WeightsRefused("no whole body was uploaded before the commit")
         return self._landing
 
-    def drop(self) -> None:
-        """Remove the file."""
-        self._landing.unlink(missing_ok=True)
 
-
-class FromGroup:
+class FromGroup(Incoming):
     """Transport by a process group, received in a thread that ends even if the sender dies.
-
-    Args:
-        begin: announcement of the update.
-        landing: path of the received file.
 
     Raises:
         WeightsRefused: if it names no rendezvous.
@@ -201,12 +183,10 @@ class FromGroup:
     def __init__(self, begin: Begin, landing: Path) -> None:
         if begin.rendezvous is None:
             raise WeightsRefused(f"transport {begin.transport.value} needs rendezvous, host:port of the sender's store")
-        self._begin, self._rendezvous, self._landing = begin, begin.rendezvous, landing
-        loop = asyncio.get_running_loop()
-        self._standing: asyncio.Future[None] = loop.create_future()
-        self._received: asyncio.Future[None] = loop.create_future()
-        self._loop = loop
-        self._dropped = False
+        super().__init__(begin, landing)
+        self._rendezvous, self._loop, self._dropped = begin.rendezvous, asyncio.get_running_loop(), False
+        self._standing: asyncio.Future[None] = self._loop.create_future()
+        self._received: asyncio.Future[None] = self._loop.create_future()
 
     async def stand(self) -> None:
         """Connect to the sender's store, then start the receiving thread.
@@ -229,7 +209,7 @@ class FromGroup:
     def drop(self) -> None:
         """Remove the file, now or when the thread ends."""
         self._dropped = True
-        self._landing.unlink(missing_ok=True)
+        super().drop()
         for future in (self._standing, self._received):
             future.cancel()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -40,12 +40,8 @@ class Payload:
                 yield bytes(data)
 
 
-class Upload(Protocol):
-    """Function that uploads a body for an update."""
-
-    def __call__(self, body: Iterator[bytes], size: int) -> None:
-        """Upload the body."""
-        ...
+Upload: TypeAlias = Callable[[Iterator[bytes], int], None]
+"""Function that uploads a body of that many bytes for an update."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +93,10 @@ class ByGroup(Outgoing):
         link.send((spec.name, payload.tensors[spec.name]) for spec in payload.specs)
 
 
+@contextmanager
 def outgoing(
     transport: Transport, payload: Payload, status: WeightStatus, *, host: str, timeout_seconds: float
-) -> AbstractContextManager[Outgoing]:
+) -> Iterator[Outgoing]:
     """Sending end of a transport; leaving the block removes its files and store.
 
     Args:
@@ -115,23 +112,21 @@ def outgoing(
     if transport not in status.transports:
         taken = ", ".join(status.transports)
         raise RMOptimizerError(f"the server does not take transport {transport.value}; use one of {taken}")
-    if transport is Transport.path:
-        return _file_below(Path(status.root or ""), payload)
-    return _standing(transport, host, timeout_seconds)
-
-
-@contextmanager
-def _standing(transport: Transport, host: str, timeout_seconds: float) -> Iterator[Outgoing]:
     if transport is Transport.inline:
         yield ByBody()
-        return
-    store = open_store(host, timeout_seconds)
-    rendezvous = f"{host}:{store.port}"
-    yield ByGroup(rendezvous=rendezvous, store=store, transport=transport, timeout_seconds=timeout_seconds)
+    elif transport is Transport.path:
+        path = _written_below(Path(status.root or ""), payload)
+        try:
+            yield Outgoing(path=str(path))
+        finally:
+            path.unlink(missing_ok=True)
+    else:
+        store = open_store(host, timeout_seconds)
+        rendezvous = f"{host}:{store.port}"
+        yield ByGroup(rendezvous=rendezvous, store=store, transport=transport, timeout_seconds=timeout_seconds)
 
 
-@contextmanager
-def _file_below(root: Path, payload: Payload) -> Iterator[Outgoing]:
+def _written_below(root: Path, payload: Payload) -> Path:
     if not root.is_dir():
         raise RMOptimizerError(
             f"the server's weights root {root} is not on this machine; use transport inline, or gloo between hosts"
@@ -141,7 +136,4 @@ def _file_below(root: Path, payload: Payload) -> Iterator[Outgoing]:
         write_weight_file(path, payload.specs, byte_pieces(payload.tensors))
     except OSError as error:
         raise RMOptimizerError(f"the weights cannot be written to {root}: {error.strerror}") from error
-    try:
-        yield Outgoing(path=str(path))
-    finally:
-        path.unlink(missing_ok=True)
+    return path

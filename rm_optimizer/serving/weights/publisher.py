@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import httpx
@@ -83,13 +83,21 @@ class RMPublisherAdapter:
         self.mode, self.transport, self.host = mode, transport, host
         self.timeout_seconds = timeout_seconds
         self._session_options: dict[str, Any] = {"headers": bearer(api_key), "trust_env": not is_loopback(self.url)}
-        self._arguments = (url, mode.value, transport.value, api_key, timeout_seconds, host)
+        self._again = partial(
+            type(self),
+            url,
+            mode=mode,
+            transport=transport,
+            api_key=api_key,
+            timeout_seconds=timeout_seconds,
+            host=host,
+        )
         self._opened: list[tuple[int, UpdateMessages]] = []
         self._published: tuple[str, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments; the copy opens its own connections."""
-        return _remade, self._arguments
+        return self._again, ()
 
     @property
     def _messages(self) -> UpdateMessages:
@@ -164,9 +172,7 @@ class RMPublisherAdapter:
     def __enter__(self) -> RMPublisherAdapter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def _attempt(
@@ -283,13 +289,8 @@ def create_rm_publisher(
 ) -> RMPublisherAdapter:
     """Create a publisher from plain strings.
 
-    Args:
-        url: address of the server, `http://host:port`.
-        mode: `full`, `head_only` or `lora`.
-        transport: `inline`, `path`, `gloo` or `nccl`.
-        api_key: bearer token; None sends none.
-        timeout_seconds: seconds for one update.
-        host: for gloo and NCCL, an address of this machine that the server reaches.
+    The mode is `full`, `head_only` or `lora`, and the transport `inline`, `path`, `gloo` or `nccl`. For the other
+    arguments see `RMPublisherAdapter`.
 
     Raises:
         ConfigError: if a word is unknown.
@@ -305,14 +306,6 @@ def create_rm_publisher(
         timeout_seconds=timeout_seconds,
         host=host,
     )
-
-
-def _remade(
-    url: str, mode: str, transport: str, api_key: str | None, timeout_seconds: float, host: str
-) -> RMPublisherAdapter:
-    """Publisher of these arguments, in the process that unpickles it."""
-    options: dict[str, Any] = {"api_key": api_key, "timeout_seconds": timeout_seconds, "host": host}
-    return create_rm_publisher(url, mode=mode, transport=transport, **options)
 
 
 def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
@@ -331,10 +324,10 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     if api_key is not None:
         require_key(f"the key in {config.api_key_env} (publish.api_key_env)", api_key)
     try:
-        publisher = create_rm_publisher(
+        publisher = RMPublisherAdapter(
             str(config.url),
-            mode=config.mode.value,
-            transport=config.transport.value,
+            mode=config.mode,
+            transport=config.transport,
             api_key=api_key,
             timeout_seconds=config.timeout_seconds,
             host=config.host,

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,24 +61,9 @@ class UpdateRefused(ApiError):
 
 
 class UpdateConflict(ApiError):
-    """Another update is in progress, or the served weights are not those that the sender expects.
-
-    Args:
-        message: description of the conflict.
-        param: field at fault.
-        retry_after_seconds: seconds until the next attempt; None if a retry cannot help.
-    """
+    """Another update is in progress, or the served weights are not those that the sender expects."""
 
     status, kind = 409, "UpdateConflict"
-
-    def __init__(self, message: str, param: str | None = None, *, retry_after_seconds: int | None = None) -> None:
-        super().__init__(message, param)
-        self.retry_after_seconds = retry_after_seconds
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """`Retry-After` header."""
-        return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
 
 
 class VersionTaken(ApiError):

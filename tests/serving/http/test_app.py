@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.http.auth import OPEN_PATHS
+from rm_optimizer.serving.http.head_checks import OPEN_PATHS
 from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, RewardModelTrainingMode, sigmoid
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import FAMILIES
