@@ -40,6 +40,7 @@ INNER = {
     ),
     "serving": (
         {"options", "protocol", "restart_limit", "parent_death"},
+        {"update_protocol"},
         {"engine"},
         {"client", "service"},
         {"http"},

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
+from rm_optimizer.schema.publish import RewardModelTrainingMode
+from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
-from rm_optimizer.serving.protocol import Transport
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rm_optimizer.serving.protocol import ErrorBody, RewardModelTrainingMode
+from rm_optimizer.schema.publish import RewardModelTrainingMode
+from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router

@@ -5,7 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from rm_optimizer.serving.protocol import Abort, Begin, ClassifyRequest, ScoreRequest, WeightProbe, WireMessage, sigmoid
+from rm_optimizer.serving.protocol import ClassifyRequest, ScoreRequest, WireMessage, sigmoid
+from rm_optimizer.serving.update_protocol import Abort, Begin, WeightProbe
 
 
 def test_sigmoid_of_two_is_applied_once():

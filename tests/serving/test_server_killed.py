@@ -18,7 +18,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import PublishFailed
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.client.retries import Deadline
-from rm_optimizer.serving.protocol import MAX_ITEMS, WeightProbe
+from rm_optimizer.serving.protocol import MAX_ITEMS
+from rm_optimizer.serving.update_protocol import WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from tests.serving.engines import exported

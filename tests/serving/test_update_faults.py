@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.engine import ScoredBatch
-from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode, Transport
+from rm_optimizer.serving.update_protocol import Begin
 from rm_optimizer.serving.weights.outgoing import Payload
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe

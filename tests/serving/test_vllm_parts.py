@@ -24,11 +24,12 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import EngineUnavailable, MissingExtra, RMOptimizerError, WeightsRefused
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.options import ServeOptions
-from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
 from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.vllm.folder import prepare_model, suits_vllm
 from rm_optimizer.serving.vllm.launch import Supervisor, command, environment
 from rm_optimizer.serving.vllm.plugin import RewardApplication

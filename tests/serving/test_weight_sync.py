@@ -19,7 +19,7 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import ConfigError, PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.protocol import OutcomeStatus
+from rm_optimizer.serving.update_protocol import OutcomeStatus
 from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, create_rm_publisher
 from tests.builders import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rm_optimizer.errors import WeightsRefused
-from rm_optimizer.serving.protocol import WeightProbe
+from rm_optimizer.serving.update_protocol import WeightProbe
 
 HALF_TOLERANCE = 2.0**-2
 """Least tolerance of a weight probe in half types, in units of max(1, |reward|): the sender may compute in float32."""

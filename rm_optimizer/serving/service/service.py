@@ -12,14 +12,7 @@ from typing import TypeVar
 
 import rm_optimizer
 from rm_optimizer.serving.engine import Engine, ScoredBatch
-from rm_optimizer.serving.protocol import (
-    MAX_ITEMS,
-    InfoResponse,
-    ModelCard,
-    ModelList,
-    RenderingInfo,
-    VersionResponse,
-)
+from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, ModelCard, ModelList, RenderingInfo, VersionResponse
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
 from rm_optimizer.serving.service.batcher import Batcher
 from rm_optimizer.serving.service.inputs import InputReader, TokenSequence

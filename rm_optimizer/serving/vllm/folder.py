@@ -20,8 +20,8 @@ from rm_optimizer.core.storage.adapter_files import adapter_folder, write_adapte
 from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.locations import SourceKind, resolve_source
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import EngineDescription
-from rm_optimizer.serving.protocol import RewardModelTrainingMode
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_specs
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rm_optimizer.errors import WeightsRefused
-from rm_optimizer.serving.protocol import TensorSpec
+from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.live_weights import checked_tensors
 
 

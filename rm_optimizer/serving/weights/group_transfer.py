@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, ProcessGroupGloo
 
 from rm_optimizer.errors import TransferFailed
-from rm_optimizer.serving.protocol import TensorSpec, Transport
+from rm_optimizer.schema.publish import Transport
+from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.weight_file import WeightFileWriter, num_bytes
 
 SENDER, RECEIVER = 0, 1

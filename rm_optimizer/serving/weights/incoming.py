@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
-from rm_optimizer.serving.protocol import Begin, Transport
+from rm_optimizer.schema.publish import Transport
+from rm_optimizer.serving.update_protocol import Begin
 from rm_optimizer.serving.weights.weight_file import check_weight_file, most_header_bytes, num_bytes
 
 COPIED_BYTES = 8 * 2**20

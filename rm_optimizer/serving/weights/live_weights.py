@@ -18,7 +18,8 @@ from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
 from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
 from rm_optimizer.errors import WeightsRefused
-from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
+from rm_optimizer.schema.publish import RewardModelTrainingMode
+from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.packed_linear import PackedLinear, pack
 from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, opened
 

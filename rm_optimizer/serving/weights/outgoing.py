@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.protocol import TensorSpec, Transport
+from rm_optimizer.schema.publish import Transport
+from rm_optimizer.serving.update_protocol import TensorSpec, WeightStatus
 from rm_optimizer.serving.weights.group_transfer import SENDER, GroupLink, byte_pieces, open_store
-from rm_optimizer.serving.weights.receiver import WeightStatus
 from rm_optimizer.serving.weights.weight_file import Layout, write_weight_file
 
 

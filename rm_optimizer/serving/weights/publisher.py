@@ -25,19 +25,10 @@ from rm_optimizer.errors import (
     did_you_mean,
 )
 from rm_optimizer.schema.checks import require_key
-from rm_optimizer.schema.publish import PublishConfig
+from rm_optimizer.schema.publish import PublishConfig, RewardModelTrainingMode, Transport
 from rm_optimizer.serving.client.retries import RETRIED_STATUSES, Deadline, bearer, is_loopback
-from rm_optimizer.serving.protocol import (
-    Abort,
-    Begin,
-    Outcome,
-    OutcomeStatus,
-    RewardModelTrainingMode,
-    Transport,
-    WeightProbe,
-)
+from rm_optimizer.serving.update_protocol import Abort, Begin, Outcome, OutcomeStatus, WeightProbe, WeightStatus
 from rm_optimizer.serving.weights.outgoing import Outgoing, Payload, outgoing
-from rm_optimizer.serving.weights.receiver import WeightStatus
 from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
 from rm_optimizer.serving.weights.update_messages import CommitUnanswered, UpdateMessages
 

@@ -19,23 +19,22 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
-
 from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
+from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.engine import StagedWeights, new_revision
-from rm_optimizer.serving.protocol import (
+from rm_optimizer.serving.protocol import ErrorDetail
+from rm_optimizer.serving.service.api_errors import ApiError, NotReady
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.update_protocol import (
     Abort,
     Begin,
     Commit,
-    ErrorDetail,
     Outcome,
     OutcomeStatus,
     Ready,
-    Transport,
-    WireModel,
+    Received,
+    WeightStatus,
 )
-from rm_optimizer.serving.service.api_errors import ApiError, NotReady
-from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.incoming import FromBody, Incoming, incoming
 from rm_optimizer.serving.weights.served_names import ServedNames
 from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, num_bytes
@@ -76,24 +75,6 @@ class UnknownUpdate(ApiError):
     """The server has no update of this id, or no longer."""
 
     status, kind = 404, "UnknownUpdate"
-
-
-class WeightStatus(WireModel):
-    """`GET /rm/weights/status`: the served weights, the update in progress and an outcome."""
-
-    version: str = Field(description="Of the weights that serve now.")
-    revision: int = Field(description="Their serial number.")
-    active: str | None = Field(description="The update under way.")
-    outcome: Outcome | None = Field(description="Of the update asked for, else of the last one; null where unknown.")
-    root: str | None = Field(description="Folder for files of the transport `path`.")
-    transports: list[Transport]
-
-
-class Received(WireModel):
-    """Answer to an upload."""
-
-    batch_id: str
-    bytes: int
 
 
 @dataclass(eq=False)

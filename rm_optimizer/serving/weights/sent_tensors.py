@@ -13,7 +13,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, merged_state
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
+from rm_optimizer.schema.publish import RewardModelTrainingMode
+from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
 from rm_optimizer.serving.weights.group_transfer import as_bytes
 
 PROBE_TOLERANCE = {"cpu": 1e-4}

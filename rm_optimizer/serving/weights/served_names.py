@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections import OrderedDict
 
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import Engine, StagedWeights
-from rm_optimizer.serving.protocol import Begin, RewardModelTrainingMode
+from rm_optimizer.serving.update_protocol import Begin
 
 KEPT_NAMES = 10_000
 """Most names kept; answers of older names are still distinguished by their revision."""

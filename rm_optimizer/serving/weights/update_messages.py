@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from rm_optimizer.errors import RewardServerRefused, RewardServerUnavailable, TransferFailed
 from rm_optimizer.serving.client.retries import RETRIED_STATUSES, Deadline, broken, retry_after
-from rm_optimizer.serving.protocol import Commit, Outcome, WireModel
+from rm_optimizer.serving.protocol import WireModel
+from rm_optimizer.serving.update_protocol import Commit, Outcome
 
 CONFLICT = 409
 """Status of an update that another one blocks; with `Retry-After` if waiting helps."""

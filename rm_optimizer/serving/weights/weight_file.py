@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from safetensors import SafetensorError, safe_open
 
 from rm_optimizer.errors import WeightsRefused
-from rm_optimizer.serving.protocol import TensorSpec
+from rm_optimizer.serving.update_protocol import TensorSpec
 
 CODES = {
     "float64": "F64",

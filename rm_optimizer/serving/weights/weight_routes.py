@@ -6,23 +6,24 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Path, Request, Response
 
+from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.engine import Engine
 from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.http.error_answers import error_responses
 from rm_optimizer.serving.options import ServeOptions
-from rm_optimizer.serving.protocol import (
-    REVISION_HEADER,
-    VERSION_HEADER,
+from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
+from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.update_protocol import (
     Abort,
     Begin,
     Commit,
     Outcome,
     OutcomeStatus,
     Ready,
-    Transport,
+    Received,
+    WeightStatus,
 )
-from rm_optimizer.serving.service.service import RewardService
-from rm_optimizer.serving.weights.receiver import Received, WeightReceiver, WeightStatus
+from rm_optimizer.serving.weights.receiver import WeightReceiver
 
 _FAILURES = error_responses(400, 401, 404, 408, 409, 503)
 _BINARY = {

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from rm_optimizer.errors import CheckpointError, EngineUnavailable, WeightsRefused
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded import worker_link
 from rm_optimizer.serving.embedded.engine import TransformersEngine
 from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.embedded.worker_link import WorkerLimits
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.protocol import RewardModelTrainingMode
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import tiny_reward_model
 from tests.serving.engines import exported

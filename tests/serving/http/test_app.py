@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.http.head_checks import OPEN_PATHS
-from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, RewardModelTrainingMode, sigmoid
+from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, sigmoid
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import FAMILIES
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served

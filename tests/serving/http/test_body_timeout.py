@@ -11,9 +11,11 @@ import time
 import httpx
 import pytest
 
+from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.http.admission import AdmissionControl
 from rm_optimizer.serving.http.body_timeout import BodyTimeout
-from rm_optimizer.serving.protocol import Begin, ErrorBody, RewardModelTrainingMode, Transport
+from rm_optimizer.serving.protocol import ErrorBody
+from rm_optimizer.serving.update_protocol import Begin
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rm_optimizer.errors import TransferFailed
-from rm_optimizer.serving.protocol import Transport
+from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.weights.group_transfer import (
     PIECE_BYTES,
     RECEIVER,

@@ -6,9 +6,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rm_optimizer.errors import WeightsRefused
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded.worker import Worker
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec, WeightProbe
+from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_sha256, tensor_specs
 from tests.builders import tiny_reward_model
 from tests.serving.engines import exported, options_of

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save, save_file
 
 from rm_optimizer.errors import EngineUnavailable, WeightsRefused
-from rm_optimizer.serving.protocol import Begin, OutcomeStatus, RewardModelTrainingMode, TensorSpec, Transport
+from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
+from rm_optimizer.serving.update_protocol import Begin, OutcomeStatus, TensorSpec
 from rm_optimizer.serving.weights import receiver
 from rm_optimizer.serving.weights.incoming import FromPath, checked_path
 from rm_optimizer.serving.weights.live_weights import tensor_specs

@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights, new_revision
-from rm_optimizer.serving.protocol import RewardModelTrainingMode, TensorSpec
+from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.served_names import KEPT_NAMES, ServedNames
 
 FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
