@@ -14,7 +14,7 @@ from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.surface.directions import Directions
-from rm_optimizer.landscape.surface.results import GridDescription, describe
+from rm_optimizer.landscape.surface.results import GridDescription
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.schema.landscape import LandscapeConfig
 
@@ -91,8 +91,10 @@ class AnalysisContext:
         """Description of the measurement for captions."""
         sample = self.measured_loss.sample
         params = self.measured_loss.params
-        return describe(
-            directions,
+        return GridDescription(
+            method=directions.method,
+            names=directions.names,
+            values=directions.values,
             params=params if isinstance(params, str) else ", ".join(params),
             num_parameters=directions.vectors.shape[1],
             num_pairs=sample.num_pairs,

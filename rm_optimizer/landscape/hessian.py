@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.draws import FEWEST, Prompts
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
@@ -28,9 +27,9 @@ from rm_optimizer.landscape.solve import (
     solve,
 )
 from rm_optimizer.landscape.solvers.krylov import KrylovState
-from rm_optimizer.landscape.solvers.lanczos import Progress
+from rm_optimizer.landscape.solvers.lanczos import End, Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.spectrum_estimates import SpectrumEstimates, with_estimates
+from rm_optimizer.landscape.spectrum_estimates import add_estimates
 from rm_optimizer.schema import LossConfig
 
 
@@ -113,54 +112,33 @@ class HessianAnalyzer:
             operator = make_operator(objective, kind, options)
             if method != "lanczos":
                 operator.on_product = on_product
-            vectors = None if start is None else _start(start, operator, method)
+            vectors, seed = None if start is None else _start(start, operator, method), self.seed
             found = solve(
-                operator,
-                method,
-                top_k,
-                options,
-                seed=self.seed,
-                clusters=clusters,
-                start=vectors,
-                on_iteration=on_iteration,
+                operator, method, top_k, options, seed=seed, clusters=clusters, start=vectors, on_iteration=on_iteration
             )
             operator.on_product = on_product
-            found, estimates = with_estimates(operator, found, options, seed=self.seed, clusters=clusters)
-            spectrum = self._spectrum(operator, kind, method, options, found, estimates, time.perf_counter() - began)
+            add_estimates(operator, found, options, seed=seed, clusters=clusters)
+            spectrum = self._spectrum(operator, kind, method, options.which, found, time.perf_counter() - began)
         if options.state_file is not None and not found.is_interrupted:
             KrylovState.remove(options.state_file)
         return spectrum
 
-    def _batches(self, pairs: PairSource, num_pairs: int | None) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
-        return fixed_batches(
-            self.model,
-            pairs,
-            token_budget=self.token_budget,
-            num_pairs=num_pairs,
-            seed=self.seed,
-            fewest=FEWEST if self.group is None else 0,
-        )
-
     @contextmanager
     def _measuring(self, pairs: PairSource, num_pairs: int | None) -> Iterator[tuple[PairObjective, Prompts | None]]:
-        batches, prompts = self._batches(pairs, num_pairs)
+        fewest = FEWEST if self.group is None else 0
+        batches, prompts = fixed_batches(
+            self.model, pairs, token_budget=self.token_budget, num_pairs=num_pairs, seed=self.seed, fewest=fewest
+        )
         with measuring(
             self.model, batches, self.loss, params=self.params, dtype=self.dtype, group=self.group
         ) as objective:
             yield objective, prompts
 
     def _spectrum(
-        self,
-        operator: LossOperator,
-        matrix: str,
-        method: str,
-        options: SpectrumOptions,
-        found: Solution,
-        estimates: SpectrumEstimates,
-        wall_seconds: float,
+        self, operator: LossOperator, matrix: str, method: str, which: End, found: Solution, wall_seconds: float
     ) -> HessianSpectrum:
         objective, pairs = operator.objective, found.pairs
-        num_top, num_bottom = known_ends(pairs.values.tolist(), method, options.which)
+        num_top, num_bottom = known_ends(pairs.values.tolist(), method, which)
         choice = operator.choice if isinstance(operator, HessianOperator) else None
         name = choice.product.name if choice else "pair_gradients" if method == "gauss_newton_exact" else "reverse"
         return HessianSpectrum(
@@ -171,10 +149,10 @@ class HessianAnalyzer:
             num_top=num_top,
             num_bottom=num_bottom,
             is_exhaustive=found.is_exhaustive,
-            trace=estimates.trace,
-            density=estimates.density,
-            sampling=estimates.sampling,
-            geometry=estimates.geometry,
+            trace=found.trace,
+            density=found.density,
+            sampling=found.sampling,
+            geometry=found.geometry,
             matrix=matrix,
             method=method,
             params=self.params if isinstance(self.params, str) else ", ".join(self.params),

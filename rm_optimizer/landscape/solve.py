@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.landscape.estimates.density import SpectralDensity
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.identity import identity_of
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
@@ -67,16 +69,18 @@ class SpectrumOptions:
     graph_memory_bytes: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Solution:
-    """Result of a solver.
+    """Result of a solver, to which `add_estimates` adds.
 
     Args:
         pairs: eigenpairs.
         is_exhaustive: True if all unlisted eigenvalues are 0.
         is_interrupted: True if the user stopped it.
-        trace: exact trace, if the method gives it.
-        sampling: the first eigenvalues with their error over pairs, where the method gives it.
+        trace: exact trace, if the method gives it, or an estimate.
+        sampling: the first eigenvalues with their error over pairs.
+        density: estimated density.
+        geometry: gradient and sharpness at the point.
     """
 
     pairs: Eigenpairs
@@ -84,6 +88,8 @@ class Solution:
     is_interrupted: bool = False
     trace: Estimate | None = None
     sampling: tuple[Estimate, ...] = ()
+    density: SpectralDensity | None = None
+    geometry: LocalGeometry | None = None
 
 
 def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, jacfwd, jacrev
+from torch.func import grad, jacfwd, jacrev
 from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -19,8 +19,8 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairCollator, 
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.evaluation.draws import draw_pairs
-from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.products import load_forward_rules
 from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.schema import LossConfig
 from tests.builders import fresh_reward_model, tiny_reward_model
@@ -105,9 +105,7 @@ def micro_batches(
 
 
 def rewards_of_vector(objective: PairObjective, batch: AnyPairBatch, vector: Tensor) -> Tensor:
-    names = [f"reward_model.{name}" for name in objective.subset.names]
-    point = dict(zip(names, objective.subset.unflatten(vector), strict=True))
-    return functional_call(RewardsModule(objective.model), point, (batch,))
+    return objective.rewards_at(objective.subset.unflatten(vector), batch)
 
 
 def loss_of_vector(objective: PairObjective) -> Callable[[Tensor], Tensor]:

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import functional_call, jvp
+from torch.func import jvp
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules
 from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.products import load_forward_rules
 
 STEPS = {torch.float32: 1e-2, torch.float64: 1e-4}
 """Distance to either side, along a unit vector; rounding and the fourth derivative then matter below about 1e-4."""
@@ -111,14 +111,8 @@ def _along(objective: PairObjective, batch: AnyPairBatch, vector: Tensor) -> Ten
 
 @torch.no_grad()
 def _slopes(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, place: float) -> Tensor:
-    module = RewardsModule(objective.model)
-    direction = dict(zip(objective.subset.names, objective.subset.unflatten(vector), strict=True))
-    at = zip(objective.subset.names, objective.parameters, strict=True)
-    point = {f"reward_model.{name}": parameter + place * direction[name] for name, parameter in at}
-    tangent = {f"reward_model.{name}": part for name, part in direction.items()}
+    def losses(*weights: Tensor) -> Tensor:
+        return objective.pair_losses(objective.rewards_at(weights, batch), batch)
 
-    def losses(point: dict[str, Tensor]) -> Tensor:
-        return objective.pair_losses(functional_call(module, point, (batch,)), batch)
-
-    slopes: Tensor = jvp(losses, (point,), (tangent,))[1]
+    slopes: Tensor = jvp(losses, objective.moved(place * vector), tuple(objective.subset.unflatten(vector)))[1]
     return slopes

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from rm_optimizer.landscape.operators.base import SymmetricOperator
-from rm_optimizer.landscape.operators.forward import RewardsModule
 from rm_optimizer.landscape.operators.objective import PairObjective
 
 
@@ -61,12 +59,7 @@ def local_geometry(objective: PairObjective, hessian: SymmetricOperator, *, rho:
 @torch.no_grad()
 def loss_at(objective: PairObjective, displacement: Tensor) -> float:
     """The loss at the weights moved by a vector; the weights themselves stay."""
-    module = RewardsModule(objective.model)
-    parts = objective.subset.unflatten(displacement)
-    moved = {
-        f"reward_model.{name}": parameter + part
-        for name, parameter, part in zip(objective.subset.names, objective.parameters, parts, strict=True)
-    }
+    weights = objective.moved(displacement)
     return objective.summed_shares(
-        objective.share(functional_call(module, moved, (batch,)), batch) for batch in objective.batches
+        objective.share(objective.rewards_at(weights, batch), batch) for batch in objective.batches
     )

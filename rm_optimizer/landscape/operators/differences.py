@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import functional_call
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.landscape.operators.forward import RewardsModule
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.vectors import inner
 
@@ -40,7 +39,6 @@ class GradientDifferences:
         self.dimension = objective.subset.num_parameters
         self.dtype = objective.dtype
         self.device = objective.device
-        self._module = RewardsModule(objective.model)
         norms = torch.stack(torch._foreach_norm([parameter.detach() for parameter in objective.parameters]))
         self._weight_size = float(norms.norm()) / self.dimension**0.5 or 1.0
         self._loss = 0.0
@@ -68,7 +66,7 @@ class GradientDifferences:
         if largest == 0:
             return 0.0
         step = LARGEST_MOVE_FOR_A_NUMBER[self.dtype] * self._weight_size / largest
-        point = self._moved(step * vector)
+        point = self.objective.moved(step * vector)
         shares = [self._share(point, batch) for batch in self.objective.batches]
         return 2 * (self.objective.summed_shares(shares) - self._loss - step * inner(gradient, vector)) / step**2
 
@@ -78,7 +76,7 @@ class GradientDifferences:
         losses: list[Tensor] = []
 
         def gradient(batch: AnyPairBatch) -> tuple[Tensor, ...]:
-            share = self._share({}, batch)
+            share = self._share(self.objective.parameters, batch)
             losses.append(share.detach())
             return torch.autograd.grad(share, self.objective.parameters, allow_unused=True, materialize_grads=True)
 
@@ -96,22 +94,13 @@ class GradientDifferences:
         return self._gradient_at(step * vector).sub_(here).div_(step)
 
     def _gradient_at(self, displacement: Tensor) -> Tensor:
-        point = self._moved(displacement)
-        weights = [weight.requires_grad_() for weight in point.values()]
+        weights = [weight.requires_grad_() for weight in self.objective.moved(displacement)]
 
         def gradient(batch: AnyPairBatch) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(self._share(point, batch), weights, allow_unused=True, materialize_grads=True)
+            return torch.autograd.grad(self._share(weights, batch), weights, allow_unused=True, materialize_grads=True)
 
         return self.objective.total(map(gradient, self.objective.batches))
 
-    def _moved(self, displacement: Tensor) -> dict[str, Tensor]:
-        """Copies of the weights, moved."""
-        objective = self.objective
-        weights = [parameter.detach() for parameter in objective.parameters]
-        moved = torch._foreach_add(weights, objective.subset.unflatten(displacement))
-        return {f"reward_model.{name}": at for name, at in zip(objective.subset.names, moved, strict=True)}
-
-    def _share(self, point: dict[str, Tensor], batch: AnyPairBatch) -> Tensor:
+    def _share(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Tensor:
         """Share of a micro-batch in the loss at those weights, in float64 from the rewards on for exact differences."""
-        rewards = functional_call(self._module, point, (batch,)).double()
-        return self.objective.share(rewards, batch)
+        return self.objective.share(self.objective.rewards_at(weights, batch).double(), batch)

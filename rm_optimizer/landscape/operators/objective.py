@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from rm_optimizer.core.model.losses import configured_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -48,6 +49,7 @@ class PairObjective:
         self.subset = subset
         self.group = group
         self.parameters = subset.of(model)
+        self._rewards = _RewardsModule(model)
         weights = sum((batch.weight.double().sum() for batch in batches), torch.zeros((), dtype=torch.float64))
         sizes = torch.stack([torch.as_tensor(weights).cpu(), torch.tensor(float(sum(b.num_pairs for b in batches)))])
         total_weight, num_pairs = self.summed(sizes.to(model.device)).tolist()
@@ -64,6 +66,17 @@ class PairObjective:
     def device(self) -> torch.device:
         """Device of the model."""
         return self.model.device
+
+    def rewards_at(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
+        """Rewards of a micro-batch with these weights in the place of the selected ones."""
+        point = {f"reward_model.{name}": weight for name, weight in zip(self.subset.names, weights, strict=True)}
+        rewards: Tensor = functional_call(self._rewards, point, (batch,))
+        return rewards
+
+    def moved(self, displacement: Float[Tensor, " parameters"]) -> tuple[Tensor, ...]:
+        """Copies of the selected weights, moved by a vector."""
+        weights = [parameter.detach() for parameter in self.parameters]
+        return torch._foreach_add(weights, self.subset.unflatten(displacement))
 
     def pair_losses(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, " pairs"]:
         """Loss of each pair of a micro-batch, as a function of its rewards."""
@@ -163,6 +176,18 @@ class PairObjective:
             tuple((tensor._version, tensor.data_ptr()) for tensor in (*parameters, *numbers)),
             tuple(torch.stack([part.double() for part in sums]).nan_to_num().tolist()),
         )
+
+
+class _RewardsModule(nn.Module):
+    """Rewards of a micro-batch as a module's forward pass, for `functional_call`."""
+
+    def __init__(self, reward_model: BradleyTerryRM) -> None:
+        super().__init__()
+        self.reward_model = reward_model
+
+    def forward(self, batch: AnyPairBatch) -> Tensor:
+        rewards: Tensor = self.reward_model.rewards_of(batch)
+        return rewards
 
 
 def _tensors(batch: object) -> Iterator[Tensor]:

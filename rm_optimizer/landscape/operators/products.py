@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import grad, jvp, vmap
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.landscape.operators.forward import RewardsModule, load_forward_rules
 from rm_optimizer.landscape.operators.objective import PairObjective
 
 ProductName = Literal["auto", "kept_graph", "reverse", "forward"]
@@ -25,16 +27,9 @@ GRAPH_SHARE = 0.5
 """Largest share of the free memory that kept graphs may take."""
 TRIAL_TOKENS = 1024
 """Tokens of the micro-batch that the methods are tried on, at least."""
-
-
+Vectors: TypeAlias = Float[Tensor, "vectors parameters"]
 _GradientGraph: TypeAlias = dict[int, GradientEdge]
 """Ends of a gradient's graph by position of the parameter; constant parts have no graph."""
-
-
-def _gradient_graph(objective: PairObjective, batch: AnyPairBatch) -> _GradientGraph:
-    """Graph of a gradient without its values, which its products do not need."""
-    gradient = objective.batch_gradient(batch, create_graph=True)
-    return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
 
 
 class ProductMethod(ABC):
@@ -45,14 +40,12 @@ class ProductMethod(ABC):
     def __init__(self, objective: PairObjective) -> None:
         self.objective = objective
 
-    def __call__(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+    def __call__(self, vectors: Vectors) -> Vectors:
         """The products, in the order of the vectors."""
         return self.over(self.objective.batches, vectors)
 
     @abstractmethod
-    def over(
-        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
-    ) -> Float[Tensor, "vectors parameters"]:
+    def over(self, batches: Sequence[AnyPairBatch], vectors: Vectors) -> Vectors:
         """Share of some of the objective's micro-batches in the products."""
 
     def release(self) -> None:  # noqa: B027 - most hold nothing
@@ -66,39 +59,47 @@ class ReverseOverReverse(ProductMethod):
     """
 
     name = "reverse"
+    keeps_graphs: ClassVar[bool] = False
 
-    def over(
-        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
-    ) -> Float[Tensor, "vectors parameters"]:
+    def over(self, batches: Sequence[AnyPairBatch], vectors: Vectors) -> Vectors:
         """Share of some of the objective's micro-batches in the products."""
-        sums = _Sums(self.objective, vectors)
-        for batch in batches:
-            sums.add(_gradient_graph(self.objective, batch), keep=False)
-        return sums.total()
+        subset, parameters = self.objective.subset, self.objective.parameters
+        rows = [subset.unflatten(vector) for vector in vectors]
+        sums: list[tuple[Tensor, ...]] = [()] * len(rows)
+        for graph in filter(None, map(self.graph, batches)):
+            for row, parts in enumerate(rows):
+                products = torch.autograd.grad(
+                    list(graph.values()),
+                    parameters,
+                    [parts[index] for index in graph],
+                    retain_graph=self.keeps_graphs or row + 1 < len(rows),
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                # not in place: a product may be a view of the vector, or of what the graph has saved
+                sums[row] = torch._foreach_add(sums[row], products) if sums[row] else products
+        return torch.stack([subset.flatten(total or [*map(torch.zeros_like, parameters)]) for total in sums])
+
+    def graph(self, batch: AnyPairBatch) -> _GradientGraph:
+        """Graph of the gradient of a micro-batch without its values, which products do not need."""
+        gradient = self.objective.batch_gradient(batch, create_graph=True)
+        return {index: get_gradient_edge(part) for index, part in enumerate(gradient) if part.requires_grad}
 
 
-class KeptGraph(ProductMethod):
+class KeptGraph(ReverseOverReverse):
     """Reverse-over-reverse with the graph of each micro-batch's gradient kept from its first product on."""
 
     name = "kept_graph"
+    keeps_graphs = True
 
     def __init__(self, objective: PairObjective) -> None:
         super().__init__(objective)
         self._graphs: dict[int, _GradientGraph] = {}
 
-    def over(
-        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
-    ) -> Float[Tensor, "vectors parameters"]:
-        """Share of some of the objective's micro-batches in the products."""
-        sums = _Sums(self.objective, vectors)
-        for batch in batches:
-            sums.add(self.graph(batch), keep=True)
-        return sums.total()
-
     def graph(self, batch: AnyPairBatch) -> _GradientGraph:
         """The graph of the gradient of one of the objective's micro-batches."""
         if id(batch) not in self._graphs:
-            self._graphs[id(batch)] = _gradient_graph(self.objective, batch)
+            self._graphs[id(batch)] = super().graph(batch)
         return self._graphs[id(batch)]
 
     def release(self) -> None:
@@ -117,13 +118,9 @@ class ForwardOverReverse(ProductMethod):
     def __init__(self, objective: PairObjective) -> None:
         super().__init__(objective)
         load_forward_rules()
-        self._rewards = RewardsModule(objective.model)
-        names = [f"reward_model.{name}" for name in objective.subset.names]
-        self._point = {name: p.detach() for name, p in zip(names, objective.parameters, strict=True)}
+        self._point = tuple(parameter.detach() for parameter in objective.parameters)
 
-    def over(
-        self, batches: Sequence[AnyPairBatch], vectors: Float[Tensor, "vectors parameters"]
-    ) -> Float[Tensor, "vectors parameters"]:
+    def over(self, batches: Sequence[AnyPairBatch], vectors: Vectors) -> Vectors:
         """Share of some of the objective's micro-batches in the products."""
         total = torch.zeros_like(vectors)
         for batch in batches:
@@ -131,17 +128,25 @@ class ForwardOverReverse(ProductMethod):
         return total
 
     def _products(self, batch: AnyPairBatch, vectors: Tensor) -> Tensor:
-        subset = self.objective.subset
+        objective = self.objective
 
-        def share(point: dict[str, Tensor]) -> Tensor:
-            return self.objective.share(functional_call(self._rewards, point, (batch,)), batch)
+        def share(point: tuple[Tensor, ...]) -> Tensor:
+            return objective.share(objective.rewards_at(point, batch), batch)
 
         def product(vector: Tensor) -> Tensor:
-            direction = dict(zip(self._point, subset.unflatten(vector), strict=True))
-            derivative: dict[str, Tensor] = jvp(grad(share), (self._point,), (direction,))[1]
-            return subset.flatten(list(derivative.values()))
+            direction = tuple(objective.subset.unflatten(vector))
+            derivative: tuple[Tensor, ...] = jvp(grad(share), (self._point,), (direction,))[1]
+            return objective.subset.flatten(derivative)
 
         return product(vectors[0])[None] if len(vectors) == 1 else vmap(product)(vectors)
+
+
+@cache
+def load_forward_rules() -> None:
+    """Load PyTorch's rules of forward derivatives, whose first use warns of `torch.jit.script` (2.11 to 2.13)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import_module("torch._decomp.decompositions_for_jvp")
 
 
 @dataclass(frozen=True)
@@ -278,33 +283,3 @@ def _free_bytes(device: torch.device) -> float:
             return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
-
-
-class _Sums:
-    """Products of the vectors, summed over micro-batches."""
-
-    def __init__(self, objective: PairObjective, vectors: Float[Tensor, "vectors parameters"]) -> None:
-        self.objective = objective
-        self._vectors = [objective.subset.unflatten(vector) for vector in vectors]
-        self._sums: list[tuple[Tensor, ...]] = [()] * len(vectors)
-
-    def add(self, graph: _GradientGraph, *, keep: bool) -> None:
-        """Add the products of one micro-batch's Hessian."""
-        if not graph:
-            return
-        for row, parts in enumerate(self._vectors):
-            products = torch.autograd.grad(
-                list(graph.values()),
-                self.objective.parameters,
-                [parts[index] for index in graph],
-                retain_graph=keep or row + 1 < len(self._vectors),
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            # not in place: a product may be a view of the vector, or of what the graph has saved
-            self._sums[row] = torch._foreach_add(self._sums[row], products) if self._sums[row] else products
-
-    def total(self) -> Float[Tensor, "vectors parameters"]:
-        """The sums."""
-        rows = [sums or [torch.zeros_like(part) for part in self.objective.parameters] for sums in self._sums]
-        return torch.stack([self.objective.subset.flatten(row) for row in rows])

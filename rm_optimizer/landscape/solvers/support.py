@@ -149,23 +149,10 @@ class _Lookups(TorchFunctionMode):
         return result
 
 
-_DESCRIPTIONS = frozenset(
-    [
-        "__get__",
-        "__len__",
-        "dim",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "numel",
-        "size",
-        "stride",
-    ]
-)
+_SIZES = ("__len__", "dim", "ndimension", "numel", "size", "stride")
+_KINDS = ("__get__", "get_device", "is_complex", "is_contiguous", "is_floating_point")
 
 
 def _is_description(func: Callable[..., Any], result: object) -> bool:
     """True for a read of a property such as type, device or shape, and no values."""
-    return func.__name__ in _DESCRIPTIONS and not isinstance(result, Tensor)
+    return func.__name__ in (*_SIZES, *_KINDS) and not isinstance(result, Tensor)

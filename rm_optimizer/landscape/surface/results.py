@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rm_optimizer.landscape.surface.directions import Directions, TrajectoryPlane
+from rm_optimizer.landscape.surface.directions import TrajectoryPlane
 from rm_optimizer.landscape.surface.grid import Points
 from rm_optimizer.landscape.surface.loss_at import MISSING, PointLoss
 from rm_optimizer.records.codec import JsonRecord
@@ -183,11 +183,6 @@ def plane_ranges(plane: TrajectoryPlane, num_points: int) -> tuple[tuple[float, 
 def in_rows(points: Mapping[int, PointLoss], width: int, num_rows: int) -> tuple[tuple[PointLoss, ...], ...]:
     """Measured points by index as rows, `MISSING` where there is none."""
     return tuple(tuple(points.get(row * width + column, MISSING) for column in range(width)) for row in range(num_rows))
-
-
-def describe(directions: Directions, **others: Any) -> GridDescription:
-    """The caption of what was measured along these directions; `others` are the rest of `GridDescription`."""
-    return GridDescription(method=directions.method, names=directions.names, values=directions.values, **others)
 
 
 def _missing(points: Sequence[Sequence[PointLoss]]) -> int:
