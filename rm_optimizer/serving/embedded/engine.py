@@ -68,9 +68,9 @@ class TransformersEngine(UpdatableEngine):
         self.num_restarts = 0
         self._link: WorkerLink | None = None
         self._description: EngineDescription | None = None
-        self._version = ""
+        self.version = ""
         self._up = asyncio.Event()
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._is_stopped = False
         self._watcher: asyncio.Task[None] | None = None
         self._restarts = RestartLimit("the worker process")
@@ -83,19 +83,9 @@ class TransformersEngine(UpdatableEngine):
         return self._description
 
     @property
-    def version(self) -> str:
-        """Name of the weights that answer the next batch."""
-        return self._version
-
-    @property
     def is_up(self) -> bool:
         """True while the model is loaded and its process runs."""
-        return self._up.is_set() and self._failure is None and not self._is_stopped
-
-    @property
-    def failure(self) -> str | None:
-        """Reason of a permanent failure; None while the engine can answer."""
-        return self._failure
+        return self._up.is_set() and self.failure is None and not self._is_stopped
 
     @property
     def process_id(self) -> int | None:
@@ -105,7 +95,7 @@ class TransformersEngine(UpdatableEngine):
     async def start(self) -> None:
         """Load the model; see `Engine.start`."""
         await self._launch()
-        self._version = self.description.version
+        self.version = self.description.version
         self._watcher = asyncio.create_task(self._watch(), name="rm-engine-watch")
 
     async def stop(self) -> None:
@@ -140,7 +130,7 @@ class TransformersEngine(UpdatableEngine):
         num_tokens = sum(map(len, weights.probe.input_ids)) if weights.probe else 0
         frame = Frame({"op": "commit", "revision": weights.revision})
         await self._live_link().ask(frame, SWAP_SECONDS + self._time.limit(num_tokens))
-        self._version, self.revision = weights.version, weights.revision
+        self.version, self.revision = weights.version, weights.revision
         self._history.remember(weights)
 
     async def _discard(self) -> None:
@@ -171,7 +161,7 @@ class TransformersEngine(UpdatableEngine):
             try:
                 await self._relaunch()
             except RMOptimizerError as error:
-                self._failure = str(error)
+                self.failure = str(error)
                 self._up.set()  # wakes the callers that wait for a worker
                 return
             _log.warning("another worker process answers, with weights %s, revision %d", self.version, self.revision)
@@ -192,7 +182,7 @@ class TransformersEngine(UpdatableEngine):
             except WeightsRefused as error:
                 _log.error("weights %s cannot be loaded again: %s; the checkpoint's serve instead", self.version, error)
                 self._history.clear()
-                self._version, self.revision = self.description.version, new_revision(self.revision)
+                self.version, self.revision = self.description.version, new_revision(self.revision)
                 self.options = replace(self.options, revision=self.revision)
 
     async def _running(self) -> WorkerLink:
@@ -211,8 +201,8 @@ class TransformersEngine(UpdatableEngine):
     def _live_link(self) -> WorkerLink:
         if self._is_stopped:
             raise EngineUnavailable("the engine has stopped")
-        if self._failure is not None:
-            raise EngineFailed(f"the engine can answer no more: {self._failure}")
+        if self.failure is not None:
+            raise EngineFailed(f"the engine can answer no more: {self.failure}")
         if self._link is None or not self._up.is_set():
             raise EngineUnavailable("the worker process is starting; try again")
         return self._link

@@ -19,11 +19,9 @@ from rm_optimizer.serving.service.api_errors import (
 )
 
 _KINDS = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
-_HINTS = {
-    "activation": "unknown field; use_activation: false asks for raw rewards",
-    "softmax": "unknown field; use_activation: false asks for raw rewards",
-    "normalize": "unknown field; use_activation: false asks for raw rewards",
-}
+_HINTS = dict.fromkeys(
+    ("activation", "softmax", "normalize"), "unknown field; use_activation: false asks for raw rewards"
+)
 
 
 def error_answer(error: ApiError) -> JSONResponse:

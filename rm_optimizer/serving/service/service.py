@@ -173,13 +173,8 @@ class RewardService:
             self._broken_revision = probe.revision
 
     def version(self) -> VersionResponse:
-        """The weights that answer now.
-
-        Raises:
-            NotReady: if the model is loading.
-        """
-        if self._reader is None:
-            raise NotReady("the model is loading")
+        """The weights that answer now; see `_loaded`."""
+        self._loaded()
         return VersionResponse(
             version=self.engine.version,
             revision=self.engine.revision,
@@ -188,25 +183,14 @@ class RewardService:
         )
 
     def models(self) -> ModelList:
-        """The served model in OpenAI's form.
-
-        Raises:
-            NotReady: if the model is loading.
-        """
-        if self._reader is None:
-            raise NotReady("the model is loading")
-        card = ModelCard(id=self.model_name, created=self._created, max_model_len=self._reader.max_length)
+        """The served model in OpenAI's form; see `_loaded`."""
+        card = ModelCard(id=self.model_name, created=self._created, max_model_len=self._loaded().max_length)
         return ModelList(data=[card])
 
     def info(self) -> InfoResponse:
-        """Properties of the server that a client verifies.
-
-        Raises:
-            NotReady: if the model is loading.
-        """
-        if self._reader is None:
-            raise NotReady("the model is loading")
-        description, identity = self.engine.description, self._reader.renderer.identity()
+        """Properties of the server that a client verifies; see `_loaded`."""
+        reader, description = self._loaded(), self.engine.description
+        identity = reader.renderer.identity()
         return InfoResponse(
             engine=description.engine,
             model=self.model_name,
@@ -218,7 +202,7 @@ class RewardService:
             max_length=description.max_length,
             vocab_size=description.vocab_size,
             pad_token_id=description.pad_token_id,
-            eos_token_id=self._reader.tokenizer.eos_token_id,
+            eos_token_id=reader.tokenizer.eos_token_id,
             token_budget=description.token_budget,
             max_request_tokens=self.batcher.max_queued_tokens,
             max_request_items=MAX_ITEMS,
@@ -226,6 +210,16 @@ class RewardService:
             parity=None if self.parity is None else self.parity.entries(),
             reward_statistics=description.export.get("reward_statistics"),
         )
+
+    def _loaded(self) -> InputReader:
+        """Reader of requests once the model is loaded, whether or not it may answer.
+
+        Raises:
+            NotReady: if the model is loading.
+        """
+        if self._reader is None:
+            raise NotReady("the model is loading")
+        return self._reader
 
     def metrics_text(self) -> bytes:
         """Prometheus' text form of the counts."""

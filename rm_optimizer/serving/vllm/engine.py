@@ -37,6 +37,7 @@ class VllmEngine(UpdatableEngine):
             settings.model.description, token_budget=scheduler.max_num_batched_tokens
         )
         self.num_restarts = settings.num_restarts
+        self.failure: str | None = None  # a failed engine ends its server, and the supervisor starts another
         self._pooling = Pooling(client)
         self._lock = ReadWriteLock()
         self._swap = self._make_swap(settings)
@@ -64,10 +65,6 @@ class VllmEngine(UpdatableEngine):
     def is_up(self) -> bool:
         """True while the engine's processes run."""
         return not self._is_stopped and self._pooling.is_up
-
-    @property
-    def failure(self) -> None:
-        """None: a failed engine ends its server, and the supervisor starts another."""
 
     async def start(self) -> None:
         """Serve the checkpoint's own weights, which vLLM has loaded."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -48,33 +49,47 @@ Check = Callable[[Serving], Awaitable[None]]
 """Function that scores an update's probe with the new weights; raises `WeightsRefused`."""
 
 
-class Swap(Protocol):
-    """Holder of the served weights, which exchanges them."""
+class Swap(ABC):
+    """Holder of the served weights, which exchanges them.
 
-    serving: Serving
+    Args:
+        serving: first weights.
+        pooling: the engine.
+        history: updates that are served.
+    """
 
-    async def start(self) -> None:
+    def __init__(self, serving: Serving, pooling: Pooling, history: WeightHistory) -> None:
+        self.serving, self._pooling, self._history = serving, pooling, history
+
+    async def start(self) -> None:  # noqa: B027 - the server loads a checkpoint itself
         """Make the first weights available."""
-        ...
 
+    @abstractmethod
     async def restore(self) -> None:
         """Apply the updates of the history."""
-        ...
 
+    @abstractmethod
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones."""
-        ...
+        """Read and check new weights beside the old ones.
 
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+
+    @abstractmethod
     async def commit(self, weights: StagedWeights, check: Check) -> None:
-        """Exchange the weights, or leave them unchanged and raise `WeightsRefused`."""
-        ...
+        """Exchange the weights, and record them in the history.
 
+        Raises:
+            WeightsRefused: if vLLM cannot load them or the check fails; the old weights are served then.
+        """
+
+    @abstractmethod
     async def drop(self) -> None:
         """Discard the staged weights."""
-        ...
 
 
-class ReloadSwap:
+class ReloadSwap(Swap):
     """Update by reload: drain, load the tensors, clear the prefix cache, admit.
 
     Args:
@@ -88,12 +103,9 @@ class ReloadSwap:
     def __init__(
         self, pooling: Pooling, lock: ReadWriteLock, history: WeightHistory, *, checkpoint: Path, version: str
     ) -> None:
-        self.serving = Serving(version, new_revision())
-        self._pooling, self._lock, self._history = pooling, lock, history
+        super().__init__(Serving(version, new_revision()), pooling, history)
+        self._lock = lock
         self._checkpoint = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
-
-    async def start(self) -> None:
-        """Do nothing: the server has loaded the checkpoint itself."""
 
     async def restore(self) -> None:
         """Load the checkpoint with the updates on top."""
@@ -102,11 +114,7 @@ class ReloadSwap:
         self.serving = Serving(last.version, last.revision)
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Let every worker read and check the file.
-
-        Raises:
-            WeightsRefused: if a check fails.
-        """
+        """Let every worker read and check the file."""
         specs = [spec.model_dump() for spec in weights.tensors]
         _require(await self._pooling.ask_workers("rm_stage", str(weights.file), specs))
 
@@ -114,9 +122,6 @@ class ReloadSwap:
         """Load between two batches; no request is answered meanwhile.
 
         An engine with neither the new weights nor its old ones is ended; its supervisor starts another.
-
-        Raises:
-            WeightsRefused: if vLLM cannot load them or the check fails; the old weights are served then.
         """
         async with self._lock.writing():
             is_sound = False
@@ -155,7 +160,7 @@ class ReloadSwap:
         await self._pooling.ask_workers("rm_drop")
 
 
-class AdapterSwap:
+class AdapterSwap(Swap):
     """Update by LoRA adapters, one for each version; a batch ends with the adapter it began with.
 
     An adapter's name is its version and a number, since vLLM looks up cached prefixes by the name.
@@ -169,11 +174,10 @@ class AdapterSwap:
     """
 
     def __init__(self, pooling: Pooling, history: WeightHistory, *, adapter: Path, folder: Path, version: str) -> None:
-        self._pooling, self._history, self._first, self._folder = pooling, history, adapter, folder
-        self._count = 0
+        self._first, self._folder, self._count = adapter, folder, 0
         self._staged: Mapping[str, Tensor] = {}
         shutil.rmtree(folder, ignore_errors=True)
-        self.serving = Serving(version, new_revision(), self._request(version, adapter))
+        super().__init__(Serving(version, new_revision(), self._request(version, adapter)), pooling, history)
 
     async def start(self) -> None:
         """Load the first adapter."""
@@ -186,19 +190,11 @@ class AdapterSwap:
         self.serving = await self._added(last, dict(latest_tensors(self._history.files)))
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check the file.
-
-        Raises:
-            WeightsRefused: if a check fails.
-        """
+        """Read and check the file."""
         self._staged = await asyncio.to_thread(lambda: dict(checked_tensors(weights.file, weights.tensors)))
 
     async def commit(self, weights: StagedWeights, check: Check) -> None:
-        """Load a further adapter: the served one with the update's tensors in it.
-
-        Raises:
-            WeightsRefused: if vLLM cannot load it or the check fails.
-        """
+        """Load a further adapter: the served one with the update's tensors in it."""
         tensors, self._staged = self._staged, {}
         serving = await self._added(weights, tensors)
         try:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.distributed import DistError, ProcessGroupGloo
 from rm_optimizer.errors import TransferFailed
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.update_protocol import TensorSpec
+from rm_optimizer.serving.weights.live_weights import as_bytes
 from rm_optimizer.serving.weights.weight_file import WeightFileWriter, num_bytes
 
 SENDER, RECEIVER = 0, 1
@@ -32,22 +33,6 @@ CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.0005
 _KEY_SECONDS = 0.02
 _SENDER_KEY = "sender"
-
-
-class Group(Protocol):
-    """Interface of both kinds of process group."""
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> object:
-        """Begin to send."""
-        ...
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> object:
-        """Begin to receive."""
-        ...
-
-    def abort(self) -> None:
-        """Abandon the transfers in progress."""
-        ...
 
 
 def open_store(host: str, timeout_seconds: float) -> TCPStore:
@@ -123,7 +108,9 @@ class GroupLink:
         try:
             if rank == SENDER:
                 store.set(_SENDER_KEY, "1")
-            self.group = _gloo(store, rank, timeout) if transport is Transport.gloo else _nccl(store, rank, timeout)
+            self.group: Any = (
+                _gloo(store, rank, timeout) if transport is Transport.gloo else _nccl(store, rank, timeout)
+            )
         except (DistError, RuntimeError) as error:
             raise TransferFailed(f"the {transport.value} group did not form: {_first_line(error)}") from error
 
@@ -152,14 +139,14 @@ class GroupLink:
                     piece.copy_(landing)
             writer.write(spec.name, whole.numpy().data)
 
-    def _finish(self, work: object, name: str) -> None:
+    def _finish(self, work: Any, name: str) -> None:
         """Wait for one piece. It is polled, since NCCL's own timeout would end the process."""
         try:
             if self.device.type == "cpu":
                 left = min(PIECE_SECONDS, max(0.001, self.deadline - time.monotonic()))
-                work.wait(timedelta(seconds=left))  # type: ignore[attr-defined]
+                work.wait(timedelta(seconds=left))
                 return
-            while not work.is_completed():  # type: ignore[attr-defined]
+            while not work.is_completed():
                 if time.monotonic() > self.deadline:
                     self.group.abort()
                     raise TransferFailed(f"{name} did not pass in time")
@@ -168,36 +155,28 @@ class GroupLink:
             raise TransferFailed(f"{name} did not pass: {_first_line(error)}") from error
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Contiguous bytes of a tensor, flat."""
-    flat = tensor.detach().contiguous().flatten()
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-
-
 def byte_pieces(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, memoryview]]:
     """Names and bytes on the CPU, one tensor at a time."""
     for name, tensor in tensors.items():
         yield name, as_bytes(tensor).cpu().numpy().data
 
 
-def _gloo(store: TCPStore, rank: int, timeout: timedelta) -> Group:
+def _gloo(store: TCPStore, rank: int, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo  # its options have no type stubs
     options = gloo._Options()
     options._timeout = timeout
     is_here = _is_loopback(store.host)
     options._devices = [gloo.create_device(hostname="127.0.0.1") if is_here else gloo.create_default_device()]
-    group: Group = gloo(store, rank, 2, options)
-    return group
+    return gloo(store, rank, 2, options)
 
 
-def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Group:
+def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Any:
     from torch.distributed import distributed_c10d
 
     nccl: Any = distributed_c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout + timedelta(seconds=60)  # later than the poll's, after which the group is aborted
-    group: Group = nccl(store, rank, 2, options)
-    return group
+    return nccl(store, rank, 2, options)
 
 
 def _is_loopback(host: str) -> bool:

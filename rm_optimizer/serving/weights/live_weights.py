@@ -77,8 +77,13 @@ def checkpoint_version(model: PreTrainedModel, folder: Path | None, record: Mapp
 
 def tensor_sha256(tensor: Tensor) -> str:
     """Hexadecimal SHA-256 of a tensor's contiguous bytes."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
+    return hashlib.sha256(as_bytes(tensor).cpu().numpy().data).hexdigest()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Contiguous bytes of a tensor, flat."""
+    flat = tensor.detach().contiguous().flatten()
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

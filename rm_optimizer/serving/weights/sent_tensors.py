@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from rm_optimizer.core.classifier.adapters import has_adapter
-from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, merged_state
+from rm_optimizer.core.storage.adapter_files import merged_state
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
-from rm_optimizer.serving.weights.group_transfer import as_bytes
+from rm_optimizer.serving.weights.live_weights import dtype_name, names_of_mode, tensor_sha256
 
 PROBE_TOLERANCE = {"cpu": 1e-4}
 OTHER_TOLERANCE = 1e-3
@@ -32,29 +30,21 @@ def sent_tensors(model: BradleyTerryRM, mode: RewardModelTrainingMode) -> dict[s
         ConfigError: if the mode is `lora` and the model has no adapter, or `head_only` and it has.
     """
     inner = model.model
-    if mode is RewardModelTrainingMode.full:
-        return merged_state(inner) if has_adapter(inner) else dict(inner.state_dict())
-    if mode is RewardModelTrainingMode.lora:
-        if not has_adapter(inner):
-            raise ConfigError("mode lora sends an adapter, and the model has none; use full or head_only")
-        state = inner.state_dict()
-        return {name: state[name] for name in sorted(adapter_tensor_names(inner))}
-    if has_adapter(inner):
+    if mode is RewardModelTrainingMode.lora and not has_adapter(inner):
+        raise ConfigError("mode lora sends an adapter, and the model has none; use full or head_only")
+    if mode is RewardModelTrainingMode.head_only and has_adapter(inner):
         raise ConfigError("mode head_only leaves out the adapter that the model has; use lora or full")
-    head = head_name(inner)
-    return {f"{head}.{key}": value for key, value in model.reward_head.state_dict().items()}
+    if mode is RewardModelTrainingMode.full and has_adapter(inner):
+        return merged_state(inner)
+    state = inner.state_dict()
+    return {name: state[name] for name in sorted(names_of_mode(inner, mode))}
 
 
 def manifest(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
     """Names, shapes, types and digests, in the order of the names."""
     return [
-        TensorSpec(
-            name=name,
-            shape=list(tensors[name].shape),
-            dtype=str(tensors[name].dtype).removeprefix("torch."),
-            sha256=hashlib.sha256(as_bytes(tensors[name]).cpu().numpy().data).hexdigest(),
-        )
-        for name in sorted(tensors)
+        TensorSpec(name=name, shape=list(tensor.shape), dtype=dtype_name(tensor.dtype), sha256=tensor_sha256(tensor))
+        for name, tensor in sorted(tensors.items())
     ]
 
 
