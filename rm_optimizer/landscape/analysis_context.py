@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.landscape.sample import MeasuredLoss
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.trace import deflated_trace
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.operators.products import ProductName
-from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.records.codec import JsonRecord

@@ -13,8 +13,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import draw_pairs
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import FREE, is_among
 from rm_optimizer.schema.data import Streaming

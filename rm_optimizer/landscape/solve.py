@@ -16,7 +16,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
-from rm_optimizer.landscape.identity import identity_of
+from rm_optimizer.landscape.measured_loss import identity_of
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective

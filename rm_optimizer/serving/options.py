@@ -18,6 +18,8 @@ ENGINES = ("auto", "transformers", "vllm")
 DTYPES = ("float32", "bfloat16")
 DEFAULT_TRANSPORTS = "inline,path"
 """Transports for which the server opens no connection."""
+DEFAULT_QUEUED_TOKENS = 131_072
+"""Most queued tokens: one minute's work at 2,000 tokens a second."""
 MAX_NAME = 256
 RUN_SUBFOLDERS = frozenset({BEST_FOLDER})
 """Folders of a run whose name does not identify the model."""
@@ -55,7 +57,7 @@ class ServeOptions:
     ] = None
     max_queued_tokens: Annotated[
         int, Option("--max-queued-tokens", min=1, help="Most tokens of unanswered requests.")
-    ] = 131_072
+    ] = DEFAULT_QUEUED_TOKENS
     weights_root: Annotated[
         Path | None, Option("--weights-root", help="Folder below which weight updates may name files.")
     ] = None

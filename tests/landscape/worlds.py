@@ -19,9 +19,9 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairCollator, 
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.evaluation.draws import draw_pairs
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.products import load_forward_rules
-from rm_optimizer.landscape.sample import MeasuredLoss
 from rm_optimizer.schema import LossConfig
 from tests.builders import fresh_reward_model, tiny_reward_model
 

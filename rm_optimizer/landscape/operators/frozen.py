@@ -62,16 +62,11 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _gradients_to(model: nn.Module, subset: ParameterSubset) -> Iterator[None]:
-    parameters = dict(model.named_parameters())
-    before = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
-    chosen = set(subset.names)
-    try:
+    parameters, chosen = dict(model.named_parameters()), set(subset.names)
+    with _restored([(parameter, "requires_grad", parameter.requires_grad) for parameter in parameters.values()]):
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in chosen)
         yield
-    finally:
-        for parameter, required in before:
-            parameter.requires_grad_(required)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.sample import MeasuredLoss
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.loss_at import LossAt, PointLoss
 from rm_optimizer.records.codec import from_values

@@ -1,10 +1,9 @@
-"""The loss and accuracy at other weights: moved along directions, measured on the fixed pairs, and moved back."""
+"""The loss and accuracy at weights moved along directions, measured on the fixed pairs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +39,7 @@ MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 
 
 class LossAt:
-    """Function `f(w + sum_i t_i d_i)` of coordinates `t`; the weights are restored bit for bit.
+    """Function `f(w + sum_i t_i d_i)` of coordinates `t`; the weights themselves stay.
 
     Args:
         objective: the loss.
@@ -53,32 +52,24 @@ class LossAt:
         self._sample = sample
         vectors = directions.vectors.to(objective.device, objective.dtype)
         self._parts = objective.subset.unflatten(vectors)
-        self._origin = [parameter.detach().clone() for parameter in objective.parameters]
 
     @torch.no_grad()
     def __call__(self, coordinates: Sequence[float]) -> PointLoss:
         """The loss at these coordinates, one for each direction."""
-        rows: list[Tensor] = []
-        with self._moved(coordinates):
-            for batch in self._objective.batches:
-                rewards = self._objective.model.rewards_of(batch)
-                losses = self._objective.pair_losses(rewards, batch)
-                chosen, rejected = batch.split(rewards)
-                right = 0.5 + 0.5 * torch.sign((chosen - rejected) * (2 * batch.label - 1))
-                columns = (batch.pair_index, batch.weight, losses, right)
-                rows.append(torch.stack([column.double().cpu() for column in columns], dim=1))
+        rows, weights = list[Tensor](), self._moved(coordinates)
+        for batch in self._objective.batches:
+            rewards = self._objective.rewards_at(weights, batch)
+            losses = self._objective.pair_losses(rewards, batch)
+            chosen, rejected = batch.split(rewards)
+            right = 0.5 + 0.5 * torch.sign((chosen - rejected) * (2 * batch.label - 1))
+            columns = (batch.pair_index, batch.weight, losses, right)
+            rows.append(torch.stack([column.double().cpu() for column in columns], dim=1))
         return _summary(torch.cat(rows).numpy(), self._sample)
 
-    @contextmanager
-    def _moved(self, coordinates: Sequence[float]) -> Iterator[None]:
+    def _moved(self, coordinates: Sequence[float]) -> list[Tensor]:
         steps = [(index, t) for index, t in enumerate(coordinates) if t != 0]
-        try:
-            for parameter, origin, parts in zip(self._objective.parameters, self._origin, self._parts, strict=True):
-                parameter.copy_(sum((t * parts[index] for index, t in steps), start=origin))
-            yield
-        finally:
-            for parameter, origin in zip(self._objective.parameters, self._origin, strict=True):
-                parameter.copy_(origin)
+        each = zip(self._objective.parameters, self._parts, strict=True)
+        return [sum((t * parts[index] for index, t in steps), start=origin.detach()) for origin, parts in each]
 
 
 def _summary(rows: Float[np.ndarray, "pairs 4"], sample: PairSample) -> PointLoss:

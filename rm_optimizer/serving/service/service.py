@@ -12,16 +12,14 @@ from typing import TypeVar
 
 import rm_optimizer
 from rm_optimizer.serving.engine import Engine, ScoredBatch
+from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
 from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, ModelCard, ModelList, RenderingInfo, VersionResponse
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
 from rm_optimizer.serving.service.batcher import Batcher
 from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
 from rm_optimizer.serving.service.metrics import ServerMetrics
-from rm_optimizer.serving.service.parity import ParityReport, check_parity
-from rm_optimizer.serving.service.reward_probe import probe_sequences
+from rm_optimizer.serving.service.parity import ParityReport, check_parity, probe_sequences
 
-DEFAULT_QUEUED_TOKENS = 131_072
-"""Most queued tokens: one minute's work at 2,000 tokens a second."""
 MAX_WAITING_CHARACTERS = 16 * 2**20
 """Most characters that wait for tokenization: some seconds' work."""
 _log = logging.getLogger("rm_optimizer")

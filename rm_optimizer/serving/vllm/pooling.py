@@ -101,17 +101,6 @@ class Pooling:
                 return float(answer.outputs.data.reshape(()))
         raise EngineUnavailable("vLLM's engine ended a sequence without its reward")
 
-    async def drained(self) -> None:
-        """Stop admission, wait until nothing is computed, and clear the prefix cache.
-
-        Mode `abort`, vLLM's default, ends an engine that pools.
-        """
-        await self.client.pause_generation(mode="wait", clear_cache=True)
-
-    async def resumed(self) -> None:
-        """Resume computation."""
-        await self.client.resume_generation()
-
     async def ask_workers(self, method: str, *arguments: Any) -> str | None:
         """Call a method of `RewardWorkerExtension` in every worker; return the first error, or None.
 

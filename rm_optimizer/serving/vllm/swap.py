@@ -150,9 +150,11 @@ class ReloadSwap(Swap):
         await self._in_pause("rm_restore", [*self._checkpoint, *self._history.files])
 
     async def _in_pause(self, method: str, *arguments: list[str]) -> str | None:
-        await self._pooling.drained()
+        """Call the workers while nothing is computed, with a clear prefix cache."""
+        client = self._pooling.client
+        await client.pause_generation(mode="wait", clear_cache=True)  # vLLM's default, abort, ends an engine that pools
         complaint = await self._pooling.ask_workers(method, *arguments)
-        await self._pooling.resumed()
+        await client.resume_generation()
         return complaint
 
     async def drop(self) -> None:
