@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from rm_optimizer.landscape.spectrum_estimates import add_estimates
 from rm_optimizer.schema import LossConfig
 
 
+@dataclass(eq=False, repr=False)
 class HessianAnalyzer:
     """Analyzer of the curvature of a reward model's loss, which leaves the model unchanged.
 
@@ -46,24 +48,14 @@ class HessianAnalyzer:
         group: processes that hold shares of the pairs; None where this one has all.
     """
 
-    def __init__(
-        self,
-        model: BradleyTerryRM,
-        *,
-        loss: LossConfig | None = None,
-        params: str | Sequence[str] = TRAINABLE,
-        token_budget: int = 8192,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.model = model
-        self.loss = loss if loss is not None else LossConfig()
-        self.params = params
-        self.token_budget = token_budget
-        self.dtype = dtype
-        self.seed = seed
-        self.group = group
+    model: BradleyTerryRM
+    _: KW_ONLY
+    loss: LossConfig | None = None
+    params: str | Sequence[str] = TRAINABLE
+    token_budget: int = 8192
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    group: dist.ProcessGroup | None = None
 
     def compute_spectrum(
         self,
@@ -130,7 +122,7 @@ class HessianAnalyzer:
             self.model, pairs, token_budget=self.token_budget, num_pairs=num_pairs, seed=self.seed, fewest=fewest
         )
         with measuring(
-            self.model, batches, self.loss, params=self.params, dtype=self.dtype, group=self.group
+            self.model, batches, self.loss or LossConfig(), params=self.params, dtype=self.dtype, group=self.group
         ) as objective:
             yield objective, prompts
 

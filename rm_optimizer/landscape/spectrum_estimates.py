@@ -51,11 +51,7 @@ def _estimate(
         found.sampling = sampling_error(operator.objective, pairs.vectors[:sampled], clusters=clusters, seed=seed)
     if options.density_probes:
         found.density = spectral_density(
-            operator,
-            num_probes=options.density_probes,
-            num_steps=options.density_steps,
-            seed=seed + 1,
-            found=removable,
+            operator, num_probes=options.density_probes, num_steps=options.density_steps, seed=seed + 1, found=removable
         )
         found.trace = found.trace or found.density.moment(1)
     if found.trace is None and options.trace_products:

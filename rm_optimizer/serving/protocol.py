@@ -10,17 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, StrictStr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from rm_optimizer.errors import did_you_mean

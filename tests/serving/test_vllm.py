@@ -31,7 +31,7 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.http.bounded_headers import HEADER_SECONDS
+from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.http.head_checks import OPEN_PATHS
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
@@ -187,7 +187,7 @@ def test_no_route_answers_without_the_key_and_vllms_own_answer_nobody(server):
 
 def test_headers_that_never_end_are_refused_by_vllms_own_server_too(server):
     url = httpx.URL(server.url)
-    slow, large = (socket.create_connection((url.host, url.port), timeout=2 * HEADER_SECONDS) for _ in range(2))
+    slow, large = (socket.create_connection((url.host, url.port), timeout=2 * BoundedHeaders.seconds) for _ in range(2))
     with slow, large:
         slow.sendall(b"GET /health HTTP/1.1\r\n")
         large.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES)

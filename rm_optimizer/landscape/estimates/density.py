@@ -104,12 +104,7 @@ class SpectralDensity(JsonRecord):
 
 
 def spectral_density(
-    operator: SymmetricOperator,
-    *,
-    num_probes: int = 20,
-    num_steps: int = 5,
-    seed: int,
-    found: Eigenpairs | None = None,
+    operator: SymmetricOperator, *, num_probes: int = 20, num_steps: int = 5, seed: int, found: Eigenpairs | None = None
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature (Ubaru, Chen & Saad, 2017; Ghorbani, Krishnan & Xiao, 2019, arXiv:1901.10159).
 
@@ -193,11 +188,7 @@ class DensityCurve:
 
 
 def density_curve(density: SpectralDensity) -> DensityCurve:
-    """The density over the range of everything known of the eigenvalues, each one spread by 1 % of it.
-
-    Args:
-        density: exact eigenvalues and quadrature rules.
-    """
+    """The density over the range of everything known of the eigenvalues, each one spread by 1 % of it."""
     known = np.array([*density.exact, *(node for rule in density.nodes for node in rule)])
     low, high = float(known.min()), float(known.max())
     width = _WIDTH * (high - low) or _WIDTH * max(abs(high), 1.0)

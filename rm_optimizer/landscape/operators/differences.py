@@ -28,9 +28,6 @@ class GradientDifferences:
     Needs first derivatives alone, so the model keeps its own, fused, attention; the gradient at `θ` is taken once. The
     error is in proportion to `s` and a product is symmetric to that error only, which is good enough to watch a top
     eigenvalue and no basis for small ones. The weights themselves are not moved.
-
-    Args:
-        objective: the loss.
     """
 
     def __init__(self, objective: PairObjective) -> None:

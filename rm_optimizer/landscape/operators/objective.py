@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from rm_optimizer.landscape.operators.parameters import TRAINABLE, ParameterSubs
 from rm_optimizer.schema import LossConfig
 
 
+@dataclass(eq=False, repr=False)
 class PairObjective:
     """`sum_i w_i l_i / sum_i w_i` over all micro-batches, of which each gives its part. Made by `measuring`.
 
@@ -35,24 +36,20 @@ class PairObjective:
         group: processes that hold the other pairs; None where this one holds all.
     """
 
-    def __init__(
-        self,
-        model: BradleyTerryRM,
-        batches: Sequence[AnyPairBatch],
-        loss: LossConfig,
-        subset: ParameterSubset,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.model = model
-        self.batches = batches
-        self.loss = loss
-        self.subset = subset
-        self.group = group
-        self.parameters = subset.of(model)
-        self._rewards = _RewardsModule(model)
-        weights = sum((batch.weight.double().sum() for batch in batches), torch.zeros((), dtype=torch.float64))
-        sizes = torch.stack([torch.as_tensor(weights).cpu(), torch.tensor(float(sum(b.num_pairs for b in batches)))])
-        total_weight, num_pairs = self.summed(sizes.to(model.device)).tolist()
+    model: BradleyTerryRM
+    batches: Sequence[AnyPairBatch]
+    loss: LossConfig
+    subset: ParameterSubset
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        self.parameters = self.subset.of(self.model)
+        self._rewards = _RewardsModule(self.model)
+        weights = sum((batch.weight.double().sum() for batch in self.batches), torch.zeros((), dtype=torch.float64))
+        sizes = torch.stack(
+            [torch.as_tensor(weights).cpu(), torch.tensor(float(sum(b.num_pairs for b in self.batches)))]
+        )
+        total_weight, num_pairs = self.summed(sizes.to(self.model.device)).tolist()
         self.total_weight, self.num_pairs = float(total_weight), int(num_pairs)
         self._state = self._state_now()
         self._is_open = True

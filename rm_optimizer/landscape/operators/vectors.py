@@ -41,11 +41,7 @@ def orthogonality_loss(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> fl
 
 
 def gram_matrix(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> Float[Tensor, "vectors vectors"]:
-    """All inner products of the rows of the blocks, in float64 on the CPU; no copy of the rows is made.
-
-    Args:
-        blocks: the vectors, some to a block, in order.
-    """
+    """All inner products of the rows of the blocks, in float64 on the CPU; no copy of the rows is made."""
     ends = torch.tensor([0, *(len(block) for block in blocks)]).cumsum(dim=0).tolist()
     gram = torch.zeros(ends[-1], ends[-1], dtype=torch.float64)
     for i, left in enumerate(blocks):

@@ -86,9 +86,6 @@ class PyHessianProblem:
         """A block for PyHessian, which leaves gradients and draws from the global generator in the default type.
 
         When it ends, gradients, generators and default type are as they were.
-
-        Args:
-            seed: of the generators in the block.
         """
         parameters = self.objective.parameters
         gradients, default = [parameter.grad for parameter in parameters], torch.get_default_dtype()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -28,11 +26,7 @@ OnPoint = Callable[[int, int], None]
 
 
 class GridLedger:
-    """Ledger of measured points, each on disk at once.
-
-    Args:
-        ledger: the file, open; one piece a point.
-    """
+    """Ledger of measured points, each on disk at once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -60,7 +54,7 @@ def measure_grid(
         directions: along which to move.
         points: coordinates of the points.
         ledger: ledger for the results, which keeps the measured points after an interruption.
-        processes: processes that share the points, each with its own copy of the model; CPU only.
+        processes: processes that share the points; CPU only.
         on_point: function called after each point.
 
     Raises:
@@ -133,11 +127,10 @@ _loss_at: LossAt | None = None
 
 
 def _begin_work(measured_loss: MeasuredLoss, directions: Directions, threads: int) -> None:
-    """Initialize a process of the pool with its own copy of the model, received in shared memory."""
+    """Initialize a process of the pool with the model, received in shared memory."""
     global _loss_at
     torch.set_num_threads(threads)
-    own = replace(measured_loss, model=copy.deepcopy(measured_loss.model))
-    _loss_at = LossAt(_held.enter_context(own.measuring()), own.sample, directions)
+    _loss_at = LossAt(_held.enter_context(measured_loss.measuring()), measured_loss.sample, directions)
 
 
 def _work(task: Task) -> tuple[int, PointLoss]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import httpx
@@ -15,16 +15,16 @@ from torch import Tensor
 from rm_optimizer.core.pairs.pair import Prompt, flat_groups, split_groups
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import WrongVersion
-from rm_optimizer.serving.client.connection import Connection
+from rm_optimizer.serving.client.connection import Connection, PickledByArguments
 from rm_optimizer.serving.client.handshake import ServerIdentity, shake_hands
-from rm_optimizer.serving.client.requests import ConversationForm, Form, TokenForm, pieces
+from rm_optimizer.serving.client.requests import CONVERSATION_FORM, TOKEN_FORM, pieces
 from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.engine import ScoredBatch
 
 
 @dataclass(eq=False, repr=False)
-class ClientArguments:
-    """Arguments of a client, which is pickled by them alone; the copy opens its own connections.
+class ClientArguments(PickledByArguments):
+    """Arguments of a client.
 
     Args:
         url: address of the server, `http://host:port`.
@@ -35,27 +35,12 @@ class ClientArguments:
         transport: replacement of the network for tests; None uses the network.
     """
 
-    url: str
     _: KW_ONLY
     renderer: ConversationRenderer | None = None
     api_key: str | None = None
     timeout_seconds: float = 60.0
     concurrency: int = 8
     transport: httpx.AsyncBaseTransport | None = None
-
-    def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/")
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Make what the arguments describe, without a connection."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def __setstate__(self, arguments: dict[str, Any]) -> None:
-        vars(self).update(arguments)
-        self._prepare()
 
 
 class AsyncRewardClient(ClientArguments):
@@ -69,7 +54,7 @@ class AsyncRewardClient(ClientArguments):
         self._connection = Connection(
             self.url, api_key=self.api_key, concurrency=self.concurrency, transport=self.transport
         )
-        self._form: Form = TokenForm() if self.renderer is not None else ConversationForm()
+        self._form = TOKEN_FORM if self.renderer is not None else CONVERSATION_FORM
         self._identity: ServerIdentity | None = None
 
     async def __aenter__(self) -> AsyncRewardClient:

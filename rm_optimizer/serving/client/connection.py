@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,31 @@ class _Session:
             trust_env=not is_loopback(url),
         )
         return cls(http, asyncio.Semaphore(concurrency), asyncio.Lock())
+
+
+@dataclass(eq=False, repr=False)
+class PickledByArguments:
+    """Client of a server that is pickled by its arguments alone; the copy opens its own connections.
+
+    Args:
+        url: address of the server, `http://host:port`.
+    """
+
+    url: str
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the arguments describe, without a connection."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        vars(self).update(arguments)
+        self._prepare()
 
 
 class Connection:

@@ -16,7 +16,7 @@ from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import HandshakeFailed, RewardServerRefused
 from rm_optimizer.serving.client.connection import Connection
-from rm_optimizer.serving.client.requests import ConversationForm, Form, Limits, TokenForm
+from rm_optimizer.serving.client.requests import CONVERSATION_FORM, TOKEN_FORM, Form, Limits
 from rm_optimizer.serving.client.retries import Deadline
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import PROTOCOL_VERSION, InfoResponse, sigmoid
@@ -87,7 +87,7 @@ class _Handshake:
         conversations: list[Any] = list(DEFAULT_PROBE[:2])
         if renderer is not None:
             self._require_rendering(renderer, info)
-        raw = await self._verify_sigmoid(ConversationForm(), conversations, info.model, may_be_identity=False)
+        raw = await self._verify_sigmoid(CONVERSATION_FORM, conversations, info.model, may_be_identity=False)
         if renderer is not None:
             await self._verify_tokens(renderer, conversations, raw, info.model)
         return ServerIdentity(True, info.model, limits, info.rendering.template_hash)
@@ -111,10 +111,10 @@ class _Handshake:
         """Verify that the client's token ids score as the server's own of the same conversations."""
         rows = _token_rows(renderer, conversations)
         for _ in range(ROUNDS):
-            ours = await self._ask(TokenForm(), rows, model)
+            ours = await self._ask(TOKEN_FORM, rows, model)
             if ours.weights == raw.weights:
                 break
-            raw = await self._ask(ConversationForm(), conversations, model)
+            raw = await self._ask(CONVERSATION_FORM, conversations, model)
         if not _close(ours.rewards, raw.rewards):
             raise HandshakeFailed(
                 f"{self.connection.url} scores conversations as {raw.rewards}, but this client's tokens of them as "
@@ -136,7 +136,7 @@ class _Handshake:
         own = renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if list(tokens) != list(own):
             raise HandshakeFailed(f"{url} tokenizes other than this client; take the tokenizer of the served model")
-        await self._verify_sigmoid(TokenForm(), _token_rows(renderer, DEFAULT_PROBE), model, may_be_identity=True)
+        await self._verify_sigmoid(TOKEN_FORM, _token_rows(renderer, DEFAULT_PROBE), model, may_be_identity=True)
         return ServerIdentity(False, model, PLAIN_LIMITS, None)
 
     async def _verify_sigmoid(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import WrongAnswer
@@ -29,65 +29,57 @@ class Limits:
     items: int
 
 
-class Form(Protocol):
-    """Form of a scoring request."""
+@dataclass(frozen=True)
+class Form:
+    """Form of a scoring request.
+
+    Args:
+        path: path of its route.
+        size: function of a row that returns its tokens, or more.
+        body: function of the rows and `use_activation` that returns the JSON body, less the model's name.
+        numbers: function of an answer that returns its numbers in the order of the rows.
+    """
 
     path: str
-
-    def size(self, row: Any) -> int:
-        """Tokens of a row, or more."""
-        ...
-
-    def body(self, rows: Sequence[Any], use_activation: bool) -> dict[str, Any]:
-        """The request's JSON body, less the model's name."""
-        ...
-
-    def numbers(self, answer: Any) -> list[Any]:
-        """The numbers of an answer, in the order of the rows."""
-        ...
+    size: Callable[[Any], int]
+    body: Callable[[Sequence[Any], bool], dict[str, Any]]
+    numbers: Callable[[Any], list[Any]]
 
 
-class TokenForm:
-    """`/classify` with token ids, rendered by the client and independent of the server's template."""
-
-    path = "/classify"
-
-    def size(self, row: Sequence[int]) -> int:
-        """Tokens of a row."""
-        return len(row)
-
-    def body(self, rows: Sequence[Sequence[int]], use_activation: bool) -> dict[str, Any]:
-        """The request's JSON body."""
-        return {"input": [list(row) for row in rows], "use_activation": use_activation}
-
-    def numbers(self, answer: Any) -> list[Any]:
-        """`probs[0]` of each datum."""
-        data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
-        if any(len(datum["probs"]) != 1 for datum in data):
-            raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
-        return [datum["probs"][0] for datum in data]
+def _token_body(rows: Sequence[Sequence[int]], use_activation: bool) -> dict[str, Any]:
+    return {"input": [list(row) for row in rows], "use_activation": use_activation}
 
 
-class ConversationForm:
-    """`/rm/score` with prompts and responses: the server renders them as training did."""
+def _token_numbers(answer: Any) -> list[Any]:
+    """`probs[0]` of each datum."""
+    data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
+    if any(len(datum["probs"]) != 1 for datum in data):
+        raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
+    return [datum["probs"][0] for datum in data]
 
-    path = "/rm/score"
 
-    def size(self, row: Conversation) -> int:
-        """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
-        prompt, response = row
-        texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
-        return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
+def _conversation_size(row: Conversation) -> int:
+    """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
+    prompt, response = row
+    texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
+    return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
 
-    def body(self, rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
-        """The request's JSON body; adjacent rows with one prompt become one item."""
-        groups = groupby(rows, key=lambda row: row[0])
-        items = [{"prompt": _wire(prompt), "responses": [text for _, text in group]} for prompt, group in groups]
-        return {"items": items, "use_activation": use_activation}
 
-    def numbers(self, answer: Any) -> list[Any]:
-        """Rewards of all items, concatenated."""
-        return [number for item in answer["rewards"] for number in item]
+def _conversation_body(rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
+    """Body in which adjacent rows with one prompt are one item."""
+    groups = groupby(rows, key=lambda row: row[0])
+    items = [{"prompt": _wire(prompt), "responses": [text for _, text in group]} for prompt, group in groups]
+    return {"items": items, "use_activation": use_activation}
+
+
+def _conversation_numbers(answer: Any) -> list[Any]:
+    return [number for item in answer["rewards"] for number in item]
+
+
+TOKEN_FORM = Form("/classify", len, _token_body, _token_numbers)
+"""`/classify` with token ids, rendered by the client and independent of the server's template."""
+CONVERSATION_FORM = Form("/rm/score", _conversation_size, _conversation_body, _conversation_numbers)
+"""`/rm/score` with prompts and responses: the server renders them as training did."""
 
 
 def _wire(prompt: Prompt) -> str | list[dict[str, str]]:

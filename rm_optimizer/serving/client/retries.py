@@ -8,11 +8,7 @@ import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 
-from rm_optimizer.errors import (
-    MissingExtra,
-    RewardServerRefused,
-    RewardServerUnavailable,
-)
+from rm_optimizer.errors import MissingExtra, RewardServerRefused, RewardServerUnavailable
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.protocol import ErrorBody
 

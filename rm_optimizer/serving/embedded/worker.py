@@ -30,7 +30,6 @@ from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
 from rm_optimizer.serving.engine import DESCRIPTION, STAGED, EngineDescription, StagedWeights
 from rm_optimizer.serving.service.parity import check_rewards, probe_sequences
-from rm_optimizer.serving.update_protocol import WeightProbe
 from rm_optimizer.serving.weights.live_weights import (
     Update,
     checkpoint_version,
@@ -150,17 +149,12 @@ class Worker:
         (weights, update), self.staged = self.staged, None
         replaced = swap(self.model.model, update)
         try:
-            self._check_rewards(weights.probe)
+            rewards = self.scorer.rewards(probe_sequences(weights.probe, self.model.max_length)).tolist()
+            check_rewards(rewards, weights.probe, self.description.dtype)
         except WeightsRefused:
             swap(self.model.model, replaced)
             raise
         self.version, self.revision = weights.version, revision
-
-    def _check_rewards(self, probe: WeightProbe | None) -> None:
-        """Check the probe's rewards; without a probe, check that a reward can be computed."""
-        ids = probe_sequences(probe, self.model.max_length)
-        rewards = self.scorer.rewards(ids).tolist()
-        check_rewards(rewards, probe, self.description.dtype)
 
 
 def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:

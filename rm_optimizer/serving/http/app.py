@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -101,6 +102,7 @@ def _client_left(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED)
 
 
+@dataclass(eq=False)
 class Observed:
     """Middleware that counts requests by route and status, and measures their durations.
 
@@ -109,9 +111,8 @@ class Observed:
         metrics: counters of the server.
     """
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self.app = app
-        self.metrics = metrics
+    app: ASGIApp
+    metrics: ServerMetrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and count its answer."""

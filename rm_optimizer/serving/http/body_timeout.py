@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +30,7 @@ class SlowBody(ApiError):
     """The rest of the body is not awaited."""
 
 
+@dataclass(eq=False)
 class BodyTimeout:
     """Middleware that ends requests whose bodies do not arrive.
 
@@ -38,10 +40,9 @@ class BodyTimeout:
         least_rate: bytes that earn one more second in all.
     """
 
-    def __init__(self, app: ASGIApp, seconds: float = BODY_SECONDS, least_rate: float = LEAST_BYTES_PER_SECOND) -> None:
-        self.app = app
-        self.seconds = seconds
-        self.least_rate = least_rate
+    app: ASGIApp
+    seconds: float = BODY_SECONDS
+    least_rate: float = LEAST_BYTES_PER_SECOND
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 408 if the application leaves the `SlowBody` of its `receive` unanswered."""
@@ -54,33 +55,33 @@ class BodyTimeout:
             await error_answer(error)(scope, receive, send)
 
 
+@dataclass(eq=False)
 class _TimedReceive:
     """`receive` with a time limit on the body; it waits without one for the disconnection that follows."""
 
-    def __init__(self, receive: Receive, seconds: float, least_rate: float) -> None:
-        self._receive = receive
-        self._seconds = seconds
-        self._least_rate = least_rate
-        self._waited = 0.0
-        self._size = 0
-        self._is_whole = False
+    receive: Receive
+    seconds: float
+    least_rate: float
+    waited: float = 0.0
+    size: int = 0
+    is_whole: bool = False
 
     async def __call__(self) -> Message:
-        if self._is_whole:
-            return await self._receive()
-        left = self._seconds + self._size / self._least_rate - self._waited
+        if self.is_whole:
+            return await self.receive()
+        left = self.seconds + self.size / self.least_rate - self.waited
         started = time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), min(self._seconds, left))
+            message = await asyncio.wait_for(self.receive(), min(self.seconds, left))
         except TimeoutError as error:
             raise self._slow(time.monotonic() - started) from error
-        self._waited += time.monotonic() - started
-        self._size += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
+        self.waited += time.monotonic() - started
+        self.size += len(message.get("body", b""))
+        self.is_whole = not message.get("more_body", False)
         return message
 
     def _slow(self, last_wait: float) -> SlowBody:
         return SlowBody(
-            f"{self._size} bytes of the body came in {self._waited + last_wait:.1f} s; expected the next within "
-            f"{self._seconds:g} s and {self._least_rate:g} bytes a second; send the body in one go"
+            f"{self.size} bytes of the body came in {self.waited + last_wait:.1f} s; expected the next within "
+            f"{self.seconds:g} s and {self.least_rate:g} bytes a second; send the body in one go"
         )

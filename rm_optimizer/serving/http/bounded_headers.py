@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
-HEADER_SECONDS = 20.0
-"""Seconds to the last header, from the connection or from the first byte of a later request on it."""
-
-
-LEAST_IDLE_SECONDS = 1.0
-"""Seconds without a byte after which an idle connection gives way to a new one."""
-
 
 class SlowHeaders(ApiError):
     """The client stopped within its headers, or sends them too slowly."""
@@ -43,8 +36,10 @@ class SlowHeaders(ApiError):
 class BoundedHeaders(HttpProtocol):
     """uvicorn's protocol of the installed parser with limits on headers, for `uvicorn.Config(http=…)`."""
 
-    seconds = HEADER_SECONDS
-    least_idle_seconds = LEAST_IDLE_SECONDS
+    seconds = 20.0
+    """Seconds to the last header, from the connection or from the first byte of a later request on it."""
+    least_idle_seconds = 1.0
+    """Seconds without a byte after which an idle connection gives way to a new one."""
     max_connections = MAX_CONNECTIONS
     metrics: ServerMetrics | None = None
 

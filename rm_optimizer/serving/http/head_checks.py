@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from starlette.datastructures import Headers
@@ -31,6 +32,7 @@ Check: TypeAlias = Callable[[Scope], ApiError | None]
 """Function that returns the reason to refuse a request by its head; None lets it pass."""
 
 
+@dataclass(eq=False)
 class Guard:
     """Middleware that refuses requests before their bodies are read.
 
@@ -39,13 +41,12 @@ class Guard:
         check: check of HTTP requests and websockets.
     """
 
-    def __init__(self, app: ASGIApp, check: Check) -> None:
-        self.app = app
-        self._check = check
+    app: ASGIApp
+    check: Check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with its refusal."""
-        refusal = None if scope["type"] == "lifespan" else self._check(scope)
+        refusal = None if scope["type"] == "lifespan" else self.check(scope)
         if refusal is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":

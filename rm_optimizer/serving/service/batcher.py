@@ -106,7 +106,7 @@ class Batcher:
             EngineUnavailable: if the engine fails.
         """
         tokens = sum(map(len, sequences))
-        self._admit(tokens)
+        self.require_room(tokens)
         count = len(sequences)
         answer: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
         request = _Request(sequences, answer, [math.nan] * count, [None] * count)
@@ -120,14 +120,6 @@ class Batcher:
             self.queued_tokens -= tokens
             self.metrics.queued_tokens.set(self.queued_tokens)
             self._sweep(request)
-
-    def require_room(self) -> None:
-        """Refuse a request of unknown length before reading it.
-
-        Raises:
-            Overloaded: if the queue has no room for one token.
-        """
-        self._admit(1)
 
     @property
     def is_alive(self) -> bool:
@@ -145,7 +137,13 @@ class Batcher:
             heapq.heapify(self._heap)
             self._abandoned = 0
 
-    def _admit(self, tokens: int) -> None:
+    def require_room(self, tokens: int = 1) -> None:
+        """Refuse a request of that many tokens; one token stands for an unknown number.
+
+        Raises:
+            TooLarge: if the request alone exceeds the queue.
+            Overloaded: if the queue has no room for it now.
+        """
         if tokens > self.max_queued_tokens:
             raise TooLarge(
                 f"the request holds {tokens} tokens, more than the {self.max_queued_tokens} the server ever accepts at "

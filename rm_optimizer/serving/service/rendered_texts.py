@@ -15,11 +15,7 @@ _RESPONSE = "rmopt response"
 
 
 class RenderedTexts:
-    """Restorer of the beginning and the end of texts as the renderer writes them.
-
-    Args:
-        renderer: renderer of the served model.
-    """
+    """Restorer of the beginning and the end of texts as the renderer writes them."""
 
     def __init__(self, renderer: ConversationRenderer) -> None:
         tokenizer = renderer.tokenizer

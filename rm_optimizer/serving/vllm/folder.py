@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,6 +22,7 @@ from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import EngineDescription
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_specs
+from rm_optimizer.serving.weights.weight_file import tensor_files
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """`model_type`s that `--engine auto` serves with vLLM: causal decoders that it pools at the last token."""
@@ -99,22 +99,13 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
     require_exported_weights(folder, record)
     with torch.device("meta"):
         skeleton = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
-    lost = skeleton.state_dict().keys() - _stored_places(folder).keys()
+    lost = skeleton.state_dict().keys() - tensor_files(map(str, folder.glob("*.safetensors"))).keys()
     require_trained_head(skeleton, lost, folder)
     identity = record["identity"]["template"]
     description = _describe(
         skeleton, folder, dtype, identity=identity, version=checkpoint_version(skeleton, folder, record), record=record
     )
     return VllmModel(folder, None, 0, description)
-
-
-def _stored_places(folder: Path) -> dict[str, Path]:
-    """File of each tensor in the folder."""
-    places: dict[str, Path] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as stored:
-            places |= dict.fromkeys(stored.keys(), file)
-    return places
 
 
 def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: Mapping[str, Any]) -> VllmModel:

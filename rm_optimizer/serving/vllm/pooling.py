@@ -27,11 +27,7 @@ _log = logging.getLogger("rm_optimizer")
 
 
 class Pooling:
-    """vLLM's engine as a function from token ids to raw rewards.
-
-    Args:
-        client: vLLM's engine client.
-    """
+    """vLLM's engine as a function from token ids to raw rewards."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client

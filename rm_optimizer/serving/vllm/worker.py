@@ -16,18 +16,12 @@ from torch import Tensor
 from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.live_weights import checked_tensors
+from rm_optimizer.serving.weights.weight_file import tensor_files
 
 
 def latest_tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the files by name; a later file takes precedence.
-
-    Args:
-        files: safetensors, oldest first.
-    """
-    holders: dict[str, str] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            holders |= dict.fromkeys(stored.keys(), file)
+    """Tensors of safetensors files by name; a later file takes precedence."""
+    holders = tensor_files(files)
     for file in dict.fromkeys(holders.values()):
         with safe_open(file, framework="pt") as stored:
             for name in (name for name, holder in holders.items() if holder == file):
@@ -63,11 +57,7 @@ class RewardWorkerExtension:
         return None
 
     def rm_restore(self, last_good: list[str]) -> None:
-        """Load the weights that were served before.
-
-        Args:
-            last_good: safetensors files, oldest first.
-        """
+        """Load the weights that were served before, from their files, oldest first."""
         self._rm_load(latest_tensors(last_good))
 
     def rm_add_adapter(self, name: str, number: int, folder: str) -> str | None:

@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import httpx
@@ -26,6 +26,7 @@ from rm_optimizer.errors import (
 )
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import PublishConfig, RewardModelTrainingMode, Transport
+from rm_optimizer.serving.client.connection import PickledByArguments
 from rm_optimizer.serving.client.retries import RETRIED_STATUSES, Deadline, bearer, is_loopback
 from rm_optimizer.serving.update_protocol import Abort, Begin, Outcome, OutcomeStatus, WeightProbe, WeightStatus
 from rm_optimizer.serving.weights.outgoing import Outgoing, Payload, outgoing
@@ -44,7 +45,8 @@ GIVING_UP_SECONDS = 5.0
 _log = logging.getLogger("rm_optimizer")
 
 
-class RMPublisherAdapter:
+@dataclass(eq=False, repr=False)
+class RMPublisherAdapter(PickledByArguments):
     """Publisher of a model's weights to a running reward server.
 
     An update is announced with its manifest, transferred once the server is ready, checked and swapped in whole. Every
@@ -60,35 +62,20 @@ class RMPublisherAdapter:
         host: for gloo and NCCL, an address of this machine that the server reaches.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        mode: RewardModelTrainingMode = RewardModelTrainingMode.full,
-        transport: Transport = Transport.inline,
-        api_key: str | None = None,
-        timeout_seconds: float = 120.0,
-        host: str = "127.0.0.1",
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.mode, self.transport, self.host = mode, transport, host
-        self.timeout_seconds = timeout_seconds
-        self._session_options: dict[str, Any] = {"headers": bearer(api_key), "trust_env": not is_loopback(self.url)}
-        self._again = partial(
-            type(self),
-            url,
-            mode=mode,
-            transport=transport,
-            api_key=api_key,
-            timeout_seconds=timeout_seconds,
-            host=host,
-        )
+    _: KW_ONLY
+    mode: RewardModelTrainingMode = RewardModelTrainingMode.full
+    transport: Transport = Transport.inline
+    api_key: str | None = None
+    timeout_seconds: float = 120.0
+    host: str = "127.0.0.1"
+
+    def _prepare(self) -> None:
+        self._session_options: dict[str, Any] = {
+            "headers": bearer(self.api_key),
+            "trust_env": not is_loopback(self.url),
+        }
         self._opened: list[tuple[int, UpdateMessages]] = []
         self._published: tuple[str, int] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments; the copy opens its own connections."""
-        return self._again, ()
 
     @property
     def _messages(self) -> UpdateMessages:
@@ -136,10 +123,7 @@ class RMPublisherAdapter:
         return self._status(Deadline(self.url, self.timeout_seconds))
 
     def wait_reachable(self, seconds: float) -> None:
-        """Return once the server accepts connections.
-
-        Args:
-            seconds: seconds to wait, since the server may be starting.
+        """Return once the server accepts connections, for which a starting one has some seconds.
 
         Raises:
             RewardServerUnavailable: if it does not.
@@ -301,9 +285,6 @@ def create_rm_publisher(
 
 def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     """Publisher of a run's options, once the server has answered.
-
-    Args:
-        config: options with a url.
 
     Raises:
         ConfigError: if the variable of the API key is not set.

@@ -15,11 +15,7 @@ KEPT_NAMES = 10_000
 
 
 class ServedNames:
-    """Digests of the served weights by version name.
-
-    Args:
-        engine: engine of the served model.
-    """
+    """Digests of the served weights by version name."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

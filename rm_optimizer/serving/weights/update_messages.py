@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ class CommitUnanswered(RewardServerUnavailable):
     """The outcome of a commit is unknown: the server has not answered."""
 
 
+@dataclass(frozen=True, eq=False)
 class UpdateMessages:
     """Client of the routes under `/rm/weights`; every message carries the update's id, so it may be repeated.
 
@@ -29,9 +31,8 @@ class UpdateMessages:
         session: HTTP session, which its owner closes.
     """
 
-    def __init__(self, url: str, session: httpx.Client) -> None:
-        self.url = url
-        self.session = session
+    url: str
+    session: httpx.Client
 
     def commit(self, batch_id: str, deadline: Deadline) -> Outcome:
         """Commit the update and return its outcome.

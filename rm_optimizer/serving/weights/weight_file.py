@@ -170,6 +170,15 @@ def opened(path: Path) -> Iterator[Any]:
         raise WeightsRefused(f"the update's file cannot be read as safetensors, or was cut off: {error}") from error
 
 
+def tensor_files(files: Iterable[str]) -> dict[str, str]:
+    """File of each tensor by name; a later file takes precedence."""
+    holders: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            holders |= dict.fromkeys(stored.keys(), file)
+    return holders
+
+
 def check_names(expected: set[str], got: set[str], what: str) -> None:
     """Refuse missing and unknown tensors.
 

@@ -82,11 +82,7 @@ class WeightHistory:
 
 
 class UpdatableEngine(ABC):
-    """Common part of engines: it stages and commits one update after the other, with their files in a history.
-
-    Args:
-        history: updates that are served.
-    """
+    """Common part of engines: it stages and commits one update after the other, with their files in a history."""
 
     def __init__(self, history: WeightHistory) -> None:
         self._history = history

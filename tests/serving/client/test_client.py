@@ -33,7 +33,7 @@ from rm_optimizer.errors import (
 from rm_optimizer.serving import trl_reward
 from rm_optimizer.serving.client.async_client import AsyncRewardClient
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.client.requests import ConversationForm
+from rm_optimizer.serving.client.requests import CONVERSATION_FORM
 from rm_optimizer.serving.client.retries import retry_after
 from rm_optimizer.serving.protocol import sigmoid
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
@@ -361,7 +361,7 @@ def test_prompts_and_responses_must_be_as_many(stub, renderer):
 def test_the_text_of_a_row_never_has_more_tokens_than_its_size(renderer):
     prompt = (Message("system", "Sei höflich."), Message("user", "日本語で"))
     for conversation in [("Hi", "Hello."), (prompt, "こんにちは 👋🏽"), *CONVERSATIONS]:
-        assert ConversationForm().size(conversation) >= len(renderer.encode(*conversation).ids)
+        assert CONVERSATION_FORM.size(conversation) >= len(renderer.encode(*conversation).ids)
 
 
 def test_the_asynchronous_client_gives_the_same(stub, renderer, expected):
