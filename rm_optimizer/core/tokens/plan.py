@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,7 +48,7 @@ def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: i
 
     Within a batch, ``sequences x longest <= token_budget``; a sequence longer than the budget stands alone. Memory thus
     peaks at the first batch. Of all ways to cut the sorted sequences, the one with the fewest tokens is taken, padding
-    included and `PASS_TOKENS` added for every batch. O(n k) for n sequences, k of them in the largest batch.
+    included and `PASS_TOKENS` added for every batch. O(n log n) for n sequences.
 
     Raises:
         ValueError: if the budget is not positive.
@@ -92,20 +93,37 @@ def _by_width(widths: NDArray[np.int64], token_budget: int) -> list[list[int]]:
 def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
     """Sizes of consecutive batches of descending widths with the least total cost (dynamic programming from the end).
 
-    ``cost(s) = min_k  k widths[s] + PASS_TOKENS + cost(s + k)``; among equals the largest batch.
+    ``cost(s) = min_e  (e - s) widths[s] + PASS_TOKENS + cost(e)`` over the ends `e` that the budget allows; among
+    equals the largest batch. Since widths descend, an end that once costs less than a later one does so for every
+    earlier start. A queue of ends, each with the last start from which it is the best, thus serves all starts
+    (Galil & Park, 1992, "Dynamic programming with convexity, concavity and sparsity"). O(n log n).
     """
     num = len(widths)
-    cost = np.zeros(num + 1, dtype=np.int64)
-    size = np.ones(num, dtype=np.int64)
+    allowed = np.minimum(np.arange(num) + np.maximum(token_budget // np.maximum(widths, 1), 1), num)
+    too_far: list[int] = (np.searchsorted(allowed, np.arange(num + 1)) - 1).tolist()
+    width: list[int] = widths.tolist()
+    ascending: list[int] = (-widths).tolist()
+    cost, end = [0] * (num + 1), [0] * num
+
+    def overtakes(near: int, far: int) -> int:
+        """Last start from which the nearer end costs less than the farther one."""
+        wider = bisect_left(ascending, -((cost[near] - cost[far]) // (far - near)))
+        return max(too_far[far], wider - 1)
+
+    ends: deque[tuple[int, int]] = deque()
     for start in range(num - 1, -1, -1):
-        most = min(num - start, max(1, token_budget // max(1, int(widths[start]))))
-        totals = widths[start] * np.arange(1, most + 1) + PASS_TOKENS + cost[start + 1 : start + most + 1]
-        size[start] = most - int(np.argmin(totals[::-1]))
-        cost[start] = totals[size[start] - 1]
+        near, since = start + 1, num
+        while ends and (since := overtakes(near, ends[-1][0])) >= ends[-1][1]:
+            ends.pop()
+        ends.append((near, since if ends else num))
+        while len(ends) > 1 and ends[1][1] >= start:
+            ends.popleft()
+        best = end[start] = ends[0][0]
+        cost[start] = (best - start) * width[start] + PASS_TOKENS + cost[best]
     cuts, start = [], 0
     while start < num:
-        cuts.append(int(size[start]))
-        start += cuts[-1]
+        cuts.append(end[start] - start)
+        start = end[start]
     return cuts
 
 
