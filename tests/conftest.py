@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+from tests import composed_once
 from tests.fork_server import starts
 
 CHECKED = (
@@ -33,6 +34,7 @@ CHECKED = (
 """Modules of `core` whose shapes and types are checked on every call in the tests."""
 
 install_import_hook([f"rm_optimizer.core.{module}" for module in CHECKED], "beartype.beartype")
+composed_once.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
