@@ -16,6 +16,9 @@ CUDA_BUILDS := torchvision torchaudio torchcodec triton
 # Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
 WORKERS ?= 2
 
+# pytest compiles tests and its plugins again in each process that may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help quickstart test zoo test-vllm check format clean
 
 help:
