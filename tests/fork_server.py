@@ -2,8 +2,8 @@
 
 `starts` makes a folder whose `python` and `rm-opt` take the place of the real ones. They send their arguments, folder,
 environment, process group and standard streams to the server, pass on signals, and end with the command's exit code.
-Each command is a process of its own, which dies with the `python` or `rm-opt` that asked for it. The ranks of a
-training run need the real Python: Lightning reads the rank of its process when it is imported.
+Each command is a process of its own, which dies with the `python` or `rm-opt` that asked for it. Lightning reads the
+rank of its process when it is imported, so a forked process takes its rank from its own environment.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def become(streams: list[int], group: int, folder: str, variables: dict[str, str
     import runpy
     import warnings
 
+    from lightning_fabric.utilities.rank_zero import _get_rank, rank_zero_only
+
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -137,6 +139,7 @@ def become(streams: list[int], group: int, folder: str, variables: dict[str, str
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    rank_zero_only.rank = _get_rank() or 0
     if words[:1] == ["-W"]:
         warnings.simplefilter(words[1])  # type: ignore[arg-type]
         words = words[2:]

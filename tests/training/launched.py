@@ -35,8 +35,10 @@ def on_ranks(overrides: Sequence[str], hardware: str = "ddp") -> list[str]:
     return list(last.values())
 
 
-def train_on_two_ranks(folder: Path, overrides: Sequence[str], hardware: str = "ddp") -> Path:
-    run_to_its_end([sys.executable, *TRAIN, *on_ranks(overrides, hardware), f"hydra.run.dir={folder}"])
+def train_on_two_ranks(
+    folder: Path, overrides: Sequence[str], hardware: str = "ddp", python: str | Path = sys.executable
+) -> Path:
+    run_to_its_end([str(python), *TRAIN, *on_ranks(overrides, hardware), f"hydra.run.dir={folder}"])
     return folder
 
 

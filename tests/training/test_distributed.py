@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,11 +41,12 @@ def test_two_ranks_follow_the_trajectory_of_one(two_ranks: Path, finished_run: R
 
 @pytest.mark.slow
 def test_a_rank_without_pairs_takes_part(
-    small_overrides: list[str], small_config: Callable[..., TrainConfig], tmp_path: Path
+    python: Path, small_overrides: list[str], small_config: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     overrides = ["batching.batch_size=95", "training.epochs=2"]  # every second step is one pair
     train_reward_model(small_config(tmp_path / "one", *overrides))
-    assert_same_trajectory(tmp_path / "one", train_on_two_ranks(tmp_path / "two", [*small_overrides, *overrides]))
+    two = train_on_two_ranks(tmp_path / "two", [*small_overrides, *overrides], python=python)
+    assert_same_trajectory(tmp_path / "one", two)
 
 
 @pytest.mark.slow
@@ -69,21 +69,25 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_device(two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_ranks_resume_to_the_same_bytes(two_ranks: Path, small_overrides: list[str], tmp_path: Path) -> None:
+def test_killed_ranks_resume_to_the_same_bytes(
+    python: Path, two_ranks: Path, small_overrides: list[str], tmp_path: Path
+) -> None:
     shutil.copytree(two_ranks, tmp_path / "cut")
     forget_after(3, tmp_path / "cut")
-    train_on_two_ranks(tmp_path / "cut", [*small_overrides, "resume=auto"])
+    train_on_two_ranks(tmp_path / "cut", [*small_overrides, "resume=auto"], python=python)
     assert_same_bytes(two_ranks, tmp_path / "cut")
 
 
 @pytest.mark.slow
-def test_tasks_of_slurm_stop_together_when_one_is_told_to(small_overrides: list[str], tmp_path: Path) -> None:
+def test_tasks_of_slurm_stop_together_when_one_is_told_to(
+    python: Path, small_overrides: list[str], tmp_path: Path
+) -> None:
     """As `srun` starts them; both save one checkpoint, in the one folder that a requeued job finds again."""
     command = [*on_ranks(small_overrides), "training.max_steps=9999", "training.checkpoint_every=9999"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start = partial(subprocess.Popen, [sys.executable, *TRAIN, *command], cwd=tmp_path, stderr=subprocess.PIPE)
+    start = partial(subprocess.Popen, [python, *TRAIN, *command], cwd=tmp_path, stderr=subprocess.PIPE)
     tasks = [start(env=slurm_task(rank, port), stdout=subprocess.DEVNULL, text=True) for rank in (0, 1)]
     folder = tmp_path / "outputs" / "train" / "slurm-4242.0"
     while not (folder / "checkpoints" / "best.ckpt").exists() and all(task.poll() is None for task in tasks):

@@ -139,10 +139,12 @@ def test_a_checkpoint_of_shards_gives_its_rewards_on_one_device(sharded: Path, s
 
 
 @pytest.mark.slow
-def test_killed_shards_resume_to_the_same_bytes(sharded: Path, small_overrides: list[str], tmp_path: Path) -> None:
+def test_killed_shards_resume_to_the_same_bytes(
+    python: Path, sharded: Path, small_overrides: list[str], tmp_path: Path
+) -> None:
     shutil.copytree(sharded, tmp_path / "cut")
     forget_after(2, tmp_path / "cut")
-    train_on_two_ranks(tmp_path / "cut", [*small_overrides, *OPTIONS, "resume=auto"], hardware="fsdp")
+    train_on_two_ranks(tmp_path / "cut", [*small_overrides, *OPTIONS, "resume=auto"], "fsdp", python)
     assert_same_bytes(sharded, tmp_path / "cut")
 
 
