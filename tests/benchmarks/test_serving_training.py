@@ -45,8 +45,15 @@ def test_pairs_of_one_kind_are_taken_and_moved_ones_leave_no_prompt_behind(
 
 @pytest.mark.slow
 def test_what_the_server_answers_at_every_version_is_what_the_trainer_evaluated(
-    bench: ModuleType, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType,
+    files: list[str],
+    tmp_path: Path,
+    python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    server = bench.server
+    monkeypatch.setattr(bench, "server", lambda engine, _, *folders: server(engine, str(python), *folders))
     exported("bert", tmp_path / "model")
     sizes = ["--epochs", "2", "--versions", "1", "--batch-size", "8", "--max-length", "64", "--lr", "0.001"]
     bench.main([*files, "--model", str(tmp_path / "model"), *sizes])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,7 +103,7 @@ def test_a_full_disk_ends_training_at_whichever_write(
 
 
 def test_a_real_refusal_leaves_one_sentence_and_whole_checkpoints(
-    finished_run: RunResult, small_overrides: list[str], tmp_path: Path
+    python: Path, finished_run: RunResult, small_overrides: list[str], tmp_path: Path
 ) -> None:
     shutil.copytree(finished_run.run_dir, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -113,12 +111,15 @@ def test_a_real_refusal_leaves_one_sentence_and_whole_checkpoints(
     (tmp_path / "run" / "run.json").unlink()
     before = {path: path.read_bytes() for path in checkpoints.glob("step-*.ckpt")}
     largest = max(before).stat().st_size // 2
+    limited = (
+        f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, {largest})); "
+        "runpy.run_module('rm_optimizer.train', run_name='__main__', alter_sys=True)"
+    )
     ended = subprocess.run(
-        [sys.executable, "-m", "rm_optimizer.train", *small_overrides, f"hydra.run.dir={tmp_path}/run", "resume=auto"],
+        [python, "-c", limited, *small_overrides, f"hydra.run.dir={tmp_path}/run", "resume=auto"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
         check=False,
     )
     assert ended.returncode == DiskError.exit_code, ended.stderr
