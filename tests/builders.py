@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from transformers import (
 )
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
+from rm_optimizer.records.codec import from_values
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -179,3 +183,8 @@ def narrow_reward_model(
     tokenizer = train_tokenizer(texts, 300)
     tokenizer.chat_template = chat_template
     return fresh_reward_model("llama", tokenizer, max_length=max_length, fields=NARROW | fields)
+
+
+def stored_certificate(folder: Path) -> ParityCertificate:
+    """The parity certificate of an exported model."""
+    return from_values(ParityCertificate, read_record(folder)["certificate"])

@@ -80,11 +80,8 @@ def draw_pairs(
         tokenized = tokenize_pairs(pairs, model.renderer, cache_dir)
     left = 0 if tokenized is None else len(tokenized)
     positions = random_positions(left, left if num_pairs is None else num_pairs, seed)
-    if len(positions) < fewest:
-        raise DataError(
-            f"a measurement over pairs needs at least {fewest} pairs, got {len(positions)} ({len(pairs)} were read, "
-            f"{left} are left after truncation to {model.max_length} tokens); 64 or more are useful"
-        )
+    read = f" ({len(pairs)} were read, {left} are left after truncation to {model.max_length} tokens)"
+    require_enough(len(positions), fewest, read)
     if tokenized is None:
         return PairSample((), {}, positions, seed)
     collator = PairCollator(tokenized, pairs, model.renderer.pad_token_id)
@@ -93,3 +90,15 @@ def draw_pairs(
     drawn = tokenized.pair_index[positions].tolist()
     prompts = {index: numbers.setdefault(pairs[index].prompt_id, len(numbers)) for index in drawn}
     return PairSample(batches, prompts, positions, seed)
+
+
+def require_enough(num_pairs: int, fewest: int, read: str = "") -> None:
+    """Refuse fewer pairs than a measurement needs; `read` tells how many there were.
+
+    Raises:
+        DataError: if they are fewer than `fewest`.
+    """
+    if num_pairs < fewest:
+        raise DataError(
+            f"a measurement over pairs needs at least {fewest} pairs, got {num_pairs}{read}; 64 or more are useful"
+        )

@@ -9,7 +9,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.draws import FEWEST, Prompts, draw_pairs
+from rm_optimizer.evaluation.draws import FEWEST, Prompts, draw_pairs, require_enough
 
 PairSource: TypeAlias = Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
 """Pairs, or a loader of batches or macro-batches of pairs that ends."""
@@ -47,9 +47,7 @@ def fixed_batches(
             "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
         )
     batches = _of_loader(source)
-    count = sum(batch.num_pairs for batch in batches)
-    if count < fewest:
-        raise DataError(f"a measurement over pairs needs at least {fewest} pairs, got {count}; 64 or more are useful")
+    require_enough(sum(batch.num_pairs for batch in batches), fewest)
     return batches, None
 
 

@@ -10,16 +10,7 @@ from pathlib import Path
 
 import rm_optimizer
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "pytorch-lightning",
-    "tokenizers",
-    "hydra-core",
-    "numpy",
-    "datasets",
-    "peft",
-)
+PACKAGES = ("torch", "transformers", "pytorch-lightning", "tokenizers", "hydra-core", "numpy", "datasets", "peft")
 
 
 def versions() -> dict[str, str]:

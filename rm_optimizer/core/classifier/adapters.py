@@ -138,7 +138,7 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
         wanted.target_modules = {name.rpartition(".")[2] for name in picked}
         others = [name for name in linear if name not in picked]
     else:
-        others = [name for name in linear if _under(name, (*head_side, *parts_beside_text(model)))]
+        others = [name for name in linear if is_under(name, (*head_side, *parts_beside_text(model)))]
         _require_targets(model, wanted.target_modules, others)
     wanted.exclude_modules = _excluding(wanted.exclude_modules, others, wanted.target_modules)
     _set_orientation(wanted, linear)
@@ -191,7 +191,7 @@ def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
     """Dotted names of the modules that an adapted classifier trains and saves in full."""
     beside = parts_beside_text(model)
     named = modules_named(model, lora_config(model).modules_to_save or ())
-    return tuple(name for name in named if not _under(name, beside))
+    return tuple(name for name in named if not is_under(name, beside))
 
 
 def modules_named(model: PreTrainedModel, wanted: Collection[str]) -> tuple[str, ...]:
@@ -223,7 +223,7 @@ def _require_targets(model: PreTrainedModel, targets: str | Collection[str], oth
     if isinstance(targets, str):
         return
     beside = parts_beside_text(model)
-    names = [name for name, _ in model.named_modules() if name not in others and not _under(name, beside)]
+    names = [name for name, _ in model.named_modules() if name not in others and not is_under(name, beside)]
     unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if unknown:
         raise ConfigError(_unknown_targets(model, ", ".join(sorted(unknown))))
@@ -231,7 +231,7 @@ def _require_targets(model: PreTrainedModel, targets: str | Collection[str], oth
 
 def _unknown_targets(model: PreTrainedModel, got: str) -> str:
     excluded = (*head_side_modules(model), *parts_beside_text(model))
-    usable = {name.rpartition(".")[2] for name, _ in _linear_layers(model) if not _under(name, excluded)}
+    usable = {name.rpartition(".")[2] for name, _ in _linear_layers(model) if not is_under(name, excluded)}
     return f"adapter.targets must name linear layers of the backbone, got {got}; known: {', '.join(sorted(usable))}"
 
 
@@ -242,7 +242,7 @@ def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module]) -> se
         name
         for name, module in linear.items()
         if name.startswith(backbone)
-        and not _under(name, beside)
+        and not is_under(name, beside)
         and any(part.isdigit() for part in name.split("."))
         and name.rpartition(".")[2] not in _ROUTERS
         and not name.rpartition(".")[2].isdigit()
@@ -309,7 +309,8 @@ def _require_quantized(model: PreTrainedModel, kind: AdapterKind) -> None:
         )
 
 
-def _under(name: str, modules: tuple[str, ...]) -> bool:
+def is_under(name: str, modules: Collection[str]) -> bool:
+    """True if a parameter or module is one of these modules, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 

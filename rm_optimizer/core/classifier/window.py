@@ -9,18 +9,8 @@ from rm_optimizer.errors import ConfigError
 DEFAULT_MAX_LENGTH = 1024
 """Default limit on the tokens of a sequence, if the model reads as many."""
 _OFFSET_FAMILIES = (
-    "roberta",
-    "camembert",
-    "mpnet",
-    "longformer",
-    "data2vec-text",
-    "luke",
-    "ibert",
-    "esm",
-    "xmod",
-    "lilt",
-    "layoutlmv3",
-    "markuplm",
+    *("roberta", "camembert", "mpnet", "longformer", "data2vec-text", "luke"),
+    *("ibert", "esm", "xmod", "lilt", "layoutlmv3", "markuplm"),
 )
 """Parts of `model_type`s that count positions from after their pad id, as RoBERTa does."""
 

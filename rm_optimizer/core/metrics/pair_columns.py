@@ -41,15 +41,7 @@ class PairColumns:
         length_gap: np.ndarray | None = None,
         prompt_ids: Sequence[str],
     ) -> PairColumns:
-        """The pairs in their own order.
-
-        Args:
-            chosen: rewards of the preferred responses, `(pairs,)`.
-            rejected: rewards of the other responses.
-            label: probability that `chosen` is the better one; none is 1.
-            weight: number of pairs that each counts for; none is 1.
-            length_gap: length of the preferred response less that of the other; none is 0.
-            prompt_ids: prompt of each pair.
+        """The pairs in their own order, columns of shape `(pairs,)`: without labels and weights 1, without lengths 0.
 
         Raises:
             ValueError: if there are no pairs, lengths differ, or a number is not finite or out of range.

@@ -37,13 +37,13 @@ class PairOrder:
         return f"{self.name}-{hashlib.sha256(first.tobytes()).hexdigest()[:16]}"
 
 
-def epoch_order(num_pairs: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the pairs in one epoch, a pure function of its arguments.
+def epoch_order(num: int, seed: int, epoch: int, *window: int) -> NDArray[np.int64]:
+    """The order of the pairs or blocks in one epoch, or in one window of it, a pure function of its arguments.
 
-    Positions are sorted by raw 64-bit PCG64 words seeded with ``(seed, epoch)``, neither negative. NumPy promises the
-    raw stream, unlike `Generator.permutation`, to stay the same from version to version (NEP 19).
+    Positions are sorted by raw 64-bit PCG64 words seeded with ``(seed, epoch, *window)``, none negative. NumPy promises
+    the raw stream, unlike `Generator.permutation`, to stay the same from version to version (NEP 19).
     """
-    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_pairs)
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch, *window])).random_raw(num)
     return np.argsort(words, kind="stable")
 
 

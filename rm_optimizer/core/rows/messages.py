@@ -16,15 +16,9 @@ _TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
 LAST_TURN = "\n\nAssistant:"
 """What the response follows in an HH-style transcript."""
 _SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
-_ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")} | {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-}
+_ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
+_ROLES |= dict.fromkeys(("human", "prompter"), "user")
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
 """Roles by the names that data sets give them, in lower case."""
 _UNREAD_FIELDS = frozenset({
     "tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking", "name", "image", "images",

@@ -20,6 +20,7 @@ from rm_optimizer.core.classifier.adapters import (
     attach,
     has_adapter,
     import_peft,
+    is_under,
     lora_config,
     modules_named,
     saved_modules,
@@ -94,7 +95,8 @@ def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
     """Description of the adapter in a training checkpoint, as JSON values; None without an adapter."""
     if not has_adapter(model):
         return None
-    values = {name: sorted(value) if isinstance(value, set) else value for name, value in _values(model).items()}
+    config: dict[str, Any] = lora_config(model).to_dict()
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     described: dict[str, Any] = json.loads(json.dumps({"config": values, "is_quantized": is_quantized(model)}))
     return described
 
@@ -111,7 +113,7 @@ def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
 
 def is_saved(model: PreTrainedModel, name: str) -> bool:
     """True if an adapted model's adapter stores the tensor that the plain model has under `name`."""
-    return any(_is_under(name, module) for module in saved_modules(model))
+    return is_under(name, saved_modules(model))
 
 
 def stored_name(name: str) -> str:
@@ -165,7 +167,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig, recor
         CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another one.
     """
     whole = modules_named(model, config.modules_to_save or ())
-    if not any(_is_under(head_name(model), name) for name in whole):
+    if not is_under(head_name(model), whole):
         raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
     attach(model, config, seed=0)
     stored, names = load_file(folder / WEIGHTS_FILE), _file_names(model)
@@ -203,11 +205,9 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     replaced = {
         name: module for name, module in model.named_modules() if isinstance(module, layer_type) or is_packed(module)
     }
-    kept = {
-        key: value for key, value in model.state_dict().items() if not any(_is_under(key, name) for name in replaced)
-    }
+    kept = {key: value for key, value in model.state_dict().items() if not is_under(key, replaced)}
     for name, module in replaced.items():
-        if any(_is_under(name, other) for other in replaced if other != name):
+        if is_under(name, replaced.keys() - {name}):
             continue
         merged = _merged(module) if isinstance(module, layer_type) else unpacked(module)
         kept |= {f"{name}.{key}": value for key, value in merged.items()}
@@ -233,16 +233,7 @@ def _file_names(model: PreTrainedModel) -> dict[str, str]:
         name: stored_name(name)
         for name in model.state_dict()
         if ADAPTER_NAME in name.split(".")
-        or any(_is_under(name, module) for module in whole)
+        or is_under(name, whole)
         or (biases == "all" and name.endswith("bias"))
         or (biases == "lora_only" and name.endswith(".base_layer.bias"))
     }
-
-
-def _is_under(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
-
-
-def _values(model: PreTrainedModel) -> dict[str, Any]:
-    values: dict[str, Any] = lora_config(model).to_dict()
-    return values

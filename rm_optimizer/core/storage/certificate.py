@@ -23,11 +23,7 @@ DEFAULT_PROBE: tuple[tuple[Prompt, str], ...] = (
     ("Write a long story.", _STORY * 8),
     (f"Summarise this: {_STORY * 8}", "A keeper records ships."),
     (
-        (
-            Message("user", "Name a colour."),
-            Message("assistant", "Blue."),
-            Message("user", "Another one, please."),
-        ),
+        (Message("user", "Name a colour."), Message("assistant", "Blue."), Message("user", "Another one, please.")),
         "Green.",
     ),
     (
@@ -43,12 +39,7 @@ DEFAULT_PROBE: tuple[tuple[Prompt, str], ...] = (
 )
 """Conversations every export is checked on: short and long, several turns, code, and characters beyond ASCII."""
 
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-    torch.float16: 2.0**-7,
-    torch.bfloat16: 2.0**-4,
-}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
 """Largest difference allowed, in units of max(1, |reward|).
 
 In float32 and float64 it leaves room for another order of summation. In half types plain `transformers` also rounds the

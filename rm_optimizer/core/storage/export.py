@@ -35,7 +35,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.core.tokens.written_template import writes_the_sequence
 from rm_optimizer.errors import CheckpointError
-from rm_optimizer.records.codec import from_values, json_values
+from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.locations import EXPORT_FILE
 
 FORMAT_VERSION = 1
@@ -189,19 +189,6 @@ def _read_adapted(model: PreTrainedModel, folder: Path, base: BaseModel) -> PreT
     return adapted
 
 
-def read_certificate(folder: str | Path) -> ParityCertificate:
-    """The parity certificate of an export.
-
-    Raises:
-        CheckpointError: if the folder has none.
-    """
-    path = Path(folder) / EXPORT_FILE
-    try:
-        return from_values(ParityCertificate, json.loads(path.read_text(encoding="utf-8"))["certificate"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"no parity certificate in {path}; export the model with save_pretrained") from error
-
-
 @torch.inference_mode()
 def _plain_rewards(
     model: PreTrainedModel, input_ids: Sequence[Sequence[int]], device: torch.device
@@ -273,14 +260,8 @@ def _record(
         "identity": reward_model.identity(),
         "reward_statistics": None if statistics is None else dict(statistics),
         "certificate": json_values(certificate),
-        "versions": {
-            "rm_optimizer": rm_optimizer.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-            "safetensors": safetensors.__version__,
-        },
+        "versions": {"rm_optimizer": rm_optimizer.__version__, "python": platform.python_version()}
+        | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers, safetensors)},
     }
 
 

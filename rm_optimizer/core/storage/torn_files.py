@@ -10,14 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "spm.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
 )
 """Any of these makes a tokenizer."""
 _WEIGHTS = ("*.safetensors", "*.bin")

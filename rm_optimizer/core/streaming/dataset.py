@@ -89,15 +89,9 @@ class RayPreferenceDataset:
         """
         content = hashlib.sha256(repr((self.reader.kwise_rule.value,)).encode())
         for file in self.reader.files:
-            found = os.stat(file.source.path)
-            known = (
-                os.path.abspath(os.path.expanduser(file.source.path)),
-                found.st_size,
-                found.st_mtime_ns,
-                file.form.name,
-                sorted(file.source.columns.items()),
-                file.source.winner,
-            )
+            source, found = file.source, os.stat(file.source.path)
+            place = (os.path.abspath(os.path.expanduser(source.path)), found.st_size, found.st_mtime_ns)
+            known = (*place, file.form.name, sorted(source.columns.items()), source.winner)
             content.update(repr(known).encode())
         return content.hexdigest()[:16]
 

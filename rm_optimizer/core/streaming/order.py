@@ -6,12 +6,12 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.core.streaming.blocks import Block
 from rm_optimizer.core.streaming.tally import StreamTally
 from rm_optimizer.core.streaming.tokens import BlockTokens, PairArrays
@@ -77,11 +77,7 @@ class StreamOrder:
             yield from ((later_epoch, later) for later in range(self.num_windows))
 
     def _permutation(self, size: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-        if not self.shuffle:
-            return np.arange(size)
-        # Raw words stay the same from one NumPy to the next (NEP 19), unlike Generator.permutation.
-        words = np.random.PCG64(np.random.SeedSequence([self.seed, *key])).random_raw(size)
-        return np.argsort(words, kind="stable")
+        return epoch_order(size, self.seed, *key) if self.shuffle else np.arange(size)
 
 
 @dataclass(frozen=True)
@@ -115,16 +111,8 @@ class BatchShape:
     def batch(self, pairs: PairArrays, step: int) -> MacroBatch:
         """This rank's share of the macro-batch of these pairs."""
         collator = pair_collator(pairs, pairs.values, self.pad_token_id, prefix_sharing=self.prefix_sharing)
-        positions = np.arange(len(pairs))
-        return macro_batch(
-            collator,
-            positions,
-            step,
-            self.micro_token_budget,
-            mean_weight=self.mean_weight,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        given = (collator, np.arange(len(pairs)), step, self.micro_token_budget)
+        return macro_batch(*given, mean_weight=self.mean_weight, rank=self.rank, world_size=self.world_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +226,5 @@ class MacroBatchStream:
     def __enter__(self) -> MacroBatchStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

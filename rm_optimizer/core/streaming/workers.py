@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 from rm_optimizer.core.streaming.blocks import Block
@@ -18,11 +17,7 @@ from rm_optimizer.errors import DataError, DataStalled, MissingExtra
 _MEGABYTE = 2**20
 _START_SECONDS = 300
 _CANCEL_SECONDS = 10
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
-}
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 
 
 class BlockWorker:
@@ -135,9 +130,7 @@ class TokenizerPool:
     def __enter__(self) -> TokenizerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -168,14 +161,8 @@ def _start(ray: Any, num_workers: int, store_mb: int) -> None:
 
 
 def _initialize(ray: Any, num_workers: int, store_mb: int) -> None:
+    quiet = {"logging_level": logging.ERROR, "configure_logging": False, "log_to_driver": False}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        ray.init(**quiet)
         return
-    ray.init(
-        num_cpus=num_workers,
-        object_store_memory=store_mb * _MEGABYTE,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        log_to_driver=False,
-    )
+    ray.init(num_cpus=num_workers, object_store_memory=store_mb * _MEGABYTE, include_dashboard=False, **quiet)

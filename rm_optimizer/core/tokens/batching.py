@@ -103,10 +103,7 @@ class PackedPairBatch(_Pairs):
 
     Args:
         trees: the tokens in rows; branches 2 i and 2 i + 1 are pair i's chosen and rejected sequence.
-        margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
-        label: probability that chosen is the better one, float32.
-        weight: number of pairs that each one counts for, float32.
-        pair_index: positions in the data set, int64.
+        margin, label, weight, pair_index: as those of a `PairBatch`.
     """
 
     trees: PackedTrees
@@ -307,16 +304,8 @@ class MacroBatches(Dataset[MacroBatch]):
 
     def __getitem__(self, step: int) -> MacroBatch:
         """This rank's share of the macro-batch of one optimizer step."""
-        positions = self._positions(step)
-        return macro_batch(
-            self.collator,
-            positions,
-            step,
-            self.micro_token_budget,
-            mean_weight=self._mean_weight,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        given = (self.collator, self._positions(step), step, self.micro_token_budget)
+        return macro_batch(*given, mean_weight=self._mean_weight, rank=self.rank, world_size=self.world_size)
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         epoch, batch = divmod(step, self.steps_per_epoch)

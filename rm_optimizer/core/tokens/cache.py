@@ -74,16 +74,6 @@ class TruncationReport(JsonRecord):
     tokens_cut_share: float
     length_quantiles: dict[str, float]
 
-    @property
-    def prompt_cut_rate(self) -> float:
-        """Share of the pairs of which a side lost prompt tokens."""
-        return self.num_prompt_cut / max(1, self.num_pairs)
-
-    @property
-    def response_cut_rate(self) -> float:
-        """Share of the pairs of which a side lost response tokens."""
-        return self.num_response_cut / max(1, self.num_pairs)
-
 
 class PairTokens(Protocol):
     """Token ids of pairs, wherever they lie."""
@@ -112,11 +102,8 @@ class PairTokens(Protocol):
 class TokenizedPairs:
     """The token ids of preference pairs, memory mapped from a cache folder; pickles as the folder's name.
 
-    Args:
-        folder: a complete cache folder, as `tokenize_pairs` leaves it.
-
     Attributes:
-        folder: folder with the tokens.
+        folder: a complete cache folder, as `tokenize_pairs` leaves it.
         lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
         pair_index: position of each pair among those given; pairs identical after cutting are left out.
         prompt_cut: tokens cut from the prompt, shape (pairs, 2).

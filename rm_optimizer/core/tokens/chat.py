@@ -6,12 +6,9 @@ the tokens of the two together. What a sequence holds depends on its own prompt 
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import takewhile
 from typing import Any, TypeAlias
 
@@ -20,21 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.rows.messages import require_characters
-from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError
+from rm_optimizer.core.tokens.conversation_text import PIN_MARK, PINNED_DATE, first_lost, pin_dates, plain_prompt
+from rm_optimizer.core.tokens.tokenizer import special_frame
+from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
 """A rendering of one's own: the messages before the response, and the response, to text."""
 
-PINNED_DATE = "26 Jul 2024"
-"""The day that date-dependent templates are pinned to: the default that Llama 3.1's template gives `date_string`."""
-
-_PINNED_DAY = datetime(2024, 7, 26)
-_PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
 WRITTEN_MARK = "{# written whole #}\n"
 """In a chat template that writes all of a sequence: nothing is added to the tokens of its text."""
-_SET_DATE = f"{{% set date_string = '{PINNED_DATE}' %}}\n"
-_NOW_LITERAL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""")
-ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
 PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
     ((Message("user", "What is 2 + 2?"),), "It is 4."),
     ((Message("user", "Hi."), Message("assistant", "Hello!"), Message("user", "Name\na colour.")), "Blue, ünd grün."),
@@ -56,53 +47,6 @@ class Encoding:
     ids: tuple[int, ...]
     prompt_cut: int
     response_cut: int
-
-
-def pin_dates(template: str) -> str:
-    """The chat template with every inserted date fixed to `PINNED_DATE`; a template without dates comes back as it is.
-
-    The text of the template itself is rewritten, so that whoever renders with it later does the same: calls of
-    ``strftime_now("…")`` become literals, and a ``date_string`` that the template expects from its caller gets a value.
-    Pinning twice changes nothing.
-
-    Raises:
-        ConfigError: if the template formats today's date in a way that is not a literal format.
-
-    Example:
-        >>> print(pin_dates("Today is {{ strftime_now('%d %b %Y') }}."))
-        {# dates pinned to 26 Jul 2024 #}
-        Today is {{ '26 Jul 2024' }}.
-    """
-    pinned = _NOW_LITERAL.sub(lambda call: f"{call[1]}{_PINNED_DAY.strftime(call[2])}{call[1]}", template)
-    if re.search(r"strftime_now\s*\(", pinned):
-        raise ConfigError(
-            "the chat template calls strftime_now with a computed format, which cannot be pinned to a fixed date; "
-            "write the date into the tokenizer's chat_template"
-        )
-    if re.search(r"\bdate_string\b", pinned) and not re.search(r"\bset\s+date_string\b", pinned):
-        pinned = _SET_DATE + pinned
-    return pinned if pinned == template else _PIN_MARK + pinned
-
-
-def transcript(messages: Sequence[Message]) -> str:
-    r"""Several messages as one text, for tokenizers without a chat template.
-
-    Example:
-        >>> transcript([Message("user", "Hi."), Message("assistant", "Hello!")])
-        'Human: Hi.\n\nAssistant: Hello!'
-    """
-    return "\n\n".join(f"{ROLE_NAMES.get(m.role, m.role.capitalize())}: {m.content}" for m in messages)
-
-
-def plain_prompt(messages: Sequence[Message]) -> str:
-    r"""The text before the response, for tokenizers without a chat template.
-
-    Example:
-        >>> plain_prompt([Message("user", "Hi.")])
-        'Prompt: Hi.\n\nResponse: '
-    """
-    is_text = len(messages) == 1 and messages[0].role == "user"
-    return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "
 
 
 class ConversationRenderer:
@@ -129,7 +73,7 @@ class ConversationRenderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.render_fn = render_fn
-        self.frame = _special_frame(tokenizer)
+        self.frame = special_frame(tokenizer)
         _require_one_template(tokenizer, render_fn)
         self._lead, self._end = ((), ()) if self.is_written else self.frame
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
@@ -178,7 +122,7 @@ class ConversationRenderer:
     @property
     def pinned_date(self) -> str | None:
         """The date the chat template is pinned to, or None if it inserts none."""
-        is_pinned = self.kind == "chat_template" and _PIN_MARK in self.tokenizer.get_chat_template()
+        is_pinned = self.kind == "chat_template" and PIN_MARK in self.tokenizer.get_chat_template()
         return PINNED_DATE if is_pinned else None
 
     @property
@@ -435,37 +379,6 @@ def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(message.role for message in messages)
 
 
-def first_lost(contents: Sequence[str], text: str) -> int | None:
-    """Index of the first content that the text does not hold whole, each at a place of its own; None if all stand.
-
-    Blanks do not count, since templates strip and add them, and a content may stand as a JSON string.
-
-    Example:
-        >>> first_lost(["Why?", "<think>Hm.</think>Because."], "User: Why? Assistant: Because.")
-        1
-    """
-    place = 0
-    for content in contents:
-        found = text.find(content.strip(), place)
-        if found < 0:
-            return _first_lost_anywhere(contents, text)
-        place = found + len(content.strip())
-    return None
-
-
-def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
-    """`first_lost` for templates that move or rewrite contents; the longest is taken out of the text first."""
-    rest = "".join(text.split())
-    for index in sorted(range(len(contents)), key=lambda i: -len(contents[i])):
-        quoted = (json.dumps(contents[index], ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-        forms = ("".join(form.split()) for form in (contents[index], *quoted))
-        form = next((form for form in forms if form in rest), None)
-        if form is None:
-            return index
-        rest = rest.replace(form, "\0", 1) if form else rest
-    return None
-
-
 def _check_encodable(text: str) -> None:
     try:
         require_characters("a text", text)
@@ -481,14 +394,3 @@ def _require_one_template(tokenizer: PreTrainedTokenizerBase, render_fn: RenderF
             f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none named 'default'; "
             "save it with the one that the model reads as chat_template.jinja"
         )
-
-
-def _special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids a sequence starts and ends with: those the tokenizer adds itself, and EOS (or SEP) if it adds no end."""
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    framed = list(tokenizer("a")["input_ids"])
-    extra = range(len(framed) - len(bare) + 1)
-    start = next((i for i in extra if framed[i : i + len(bare)] == bare), 0)
-    end = tuple(framed[start + len(bare) :])
-    fallback = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-    return tuple(framed[:start]), end or (() if fallback is None else (int(fallback),))

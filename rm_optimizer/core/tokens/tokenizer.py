@@ -10,10 +10,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.tokens.chat import plain_prompt
+from rm_optimizer.core.tokens.conversation_text import plain_prompt
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
@@ -50,3 +50,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)],
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+
+
+def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids a sequence starts and ends with: those the tokenizer adds itself, and EOS (or SEP) if it adds no end."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    framed = list(tokenizer("a")["input_ids"])
+    extra = range(len(framed) - len(bare) + 1)
+    start = next((i for i in extra if framed[i : i + len(bare)] == bare), 0)
+    end = tuple(framed[start + len(bare) :])
+    fallback = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    return tuple(framed[:start]), end or (() if fallback is None else (int(fallback),))

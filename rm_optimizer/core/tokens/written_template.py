@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message
-from rm_optimizer.core.tokens.chat import PROBES, ROLE_NAMES, WRITTEN_MARK, ConversationRenderer
+from rm_optimizer.core.tokens.chat import PROBES, WRITTEN_MARK, ConversationRenderer
+from rm_optimizer.core.tokens.conversation_text import ROLE_NAMES
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 
 _PLAIN = """\

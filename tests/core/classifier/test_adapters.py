@@ -17,7 +17,7 @@ from rm_optimizer.core.classifier.quantization import is_quantized, quantization
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.core.storage import adapter_files
 from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
-from rm_optimizer.core.storage.export import read_certificate, save_adapter
+from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.core.storage.loading import LoadOptions, load_model
 from rm_optimizer.errors import CheckpointError, ConfigError, MissingExtra
 from rm_optimizer.optim.param_groups import partition
@@ -27,6 +27,7 @@ from tests.builders import (
     ENCODERS,
     FAMILIES,
     fresh_reward_model,
+    stored_certificate,
     tiny_model,
     tiny_reward_model,
     tiny_tokenizer,
@@ -146,7 +147,7 @@ def test_the_adapter_folder_scores_as_memory_through_us_and_through_plain_peft(f
     rewards = model.score(PROMPTS, RESPONSES)
     certificate = save_adapter(model, tmp_path / "adapter")
     assert certificate.is_passed
-    assert read_certificate(tmp_path / "adapter") == certificate
+    assert stored_certificate(tmp_path / "adapter") == certificate
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     again = BradleyTerryRM.from_pretrained(tmp_path / "adapter", seed=9)
     assert torch.equal(again.score(PROMPTS, RESPONSES), rewards)

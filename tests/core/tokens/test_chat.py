@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import Message
-from rm_optimizer.core.tokens.chat import PINNED_DATE, ConversationRenderer, pin_dates
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.conversation_text import PINNED_DATE, pin_dates
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from tests.builders import decoder_tokenizer
 

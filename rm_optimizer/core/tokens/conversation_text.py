@@ -1,0 +1,98 @@
+"""Text of conversations: the form without a chat template, templates with fixed dates, what a template left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.errors import ConfigError
+
+PINNED_DATE = "26 Jul 2024"
+"""The day that date-dependent templates are pinned to: the default that Llama 3.1's template gives `date_string`."""
+
+_PINNED_DAY = datetime(2024, 7, 26)
+PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
+_SET_DATE = f"{{% set date_string = '{PINNED_DATE}' %}}\n"
+_NOW_LITERAL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""")
+ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
+
+
+def pin_dates(template: str) -> str:
+    """The chat template with every inserted date fixed to `PINNED_DATE`; a template without dates comes back as it is.
+
+    The text of the template itself is rewritten, so that whoever renders with it later does the same: calls of
+    ``strftime_now("…")`` become literals, and a ``date_string`` that the template expects from its caller gets a value.
+    Pinning twice changes nothing.
+
+    Raises:
+        ConfigError: if the template formats today's date in a way that is not a literal format.
+
+    Example:
+        >>> print(pin_dates("Today is {{ strftime_now('%d %b %Y') }}."))
+        {# dates pinned to 26 Jul 2024 #}
+        Today is {{ '26 Jul 2024' }}.
+    """
+    pinned = _NOW_LITERAL.sub(lambda call: f"{call[1]}{_PINNED_DAY.strftime(call[2])}{call[1]}", template)
+    if re.search(r"strftime_now\s*\(", pinned):
+        raise ConfigError(
+            "the chat template calls strftime_now with a computed format, which cannot be pinned to a fixed date; "
+            "write the date into the tokenizer's chat_template"
+        )
+    if re.search(r"\bdate_string\b", pinned) and not re.search(r"\bset\s+date_string\b", pinned):
+        pinned = _SET_DATE + pinned
+    return pinned if pinned == template else PIN_MARK + pinned
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    r"""Several messages as one text, for tokenizers without a chat template.
+
+    Example:
+        >>> transcript([Message("user", "Hi."), Message("assistant", "Hello!")])
+        'Human: Hi.\n\nAssistant: Hello!'
+    """
+    return "\n\n".join(f"{ROLE_NAMES.get(m.role, m.role.capitalize())}: {m.content}" for m in messages)
+
+
+def plain_prompt(messages: Sequence[Message]) -> str:
+    r"""The text before the response, for tokenizers without a chat template.
+
+    Example:
+        >>> plain_prompt([Message("user", "Hi.")])
+        'Prompt: Hi.\n\nResponse: '
+    """
+    is_text = len(messages) == 1 and messages[0].role == "user"
+    return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "
+
+
+def first_lost(contents: Sequence[str], text: str) -> int | None:
+    """Index of the first content that the text does not hold whole, each at a place of its own; None if all stand.
+
+    Blanks do not count, since templates strip and add them, and a content may stand as a JSON string.
+
+    Example:
+        >>> first_lost(["Why?", "<think>Hm.</think>Because."], "User: Why? Assistant: Because.")
+        1
+    """
+    place = 0
+    for content in contents:
+        found = text.find(content.strip(), place)
+        if found < 0:
+            return _first_lost_anywhere(contents, text)
+        place = found + len(content.strip())
+    return None
+
+
+def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
+    """`first_lost` for templates that move or rewrite contents; the longest is taken out of the text first."""
+    rest = "".join(text.split())
+    for index in sorted(range(len(contents)), key=lambda i: -len(contents[i])):
+        quoted = (json.dumps(contents[index], ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        forms = ("".join(form.split()) for form in (contents[index], *quoted))
+        form = next((form for form in forms if form in rest), None)
+        if form is None:
+            return index
+        rest = rest.replace(form, "\0", 1) if form else rest
+    return None
