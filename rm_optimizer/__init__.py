@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from rm_optimizer.evaluation.saved_model import Evaluation as Evaluation
     from rm_optimizer.evaluation.saved_model import evaluate_checkpoint as evaluate_checkpoint
     from rm_optimizer.evaluation.saved_model import evaluate_model as evaluate_model
+    from rm_optimizer.experiments.compared_runs import read_runs as read_runs
+    from rm_optimizer.experiments.run_comparison import RunComparison as RunComparison
+    from rm_optimizer.experiments.run_comparison import compare_runs as compare_runs
     from rm_optimizer.landscape import HessianAnalyzer as HessianAnalyzer
     from rm_optimizer.landscape import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape import SpectrumOptions as SpectrumOptions

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SWEEP = Sweep()
 """The jobs of this process, where it runs a sweep."""
+COMPARISON = "comparison"
+"""In the folder of a sweep: its finished jobs side by side."""
 
 
 def main() -> None:
@@ -49,8 +51,29 @@ def main() -> None:
         finally:
             if SWEEP.jobs:
                 print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
+        if SWEEP.jobs:
+            _compare(SWEEP)
         if SWEEP.exit_code:
             sys.exit(SWEEP.exit_code)
+
+
+def _compare(sweep: Sweep) -> None:
+    """Print the comparison of a sweep's finished jobs, and write it into `comparison/` of its folder."""
+    folders = [Path(job.folder) for job in sweep.jobs if job.status == "finished"]
+    if len(folders) < 2 or sweep.folder is None:
+        return
+    from rm_optimizer.experiments.compared_runs import read_runs
+    from rm_optimizer.experiments.run_comparison import compare_runs
+    from rm_optimizer.reporting.comparison import print_comparison, write_comparison
+
+    try:
+        comparison = compare_runs(read_runs(folders))
+    except RMOptimizerError as error:
+        print(f"no comparison: {error}")
+        return
+    print_comparison(comparison)
+    write_comparison(comparison, sweep.folder / COMPARISON)
+    print(f"JSON, Parquet and pictures: {sweep.folder / COMPARISON}")
 
 
 def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path | None:

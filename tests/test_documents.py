@@ -148,6 +148,17 @@ WAYS: dict[str, Way] = {
         prints="4",
         slow=True,
     ),
+    "rm-opt train --multirun optimizer=adamw,muon seed=0,1,2 data.train=pairs.jsonl hydra.sweep.dir=outputs/sweep": Way(
+        f"rm-opt train --multirun optimizer=adamw,muon seed=0,1 {FEW} hydra.sweep.dir=outputs/sweep",
+        prints="paired by prompt and seed",
+        slow=True,
+    ),
+    "rm-opt compare outputs/sweep": Way(prints="paired by prompt and seed", slow=True),
+    "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon": Way(
+        "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon && ls outputs/adamw-muon",
+        prints="comparison.parquet",
+        slow=True,
+    ),
     "rm-opt evaluate outputs/run/best --data pairs.jsonl": Way(prints="accuracy", slow=True),
     'rm-opt score outputs/run/best --prompt "Explain chess" --response "Start with pawns." --response "No."': Way(
         slow=True

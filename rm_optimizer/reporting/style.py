@@ -23,20 +23,23 @@ _CAPTION_WIDTH = 92
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 """Okabe & Ito, "Color universal design" (2008), https://jfly.uni-koeln.de/color/."""
 GRAY, LIGHT, INK = "#767676", "#E3E3E3", "#222222"
+SERIES = (BLUE, VERMILION, GREEN, ORANGE, "#CC79A7", "#56B4E9")
+"""Colors of several series in one picture, from the same palette."""
 
 
-def new_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
+def new_figure(title: str, caption: str, *, strip: bool = False, shares_x: bool = True) -> tuple[Figure, list[Axes]]:
     """An empty figure with the house's title, caption and axes.
 
     Args:
         title: title, top left.
         caption: sample size and anything needed to read it, in gray below the title.
-        strip: True for a second, low axes under the first that shares its horizontal axis.
+        strip: True for a second, low axes under the first.
+        shares_x: True if both have one horizontal axis.
     """
     figure = Figure(figsize=(7.0, 5.2 if strip else 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     heights = (5, 1) if strip else (1,)
-    grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
+    grid = figure.subplots(len(heights), 1, sharex=shares_x, squeeze=False, height_ratios=heights)
     all_axes: list[Axes] = list(grid[:, 0])
     all_axes[0].set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
     all_axes[0].text(0.0, 1.025, caption, transform=all_axes[0].transAxes, fontsize=9, color=GRAY)
@@ -65,10 +68,12 @@ def count_ticks(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def captioned_figure(title: str, caption: str, *, strip: bool = False) -> tuple[Figure, list[Axes]]:
+def captioned_figure(
+    title: str, caption: str, *, strip: bool = False, shares_x: bool = True
+) -> tuple[Figure, list[Axes]]:
     """Like `new_figure`, with a caption of several parts over two lines where one is too short."""
     lines = wrapped(caption)
-    figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip)
+    figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip, shares_x=shares_x)
     axes[0].texts[0].set(va="bottom", in_layout=False)
     return figure, axes
 
@@ -83,9 +88,11 @@ def wrapped(caption: str) -> list[str]:
     return lines
 
 
-def two_panels(title: str, caption: str, *, ratios: tuple[int, int]) -> tuple[Figure, list[Axes]]:
+def two_panels(
+    title: str, caption: str, *, ratios: tuple[int, int], shares_x: bool = True
+) -> tuple[Figure, list[Axes]]:
     """Like `new_figure` with a strip, in which both axes have room for a curve."""
-    figure, axes = captioned_figure(title, caption, strip=True)
+    figure, axes = captioned_figure(title, caption, strip=True, shares_x=shares_x)
     figure.set_size_inches(7.0, 5.6)
     grid = axes[0].get_gridspec()
     assert grid is not None, "the axes of a strip stand in a grid"

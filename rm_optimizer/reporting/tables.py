@@ -34,10 +34,10 @@ def output_console() -> Console:
 
 def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
     """A table of names and values: estimates with their interval, counts with thousands separated, None as n/a."""
-    table = _new_table(title, "", "")
+    table = new_table(title, "", "")
     table.columns[1].justify = "left"
     for name, value in rows.items():
-        table.add_row(Text(name), _cell(value))
+        table.add_row(Text(name), cell_text(value))
     return table
 
 
@@ -139,14 +139,14 @@ def group_table(metrics: PairwiseMetrics, column: str) -> Group:
     listed = [item for item in members if is_short or item[1].num_pairs >= LEAST_PAIRS]
     knows_length = any(not math.isnan(group.longer_wins.value) for _, group in members)
     baseline = ["longer\nwins"] if knows_length else []
-    table = _new_table(f"By {column}", column, "pairs", "prompts", "accuracy", *baseline, "NLL", "ECE")
+    table = new_table(f"By {column}", column, "pairs", "prompts", "accuracy", *baseline, "NLL", "ECE")
     for numbers in table.columns[1:]:
         numbers.no_wrap = True
     for name, group in listed:
         headline: Cell = "collapsed" if group.collapse.collapsed else group.accuracy
         longer: list[Cell] = [group.longer_wins.value] if knows_length else []
         cells = (group.num_pairs, group.num_prompts, headline, *longer, group.nll.value, group.ece.value)
-        table.add_row(Text(name), *(_cell(cell) for cell in cells))
+        table.add_row(Text(name), *(cell_text(cell) for cell in cells))
     rest = len(members) - len(listed)
     note = [Text(f"{rest:,} more with fewer than {LEAST_PAIRS} pairs each: see metrics.json", "dim")] if rest else []
     return Group(*([table] if listed else []), *note)
@@ -154,10 +154,10 @@ def group_table(metrics: PairwiseMetrics, column: str) -> Group:
 
 def audit_tables(audit: DataAudit) -> Group:
     """The audit: one column for each split, the sources of each, and what two splits share."""
-    facts = _new_table("Data audit", "", *audit.splits)
+    facts = new_table("Data audit", "", *audit.splits)
     columns = [_split_facts(split) for split in audit.splits.values()]
     for name in columns[0] if columns else ():
-        facts.add_row(Text(name), *(_cell(column[name]) for column in columns))
+        facts.add_row(Text(name), *(cell_text(column[name]) for column in columns))
     parts: list[RenderableType] = [facts, *(_source_table(name, split) for name, split in audit.splits.items())]
     for overlap in audit.overlaps:
         share = f"{overlap.num_pairs_first:,} and {overlap.num_pairs_second:,} pairs"
@@ -171,7 +171,7 @@ def audit_tables(audit: DataAudit) -> Group:
 
 def example_table(name: str, pair: PreferencePair) -> Table:
     """Table of one pair as it was read: the messages before the responses, and the better response."""
-    table = _new_table(f"{name}: the first pair as it was understood", "", "")
+    table = new_table(f"{name}: the first pair as it was understood", "", "")
     table.columns[1].justify = "left"
     for message in as_messages(pair.prompt):
         table.add_row(Text(message.role), Text(_beginning(message.content)))
@@ -226,13 +226,14 @@ def _quantiles(values: tuple[float, ...]) -> str:
 
 
 def _source_table(name: str, split: SplitAudit) -> Table:
-    table = _new_table(f"{name}: sources", "source", "pairs", "prompts", "longer wins")
+    table = new_table(f"{name}: sources", "source", "pairs", "prompts", "longer wins")
     for source, part in split.sources.items():
-        table.add_row(Text(source), *(_cell(cell) for cell in (part.num_pairs, part.num_prompts, part.longer_wins)))
+        table.add_row(Text(source), *(cell_text(cell) for cell in (part.num_pairs, part.num_prompts, part.longer_wins)))
     return table
 
 
-def _new_table(title: str, first: str, *others: str) -> Table:
+def new_table(title: str, first: str, *others: str) -> Table:
+    """An empty table with the house's heading, its columns after the first to the right."""
     table = Table(
         title=Text(title, "bold"), title_justify="left", header_style="bold", show_header=any((first, *others))
     )
@@ -246,7 +247,8 @@ def _percent(share: float) -> str:
     return "n/a" if math.isnan(share) else f"{share:.1%}"
 
 
-def _cell(value: Cell) -> Text:
+def cell_text(value: Cell) -> Text:
+    """A value as a table shows it: n/a for None, what must not be overlooked in red."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return Text("n/a", "dim")
     if isinstance(value, float):

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
+from typer.testing import CliRunner
 
 from rm_optimizer import train
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, TrainingDiverged
+from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.sweep import Sweep
+from tests.training.conftest import SMALL
 
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "model=tiny")
 
@@ -68,6 +71,28 @@ def test_a_stop_ends_the_sweep_with_its_table_so_far(sweep) -> None:
     assert code == 130
     assert [line.split()[1] for line in out.strip().splitlines()[1:3]] == ["finished", "stopped"]
     assert errors == "error: stopped after step 3\n"
+
+
+def test_a_finished_sweep_compares_its_jobs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "SWEEP", Sweep())
+    swept = [f"hydra.sweep.dir={tmp_path}", "optimizer.lr=1e-3,1e-5", "seed=0,1", "--multirun"]
+    monkeypatch.setattr(sys, "argv", ["rm-opt train", *QUIET, *SMALL, *swept])
+    train.main()
+    out = capsys.readouterr().out
+    assert "4 runs on 33 common validation pairs" in out
+    assert "Difference to lr=0.001, paired by prompt and seed" in out
+    files = {path.name for path in (tmp_path / "comparison").iterdir()}
+    assert files == {"comparison.json", "comparison.parquet", "curves.png", "differences.png"}
+    again = CliRunner().invoke(app, ["compare", str(tmp_path), "--output", str(tmp_path / "again")])
+    assert (again.exit_code, again.output.count("paired by prompt and seed")) == (0, 1)
+    assert (tmp_path / "again/comparison.json").read_text() == (tmp_path / "comparison/comparison.json").read_text()
+
+
+def test_jobs_that_left_no_run_are_not_compared(sweep) -> None:
+    out = sweep(["optimizer.lr=1.0,2.0"], {1.0: 0.6, 2.0: 0.5})[1]
+    assert "no comparison: runs must be folders that rm-opt train wrote" in out
 
 
 @pytest.mark.parametrize("name", ["sensitivity_lr", "sensitivity_warmup", "sensitivity_smoothing"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, did_you_mean
+from rm_optimizer.interfaces.output_folder import made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 
@@ -42,7 +42,7 @@ def evaluate(
 
     data = pair_options.load(sources)
     _require_columns(data, by)
-    folder = _made(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     try:
         model = saved.load()
         with progress("evaluating", "responses") as show:
@@ -83,21 +83,3 @@ def _require_columns(data: PreferenceDataset, by: Sequence[str]) -> None:
     for column in by:
         if column not in known:
             raise ConfigError(did_you_mean("--by column", column, known))
-
-
-def _made(folder: Path) -> Path:
-    from rm_optimizer.records.run_folder import OPTIONS_FILE, RESULT_FILE
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--output must be a folder that can be written, got '{folder}' ({error.strerror})"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--output must be a folder that can be written, got '{folder}' (read-only)")
-    if found := [name for name in (OPTIONS_FILE, RESULT_FILE, "config.json") if (folder / name).exists()]:
-        raise ConfigError(
-            f"--output must not be the folder of a run or a model, got '{folder}' (it holds {found[0]}); name another"
-        )
-    return folder

@@ -1,0 +1,227 @@
+"""Finished runs to compare, read from their folders, and what they have in common."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.run_folder import OPTIONS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, PairReward, RunFolder
+from rm_optimizer.records.run_options import BY_CONTENT, FREE, flat, is_among
+from rm_optimizer.training.folder.result import RunResult
+
+PairKey = tuple[str, float, float, int]
+"""Id, label and weight of a validation pair, and how many equal ones stand before it."""
+_FREE = (*FREE, *BY_CONTENT, "seed")
+_FINGERPRINT = "training pairs"
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A finished run with its rewards of the validation pairs.
+
+    Args:
+        name: path of its folder, relative to what all compared runs share.
+        folder: its folder.
+        result: its `run.json`.
+        rewards: rewards of each validation pair.
+    """
+
+    name: str
+    folder: RunFolder
+    result: RunResult
+    rewards: tuple[PairReward, ...]
+
+    @property
+    def beta(self) -> float:
+        """Inverse temperature of the run's probabilities."""
+        return self.result.metrics.beta
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The options that can change the result, seed aside, by dotted name, with the training pairs' fingerprint."""
+        found = {name: value for name, value in flat(self.result.config) if not is_among(name, _FREE)}
+        return found | {_FINGERPRINT: self.result.data.train_fingerprint[:12]}
+
+    @cached_property
+    def by_key(self) -> dict[PairKey, PairReward]:
+        """The rewards by pair; pairs that stand in the file more than once are counted apart."""
+        seen: Counter[tuple[str, float, float]] = Counter()
+        found: dict[PairKey, PairReward] = {}
+        for row in self.rewards:
+            key = (row.pair_id, row.label, row.weight)
+            found[(*key, seen[key])] = row
+            seen[key] += 1
+        return found
+
+    def logits(self, pairs: Sequence[PairKey]) -> Float[np.ndarray, " pairs"]:
+        """Beta times the margin of each of these pairs."""
+        rows = [self.by_key[key] for key in pairs]
+        return self.beta * np.array([row.chosen - row.rejected for row in rows])
+
+    def metrics(self, pairs: Sequence[PairKey], *, num_bootstrap: int) -> PairwiseMetrics:
+        """Metrics on these pairs, with intervals over prompts.
+
+        Raises:
+            ValueError: if a reward is not finite.
+        """
+        rows = [self.by_key[key] for key in pairs]
+        return evaluate_pairs(
+            np.array([row.chosen for row in rows], dtype=float),
+            np.array([row.rejected for row in rows], dtype=float),
+            beta=self.beta,
+            prompt_ids=[row.prompt_id for row in rows],
+            label=np.array([row.label for row in rows]),
+            weight=np.array([row.weight for row in rows]),
+            num_bootstrap=num_bootstrap,
+            seed=0,
+        )
+
+
+@dataclass(frozen=True)
+class FoundRuns:
+    """The runs that a command line names.
+
+    Args:
+        runs: the finished ones, in order.
+        left_out: a sentence for each unfinished run of a folder of runs.
+    """
+
+    runs: tuple[ComparedRun, ...]
+    left_out: tuple[str, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> FoundRuns:
+    """Read the runs in these folders; a folder of runs, such as a sweep's, gives its finished ones.
+
+    Args:
+        paths: run folders, their `best/` folders, or folders of runs.
+
+    Raises:
+        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are not two runs.
+        DataError: if a file of a run is missing or damaged.
+    """
+    folders: list[Path] = []
+    left_out: list[str] = []
+    for path in paths:
+        for folder, is_named in _run_folders(path):
+            if (folder / RESULT_FILE).is_file():
+                folders.append(folder)
+            elif is_named:
+                raise ConfigError(
+                    f"{path} holds a run without {RESULT_FILE}, so it has not finished; finish it with resume=auto, or "
+                    "leave it out"
+                )
+            else:
+                left_out.append(f"{folder} has not finished and is left out")
+    twice = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
+    if twice:
+        raise ConfigError(f"each run must be named once, but {twice[0]} is named twice; leave one of them out")
+    if len(folders) < 2:
+        raise ConfigError(
+            f"a comparison needs two finished runs or more, got {len(folders)}; name run folders, or a folder of runs "
+            "such as that of a sweep"
+        )
+    return FoundRuns(tuple(map(_read, _names(folders), folders)), tuple(left_out))
+
+
+def common_pairs(runs: Sequence[ComparedRun]) -> list[PairKey]:
+    """Validation pairs that all runs have, with equal label and weight, in the first run's order.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    common = list(runs[0].by_key)
+    for number, run in enumerate(runs[1:], start=1):
+        common = [key for key in common if key in run.by_key]
+        if not common:
+            others = runs[0].name if number == 1 else f"the {number} runs before it"
+            raise ConfigError(
+                f"{run.name} has no validation pair in common with {others}, so nothing can be compared; leave it out, "
+                "or train all runs with one data.val"
+            )
+    return common
+
+
+def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of the runs of a path, each with True if the path names that very run."""
+    if not path.is_dir():
+        raise ConfigError(f"runs must be folders of runs, got '{path}', which is no folder")
+    if _is_run(path):
+        yield path, True
+        return
+    inside = sorted({file.parent for name in _MARKS for depth in ("*", "*/*") for file in path.glob(f"{depth}/{name}")})
+    runs = [folder for folder in inside if _is_run(folder)]
+    if runs:
+        yield from ((folder, False) for folder in sorted(runs, key=_natural))
+        return
+    if (run := RunFolder.of(str(path))) is None:
+        raise ConfigError(
+            f"runs must be folders that rm-opt train wrote, got '{path}', which holds neither {OPTIONS_FILE} nor "
+            f"{RESULT_FILE}, and no folder of a run"
+        )
+    yield run.path, True
+
+
+_MARKS = (OPTIONS_FILE, RESULT_FILE)
+
+
+def _is_run(path: Path) -> bool:
+    return bool(RunFolder(path).options) or (path / RESULT_FILE).is_file()
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Key by which job 10 stands behind job 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Paths of folders, without the folders above that all of them share."""
+    parts = [folder.absolute().parts for folder in folders]
+    shared = next(
+        (depth for depth, level in enumerate(zip(*parts, strict=False)) if len(set(level)) > 1),
+        min(map(len, parts)) - 1,
+    )
+    return ["/".join(each[shared:]) for each in parts]
+
+
+def _read(name: str, path: Path) -> ComparedRun:
+    folder = RunFolder(path)
+    result = RunResult.read(path)
+    if result is None:
+        raise DataError(
+            f"{path / RESULT_FILE} is damaged, or another version of rm-opt wrote it; train the run again, or leave it "
+            "out"
+        )
+    run = ComparedRun(name, folder, result, tuple(folder.pair_rewards()))
+    _require_own_rewards(run)
+    return run
+
+
+def _require_own_rewards(run: ComparedRun) -> None:
+    """Refuse rewards that do not give the NLL that the run recorded: a part of the file, or another run's."""
+    recorded, file = run.result.metrics, run.folder.path / PAIR_REWARDS_FILE
+    if len(run.rewards) != recorded.num_pairs:
+        raise DataError(
+            f"{file} holds {len(run.rewards):,} pairs, but the run was validated on {recorded.num_pairs:,}; train it "
+            "again, or leave it out"
+        )
+    try:
+        found = run.metrics(list(run.by_key), num_bootstrap=0).nll.value
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file} is damaged: {error}") from error
+    if not math.isclose(found, recorded.nll.value, rel_tol=1e-9):
+        raise DataError(
+            f"{file} gives a validation NLL of {found:.6f}, but {RESULT_FILE} holds {recorded.nll.value:.6f}: they are "
+            "not of the same weights; train the run again, or leave it out"
+        )

@@ -1,0 +1,347 @@
+"""Comparison of finished runs on the validation pairs that they share.
+
+Runs that differ by seed alone form an arm. Each run's metrics have intervals over prompts. Differences to the baseline
+arm are paired by prompt, and by seed where there are several; `rm_optimizer.core.metrics.effects` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.metrics.effects import SCORES, Score, paired_effect
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.experiments.compared_runs import ComparedRun, FoundRuns, PairKey, common_pairs
+from rm_optimizer.records.codec import JsonRecord, json_values
+
+COSTS = ("steps", "best_step", "wall_seconds", "pairs_per_second", "parameters")
+"""Numbers of a run's result that tell what it cost."""
+ALWAYS = "the best weights were chosen on these pairs; rm-opt evaluate judges them on others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunScores:
+    """A run of a comparison.
+
+    Args:
+        name: path of its folder below what all runs share.
+        folder: its folder.
+        arm: name of its arm.
+        seed: its seed.
+        num_pairs: validation pairs that it was evaluated on, common or not.
+        scores: metrics on the common pairs, with intervals over prompts.
+        collapse: reason why its rewards do not tell responses apart; None where they do.
+        costs: numbers named in `COSTS`; None where unknown.
+    """
+
+    name: str
+    folder: str
+    arm: str
+    seed: int
+    num_pairs: int
+    scores: dict[str, Estimate]
+    collapse: str | None
+    costs: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmScores:
+    """Runs that differ by seed alone.
+
+    Args:
+        name: the options that tell it from the other arms.
+        options: its value of each option in which arms differ; None where its configuration has no such option.
+        runs: names of its runs.
+        seeds: their seeds.
+        scores: means over seeds; with several seeds their intervals are over seeds and prompts.
+        deviations: standard deviations over seeds; None of one seed.
+    """
+
+    name: str
+    options: dict[str, Any]
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    scores: dict[str, Estimate]
+    deviations: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmDifference:
+    """Difference of an arm to the baseline.
+
+    Args:
+        arm: name of the arm.
+        score: compared metric.
+        estimate: the arm's score less the baseline's, paired.
+        num_seeds: pairs of runs behind it; the interval of one covers prompts alone.
+    """
+
+    arm: str
+    score: str
+    estimate: Estimate
+    num_seeds: int
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` where the interval excludes 0, else an empty text."""
+        low, high = self.estimate.low, self.estimate.high
+        if low is None or high is None or low <= 0 <= high:
+            return ""
+        return "better" if (low > 0) == (self.score == "accuracy") else "worse"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison(JsonRecord, indent=2):
+    """Comparison of finished runs, `comparison.json`.
+
+    Args:
+        baseline: name of the arm that the others are compared with.
+        num_pairs: validation pairs that all runs share.
+        num_prompts: prompts of these.
+        runs: each run, arm by arm.
+        arms: each arm, the baseline first.
+        differences: of each other arm and each of `SCORES`.
+        notes: sentences that must be known to read the numbers.
+    """
+
+    baseline: str
+    num_pairs: int
+    num_prompts: int
+    runs: tuple[RunScores, ...]
+    arms: tuple[ArmScores, ...]
+    differences: tuple[ArmDifference, ...]
+    notes: tuple[str, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers as rows of one table: of `run`, `arm` and `difference`, one score each."""
+        found: list[dict[str, Any]] = []
+        for run in self.runs:
+            about = {"level": "run", "arm": run.arm, "run": run.name, "seed": run.seed, "num_seeds": 1}
+            found += [about | {"score": name} | _cells(estimate) for name, estimate in run.scores.items()]
+            found += [about | {"score": name, "value": value} for name, value in run.costs.items()]
+        for arm in self.arms:
+            about = {"level": "arm", "arm": arm.name, "num_seeds": len(arm.seeds)}
+            found += [
+                about | {"score": name, "deviation": arm.deviations[name]} | _cells(estimate)
+                for name, estimate in arm.scores.items()
+            ]
+        for item in self.differences:
+            about = {"level": "difference", "arm": item.arm, "baseline": self.baseline, "num_seeds": item.num_seeds}
+            found.append(about | {"score": item.score} | _cells(item.estimate))
+        return [dict.fromkeys(_COLUMNS) | row for row in found]
+
+
+_COLUMNS = (
+    *("level", "arm", "baseline", "run", "seed", "num_seeds", "score", "value", "standard_error", "low", "high"),
+    *("num_samples", "deviation"),
+)
+
+
+def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunComparison:
+    """Compare runs on their common validation pairs; the first run's arm is the baseline.
+
+    Args:
+        found: at least two runs.
+        num_bootstrap: resamples of prompts for intervals; 0 gives those of several seeds alone.
+
+    Raises:
+        ConfigError: if the runs have no validation pair in common.
+    """
+    runs, pairs = found.runs, common_pairs(found.runs)
+    prompts = [runs[0].by_key[key].prompt_id for key in pairs]
+    metrics = {run.name: run.metrics(pairs, num_bootstrap=num_bootstrap) for run in runs}
+    arms = _named(_arms(runs))
+    table = _Table(pairs, prompts, num_bootstrap)
+    names = {run.name: name for name, members in arms.items() for run in members}
+    baseline = next(iter(arms))
+    paired = {name: _seed_pairs(arms[baseline], members) for name, members in arms.items() if name != baseline}
+    return RunComparison(
+        baseline=baseline,
+        num_pairs=len(pairs),
+        num_prompts=len(set(prompts)),
+        runs=tuple(_run_scores(run, names[run.name], metrics[run.name]) for each in arms.values() for run in each),
+        arms=tuple(_arm_scores(name, arms, metrics, table) for name in arms),
+        differences=tuple(
+            ArmDifference(
+                arm=name,
+                score=score,
+                estimate=table.difference([run for _, run in both], [base for base, _ in both], score),
+                num_seeds=len(both),
+            )
+            for name, both in paired.items()
+            for score in SCORES
+        ),
+        notes=(*found.left_out, *_notes(runs, len(pairs), arms, paired, metrics)),
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The common pairs."""
+
+    pairs: Sequence[PairKey]
+    prompts: Sequence[str]
+    num_bootstrap: int
+
+    def logits(self, runs: Sequence[ComparedRun]) -> Float[np.ndarray, "runs pairs"]:
+        return np.stack([run.logits(self.pairs) for run in runs])
+
+    def mean(self, runs: Sequence[ComparedRun], score: Score) -> Estimate:
+        """Mean score of the runs, none of which is negative."""
+        found = self._effect(self.logits(runs), None, score)
+        return found if found.low is None else replace(found, low=max(found.low, 0.0))
+
+    def difference(self, runs: Sequence[ComparedRun], others: Sequence[ComparedRun], score: Score) -> Estimate:
+        """Score of the runs less that of the others."""
+        first, second = (runs, others) if score == "accuracy" else (others, runs)
+        return self._effect(self.logits(first), self.logits(second), score)
+
+    def _effect(self, better: np.ndarray, worse: np.ndarray | None, score: Score) -> Estimate:
+        label, weight = (np.array([key[column] for key in self.pairs], dtype=float) for column in (1, 2))
+        return paired_effect(
+            better, worse, self.prompts, score, label=label, weight=weight, num_bootstrap=self.num_bootstrap
+        )
+
+
+def _arms(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Runs of equal options, in the order of their first; a seed that comes again begins another arm."""
+    arms: list[list[ComparedRun]] = []
+    for run in runs:
+        for arm in arms:
+            if arm[0].options == run.options and all(other.result.seed != run.result.seed for other in arm):
+                arm.append(run)
+                break
+        else:
+            arms.append([run])
+    return [sorted(arm, key=lambda run: run.result.seed) for arm in arms]
+
+
+def _named(arms: Sequence[list[ComparedRun]]) -> dict[str, list[ComparedRun]]:
+    """Arms by the fewest options that tell them apart; where none do, by their first run."""
+    chosen: list[str] = []
+    groups = 1
+    for option in _differing([arm[0].options for arm in arms]):
+        apart = len({tuple(str(arm[0].options.get(name)) for name in (*chosen, option)) for arm in arms})
+        if apart > groups:
+            chosen, groups = [*chosen, option], apart
+    names = [", ".join(f"{_short(name)}={_shown(arm[0].options.get(name))}" for name in chosen) for arm in arms]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({arm[0].name})" if name else arm[0].name for name, arm in zip(names, arms, strict=True)]
+    return dict(zip(names, arms, strict=True))
+
+
+def _differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Options without one value for all, those that name a preset first."""
+    names = sorted({name for each in options for name in each}, key=lambda name: (not name.endswith(".name"), name))
+    return [name for name in names if len({str(each.get(name)) for each in options}) > 1]
+
+
+def _short(option: str) -> str:
+    """The option without its group, and the group of an option that is a name.
+
+    Example:
+        >>> _short("optimizer.name"), _short("optimizer.lr"), _short("seed")
+        ('optimizer', 'lr', 'seed')
+    """
+    group, _, name = option.rpartition(".")
+    return group if name == "name" and group else name
+
+
+def _shown(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else f"…{text[-39:]}"
+
+
+def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
+    """Runs of one seed; without a common seed in order, as independent draws may be paired."""
+    by_seed = {run.result.seed: run for run in baseline}
+    common = [(by_seed[run.result.seed], run) for run in arm if run.result.seed in by_seed]
+    return common or list(zip(baseline, arm, strict=False))
+
+
+def _run_scores(run: ComparedRun, arm: str, metrics: PairwiseMetrics) -> RunScores:
+    costs = {name: getattr(run.result, name) for name in COSTS}
+    return RunScores(
+        name=run.name,
+        folder=str(run.folder.path),
+        arm=arm,
+        seed=run.result.seed,
+        num_pairs=len(run.rewards),
+        scores=_scores(metrics),
+        collapse=metrics.collapse.reason if metrics.collapse.collapsed else None,
+        costs=costs,
+    )
+
+
+def _scores(metrics: PairwiseMetrics) -> dict[str, Estimate]:
+    return {name: getattr(metrics, name) for name in SCORES}
+
+
+def _arm_scores(
+    name: str, arms: Mapping[str, Sequence[ComparedRun]], metrics: Mapping[str, PairwiseMetrics], table: _Table
+) -> ArmScores:
+    runs = arms[name]
+    values = {score: [getattr(metrics[run.name], score).value for run in runs] for score in SCORES}
+    one = len(runs) == 1
+    return ArmScores(
+        name=name,
+        options={
+            option: json_values(runs[0].options.get(option))
+            for option in _differing([members[0].options for members in arms.values()])
+        },
+        runs=tuple(run.name for run in runs),
+        seeds=tuple(run.result.seed for run in runs),
+        scores=_scores(metrics[runs[0].name]) if one else {score: table.mean(runs, score) for score in SCORES},
+        deviations={score: None if one else float(np.std(each, ddof=1)) for score, each in values.items()},
+    )
+
+
+def _notes(
+    runs: Sequence[ComparedRun],
+    num_common: int,
+    arms: Mapping[str, Sequence[ComparedRun]],
+    paired: Mapping[str, Sequence[tuple[ComparedRun, ComparedRun]]],
+    metrics: Mapping[str, PairwiseMetrics],
+) -> list[str]:
+    notes = []
+    sizes = sorted({len(run.rewards) for run in runs})
+    if sizes != [num_common]:
+        shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        notes.append(f"the runs were validated on different pairs ({shown}); {num_common:,} are common to all")
+    notes += [f"{name} collapsed: {each.collapse.reason}" for name, each in metrics.items() if each.collapse.collapsed]
+    for what, values in (
+        ("commits", [str(run.result.commit) for run in runs]),
+        *((f"versions of {name}", [run.result.versions.get(name, "none") for run in runs]) for name in _packages(runs)),
+    ):
+        if len(set(values)) > 1:
+            notes.append(f"the runs have different {what}: {', '.join(dict.fromkeys(values))}")
+    for name, both in paired.items():
+        most = max(len(arms[name]), len(next(iter(arms.values()))))
+        if both[0][0].result.seed != both[0][1].result.seed:
+            notes.append(f"{name} shares no seed with the baseline; its runs are paired in order")
+        if len(both) < most:
+            notes.append(f"{name} is compared over {len(both)} of {most} seeds, those that it and the baseline have")
+    if any(len(both) == 1 for both in paired.values()):
+        notes.append("a difference of one seed covers prompts alone: with another seed it may turn around")
+    if len(paired) > 1:
+        notes.append(f"{len(paired)} arms are compared, and intervals are not widened for that")
+    return [*notes, ALWAYS]
+
+
+def _packages(runs: Sequence[ComparedRun]) -> list[str]:
+    return sorted({name for run in runs for name in run.result.versions})
+
+
+def _cells(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "value": estimate.value,
+        "standard_error": estimate.standard_error,
+        "low": estimate.low,
+        "high": estimate.high,
+        "num_samples": estimate.num_samples,
+    }

@@ -1,0 +1,174 @@
+"""Tables, pictures and files of a comparison of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rm_optimizer.experiments.run_comparison import ArmDifference, ArmScores, RunComparison, RunScores
+from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.records.files import replacing, write_text
+from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.reporting.comparison_plots import plot_differences, plot_learning_curves, plot_spectra
+from rm_optimizer.reporting.style import save_figure
+from rm_optimizer.reporting.tables import Cell, cell_text, new_table, output_console
+
+COMPARISON_FILE = "comparison.json"
+SCORE_NAMES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
+MATRICES = ("hessian", "gauss_newton", "fisher")
+"""Analyses whose spectra are drawn over one another; the first that two runs have."""
+_MOST_COLUMNS = 5
+"""Arms up to which the options in which they differ have a column for each."""
+
+
+def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
+    """Print the tables of a comparison and what must be known to read them.
+
+    Args:
+        comparison: the comparison.
+        console: destination; None is standard output.
+    """
+    console = console or output_console()
+    console.print(_score_table(comparison))
+    if comparison.differences:
+        console.print(_difference_table(comparison))
+    if comparison.arms[0].options:
+        console.print(_option_table(comparison.arms))
+    console.print(_cost_table(comparison))
+    for note in comparison.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
+    """Write `comparison.json`, `comparison.parquet` and the pictures, each file whole or not at all.
+
+    Args:
+        comparison: the comparison.
+        folder: folder of the files.
+
+    Returns:
+        The files, and no others: pictures of an earlier comparison are removed.
+    """
+    for stale in ("differences", "spectra"):
+        (folder / f"{stale}.png").unlink(missing_ok=True)
+    files = [write_text(folder / COMPARISON_FILE, comparison.to_json() + "\n"), folder / "comparison.parquet"]
+    with replacing(files[1]) as temporary:
+        pq.write_table(pa.Table.from_pylist(comparison.rows()), temporary)
+    histories = {
+        arm.name: [RunFolder(Path(run.folder)).metrics() for run in _runs(comparison, arm)] for arm in comparison.arms
+    }
+    same_pairs = {run.num_pairs for run in comparison.runs} == {comparison.num_pairs}
+    files += save_figure(plot_learning_curves(histories, same_pairs=same_pairs), folder / "curves.png")
+    if comparison.differences:
+        files += save_figure(plot_differences(comparison), folder / "differences.png")
+    if spectra := spectra_of(comparison.runs):
+        files += save_figure(plot_spectra(spectra), folder / "spectra.png")
+    return files
+
+
+def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
+    """Spectra of the runs' best weights by run, of the first of `MATRICES` that two runs have; empty if there is none.
+
+    Those of other parameters than the first one's are left out.
+    """
+    for matrix in MATRICES:
+        found: dict[str, HessianSpectrum] = {}
+        for run in runs:
+            path = RunFolder(Path(run.folder)).landscape(run.folder, matrix) / f"{matrix}.json"
+            spectrum = _spectrum(path)
+            first = next(iter(found.values()), spectrum)
+            if spectrum is not None and first is not None and _is_comparable(spectrum, first):
+                found[run.name] = spectrum
+        if len(found) > 1:
+            return found
+    return {}
+
+
+def _spectrum(path: Path) -> HessianSpectrum | None:
+    try:
+        return HessianSpectrum.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_comparable(spectrum: HessianSpectrum, first: HessianSpectrum) -> bool:
+    return (spectrum.params, spectrum.num_parameters) == (first.params, first.num_parameters)
+
+
+def _runs(comparison: RunComparison, arm: ArmScores) -> list[RunScores]:
+    return [run for run in comparison.runs if run.arm == arm.name]
+
+
+def _score_table(comparison: RunComparison) -> Table:
+    count, prompts = f"{comparison.num_pairs:,}", f"{comparison.num_prompts:,}"
+    title = f"{len(comparison.runs)} runs on {count} common validation pairs of {prompts} prompts, 95 % intervals"
+    table = new_table(title, "arm", "run", "seed", *SCORE_NAMES.values())
+    for column in table.columns[1:2]:
+        column.justify = "left"
+    for arm in comparison.arms:
+        runs = _runs(comparison, arm)
+        for run in runs:
+            scores: Mapping[str, Cell] = run.scores | ({"accuracy": "collapsed"} if run.collapse else {})
+            cells = (cell_text(scores[name]) for name in SCORE_NAMES)
+            table.add_row(Text(arm.name if run is runs[0] else ""), Text(run.name), Text(str(run.seed)), *cells)
+        if len(runs) > 1:
+            means = (f"{arm.scores[name]}, sd {arm.deviations[name]:.3f}" for name in SCORE_NAMES)
+            table.add_row(Text(""), Text(f"mean of {len(runs)} seeds", "bold"), Text(""), *map(Text, means))
+    return table
+
+
+def _difference_table(comparison: RunComparison) -> Table:
+    table = new_table(
+        f"Difference to {comparison.baseline}, paired by prompt and seed", "arm", "seeds", *SCORE_NAMES.values()
+    )
+    for arm in comparison.arms[1:]:
+        found = {item.score: item for item in comparison.differences if item.arm == arm.name}
+        cells = (_difference_text(found[name]) for name in SCORE_NAMES)
+        table.add_row(Text(arm.name), Text(str(found["nll"].num_seeds)), *cells)
+    return table
+
+
+def _difference_text(item: ArmDifference) -> Text:
+    return Text(f"{item.estimate:+.3f} {item.verdict}".rstrip(), "bold" if item.verdict else "")
+
+
+def _option_table(arms: Sequence[ArmScores]) -> Table:
+    """Options in which arms differ: a row each, or of many arms a row for each arm."""
+    options = list(arms[0].options)
+    values = {arm.name: [_shown(arm.options[name]) for name in options] for arm in arms}
+    if len(arms) <= _MOST_COLUMNS:
+        table = new_table("Options in which they differ", "option", *values)
+        for index, name in enumerate(options):
+            table.add_row(Text(name), *(Text(row[index]) for row in values.values()))
+        return table
+    table = new_table("Options in which they differ", "arm", *options)
+    for name, row in values.items():
+        table.add_row(Text(name), *map(Text, row))
+    return table
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _cost_table(comparison: RunComparison) -> Table:
+    table = new_table("Cost, mean over runs", "arm", "steps", "best step", "seconds", "pairs/s", "trained parameters")
+    for arm in comparison.arms:
+        costs = [run.costs for run in _runs(comparison, arm)]
+
+        def mean(name: str, costs: list[dict[str, float | None]] = costs) -> float | None:
+            known = [value for each in costs if (value := each[name]) is not None]
+            return fmean(known) if known else None
+
+        numbers = [mean(name) for name in ("steps", "best_step", "wall_seconds", "pairs_per_second", "parameters")]
+        cells = ("n/a" if number is None else f"{number:,.1f}".removesuffix(".0") for number in numbers)
+        table.add_row(Text(arm.name), *map(Text, cells))
+    return table
