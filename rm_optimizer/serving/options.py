@@ -21,8 +21,6 @@ DEFAULT_TRANSPORTS = "inline,path"
 DEFAULT_QUEUED_TOKENS = 131_072
 """Most queued tokens: one minute's work at 2,000 tokens a second."""
 MAX_NAME = 256
-RUN_SUBFOLDERS = frozenset({BEST_FOLDER})
-"""Folders of a run whose name does not identify the model."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,7 @@ class ServeOptions:
     @property
     def is_local(self) -> bool:
         """True if only this machine reaches the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     @property
     def checks_host(self) -> bool:
@@ -122,9 +117,17 @@ class ServeOptions:
         return f"everybody who reaches {self.host} may score{may_replace}: set --api-key{hint}"
 
 
+def is_loopback(host: str) -> bool:
+    """True for an address or name of this machine that no other reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def name_of(checkpoint: str) -> str:
     """The model's name: that of its folder or file, of its run where a run's folder holds it, or of its hub id."""
     path = Path(checkpoint).expanduser()
     if path.exists():
         path = path.resolve()
-    return path.parent.name if path.name in RUN_SUBFOLDERS and path.parent.name else path.name
+    return path.parent.name if path.name == BEST_FOLDER and path.parent.name else path.name

@@ -17,13 +17,11 @@ class RestartLimit:
 
     Args:
         what: name of the process, for the message.
-        most: largest number of restarts within the window.
-        window_seconds: length of the window in seconds.
     """
 
-    def __init__(self, what: str, *, most: int = MOST_RESTARTS, window_seconds: float = WINDOW_SECONDS) -> None:
-        self._what, self._window_seconds = what, window_seconds
-        self._times: deque[float] = deque(maxlen=most)
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._times: deque[float] = deque(maxlen=MOST_RESTARTS)
 
     def note(self) -> None:
         """Record a restart that is about to happen.
@@ -32,8 +30,6 @@ class RestartLimit:
             RMOptimizerError: if it is one too many.
         """
         now = time.monotonic()
-        if len(self._times) == self._times.maxlen and now - self._times[0] < self._window_seconds:
-            raise RMOptimizerError(
-                f"{self._what} ended {len(self._times) + 1} times within {now - self._times[0]:.0f} s"
-            )
+        if len(self._times) == MOST_RESTARTS and now - self._times[0] < WINDOW_SECONDS:
+            raise RMOptimizerError(f"{self._what} ended {MOST_RESTARTS + 1} times within {now - self._times[0]:.0f} s")
         self._times.append(now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -123,15 +122,12 @@ def _sketch(images: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
     return left[:, :rank], torch.nn.functional.normalize(rows / values[:rank, None], dim=0) * adds
 
 
-def _products(operator: SymmetricOperator, random: RandomVectors, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Vectors of random signs with their products; few at a time, so that memory does not grow with their number."""
-    for start in range(0, count, VECTORS_AT_ONCE):
-        probes = random.signs(min(VECTORS_AT_ONCE, count - start))
-        yield from zip(probes, operator.apply(probes), strict=True)
-
-
 def _mean_of_probes(operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0) -> Estimate:
-    forms = [(inner(probe, image), inner(image, image)) for probe, image in _products(operator, random, count)]
+    forms = list[tuple[float, float]]()
+    for start in range(0, count, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
+        probes = random.signs(min(VECTORS_AT_ONCE, count - start))
+        each = zip(probes, operator.apply(probes), strict=True)
+        forms += [(inner(probe, image), inner(image, image)) for probe, image in each]
     quadratic = known + np.array([form for form, _ in forms])
     if count > 1:
         return student_mean(quadratic)

@@ -88,15 +88,12 @@ class GradientDifferences:
             return torch.zeros_like(vector)
         step = LARGEST_MOVE[self.dtype] * self._weight_size / largest
         here = self._gradient
-        return self._gradient_at(step * vector).sub_(here).div_(step)
-
-    def _gradient_at(self, displacement: Tensor) -> Tensor:
-        weights = [weight.requires_grad_() for weight in self.objective.moved(displacement)]
+        weights = [weight.requires_grad_() for weight in self.objective.moved(step * vector)]
 
         def gradient(batch: AnyPairBatch) -> tuple[Tensor, ...]:
             return torch.autograd.grad(self._share(weights, batch), weights, allow_unused=True, materialize_grads=True)
 
-        return self.objective.total(map(gradient, self.objective.batches))
+        return self.objective.total(map(gradient, self.objective.batches)).sub_(here).div_(step)
 
     def _share(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Tensor:
         """Share of a micro-batch in the loss at those weights, in float64 from the rewards on for exact differences."""

@@ -42,11 +42,10 @@ class Directions:
     method: str
     values: tuple[float, ...] | None = None
 
-    def save(self, path: Path, identity: str) -> Path:
+    def save(self, path: Path, identity: str) -> None:
         """Write the directions atomically, under the name of what they belong to."""
         with replacing(path) as temporary:
             torch.save({**vars(self), "vectors": self.vectors.cpu(), "identity": identity}, temporary)
-        return path
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Directions | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -186,8 +185,4 @@ def in_rows(points: Mapping[int, PointLoss], width: int, num_rows: int) -> tuple
 
 
 def _missing(points: Sequence[Sequence[PointLoss]]) -> int:
-    return sum(point is MISSING or _is_empty(point) for line in points for point in line)
-
-
-def _is_empty(point: PointLoss) -> bool:
-    return all(math.isnan(value) for value in dataclasses.astuple(point))
+    return sum(all(map(math.isnan, astuple(point))) for line in points for point in line)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import httpx
@@ -25,18 +24,6 @@ class _Session:
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
     connecting: asyncio.Lock
-
-    @classmethod
-    def opened(
-        cls, url: str, api_key: str | None, concurrency: int, transport: httpx.AsyncBaseTransport | None
-    ) -> _Session:
-        http = httpx.AsyncClient(
-            headers=bearer(api_key),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            transport=transport,
-            trust_env=not is_loopback(url),
-        )
-        return cls(http, asyncio.Semaphore(concurrency), asyncio.Lock())
 
 
 @dataclass(eq=False, repr=False)
@@ -64,6 +51,7 @@ class PickledByArguments:
         self._prepare()
 
 
+@dataclass(eq=False, repr=False)
 class Connection:
     """Requests to one server.
 
@@ -74,19 +62,30 @@ class Connection:
         transport: replacement of the network; None uses the network.
     """
 
-    def __init__(
-        self, url: str, *, api_key: str | None, concurrency: int, transport: httpx.AsyncBaseTransport | None
-    ) -> None:
-        self.url = url.rstrip("/")
-        self._open = partial(_Session.opened, url, api_key, concurrency, transport)
+    url: str
+    _: KW_ONLY
+    api_key: str | None
+    concurrency: int
+    transport: httpx.AsyncBaseTransport | None
+
+    def __post_init__(self) -> None:
         self._sessions: dict[tuple[int, asyncio.AbstractEventLoop], _Session] = {}
+
+    def _opened(self) -> _Session:
+        http = httpx.AsyncClient(
+            headers=bearer(self.api_key),
+            limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+            transport=self.transport,
+            trust_env=not is_loopback(self.url),
+        )
+        return _Session(http, asyncio.Semaphore(self.concurrency), asyncio.Lock())
 
     def _session(self) -> _Session:
         """Open session of this process and its running loop; sessions of a parent before a fork stay untouched."""
         here = os.getpid(), asyncio.get_running_loop()
         if here not in self._sessions or self._sessions[here].http.is_closed:
             open_ones = {where: one for where, one in list(self._sessions.items()) if not where[1].is_closed()}
-            self._sessions = open_ones | {here: self._open()}
+            self._sessions = open_ones | {here: self._opened()}
         return self._sessions[here]
 
     def opening(self) -> asyncio.Lock:

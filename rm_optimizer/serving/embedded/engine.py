@@ -87,11 +87,6 @@ class TransformersEngine(UpdatableEngine):
         """True while the model is loaded and its process runs."""
         return self._up.is_set() and self.failure is None and not self._is_stopped
 
-    @property
-    def process_id(self) -> int | None:
-        """Process id of the worker; None while there is none."""
-        return None if self._link is None else self._link.process.pid
-
     async def start(self) -> None:
         """Load the model; see `Engine.start`."""
         await self._launch()

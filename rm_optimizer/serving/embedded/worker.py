@@ -175,7 +175,12 @@ def run_worker(connection: Connection, options: WorkerOptions, committed: Sequen
     for stop in (signal.SIGINT, signal.SIGTERM):  # the server decides when to stop; Ctrl-C reaches the whole group
         signal.signal(stop, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
-    send = _Sender(connection)
+    lock = threading.Lock()
+
+    def send(frame: Frame) -> None:
+        with lock:
+            connection.send_bytes(frame.encode())
+
     threading.Thread(target=_show_life, args=(send,), name="rm-worker-alive", daemon=True).start()
     try:
         worker = Worker(options, committed)
@@ -198,17 +203,6 @@ def _show_life(send: Callable[[Frame], None]) -> None:
             time.sleep(ALIVE_SECONDS)
     except OSError:
         return
-
-
-class _Sender:
-    """Thread-safe sender of frames."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-
-    def __call__(self, frame: Frame) -> None:
-        with self._lock:
-            self._connection.send_bytes(frame.encode())
 
 
 def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None:

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -137,10 +138,8 @@ class WorkerLink:
         await asyncio.to_thread(self.process.join, self._limits.stop)
 
     async def _wait_ended(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), seconds)
-        except TimeoutError:
-            return
 
     async def _watch(self) -> None:
         """Kill a hung worker. Checks are counted, not seconds, so that a pause of the server does not count.
@@ -171,10 +170,8 @@ class WorkerLink:
         self.process.kill()
 
     def _send(self, data: bytes) -> None:
-        try:
+        with suppress(OSError):  # the reader reaches the end of the pipe too, and fails every question
             self._connection.send_bytes(data)
-        except OSError:  # the reader reaches the end of the pipe too, and fails every question
-            return
 
     def _read(self) -> None:
         try:
@@ -187,10 +184,8 @@ class WorkerLink:
             self._call(self._died)
 
     def _call(self, function: object, *arguments: object) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits any more
             self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
-        except RuntimeError:  # the loop is closed, so nothing waits any more
-            return
 
     def _received(self, frame: Frame) -> None:
         if "op" in frame.header:

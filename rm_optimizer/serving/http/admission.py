@@ -46,17 +46,14 @@ class AdmissionControl:
             refusal = await self._refusal(scope, receive, chunks)
             if refusal is not None:
                 await error_answer(refusal)(scope, receive, send)
-            else:
-                await self._let_in(scope, _replayed(chunks[0], receive), send)
+                return
+            self.open_requests += 1
+            try:
+                await self.app(scope, _replayed(chunks[0], receive), send)
+            finally:
+                self.open_requests -= 1
         finally:
             self.open_bytes -= sum(map(len, chunks))
-
-    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.open_requests += 1
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self.open_requests -= 1
 
     async def _refusal(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> ApiError | None:
         """Read the body into one chunk, or return the reason to refuse it; a request opens once it is read."""

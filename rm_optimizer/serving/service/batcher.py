@@ -121,11 +121,6 @@ class Batcher:
             self.metrics.queued_tokens.set(self.queued_tokens)
             self._sweep(request)
 
-    @property
-    def is_alive(self) -> bool:
-        """True while batches are passed to the engine."""
-        return bool(self._runners) and not any(runner.done() for runner in self._runners)
-
     def _sweep(self, request: _Request) -> None:
         """Remove the units of disconnected clients once they are most of the queue."""
         self._abandoned += request.open_units

@@ -205,14 +205,11 @@ class InputReader:
         if not texts:
             raise InvalidRequest("input must not be empty", "input")
         for text, name in zip(texts, names, strict=True):
-            self._check_text(text, name)
-
-    def _check_text(self, text: str, name: str) -> None:
-        if not text:
-            raise InvalidRequest(f"{name} must not be empty", name)
-        self._check_size(len(text), name)
-        if not is_encodable(text):
-            raise InvalidRequest(f"{name} holds half of a UTF-16 surrogate pair, which is no character", name)
+            if not text:
+                raise InvalidRequest(f"{name} must not be empty", name)
+            self._check_size(len(text), name)
+            if not is_encodable(text):
+                raise InvalidRequest(f"{name} holds half of a UTF-16 surrogate pair, which is no character", name)
 
     def _check_size(self, num_characters: int, name: str) -> None:
         if num_characters > MAX_CHARACTERS_A_TOKEN * self.max_length:

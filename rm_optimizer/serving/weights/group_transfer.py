@@ -6,7 +6,6 @@ receiver connects to it before it answers that it is ready, so neither end waits
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.distributed import DistError, ProcessGroupGloo
 
 from rm_optimizer.errors import TransferFailed
 from rm_optimizer.schema.publish import Transport
+from rm_optimizer.serving.options import is_loopback
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.live_weights import as_bytes
 from rm_optimizer.serving.weights.weight_file import WeightFileWriter, num_bytes
@@ -165,7 +165,7 @@ def _gloo(store: TCPStore, rank: int, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo  # its options have no type stubs
     options = gloo._Options()
     options._timeout = timeout
-    is_here = _is_loopback(store.host)
+    is_here = is_loopback(store.host)
     options._devices = [gloo.create_device(hostname="127.0.0.1") if is_here else gloo.create_default_device()]
     return gloo(store, rank, 2, options)
 
@@ -177,13 +177,6 @@ def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Any:
     options = nccl.Options()
     options._timeout = timeout + timedelta(seconds=60)  # later than the poll's, after which the group is aborted
     return nccl(store, rank, 2, options)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _first_line(error: BaseException) -> str:

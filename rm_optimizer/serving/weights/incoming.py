@@ -7,7 +7,8 @@ import errno
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
@@ -185,9 +186,8 @@ class FromGroup(Incoming):
         if begin.rendezvous is None:
             raise WeightsRefused(f"transport {begin.transport.value} needs rendezvous, host:port of the sender's store")
         super().__init__(begin, landing)
-        self._rendezvous, self._loop, self._dropped = begin.rendezvous, asyncio.get_running_loop(), False
-        self._standing: asyncio.Future[None] = self._loop.create_future()
-        self._received: asyncio.Future[None] = self._loop.create_future()
+        self._rendezvous, self._dropped = begin.rendezvous, False
+        self._standing, self._received = Future[None](), Future[None]()
 
     async def stand(self) -> None:
         """Connect to the sender's store, then start the receiving thread.
@@ -196,7 +196,7 @@ class FromGroup(Incoming):
             TransferFailed: if nothing listens there.
         """
         threading.Thread(target=self._run, name="rm-weights-receive", daemon=True).start()
-        await self._standing
+        await asyncio.wrap_future(self._standing)
 
     async def file(self) -> Path:
         """File with the tensors.
@@ -204,7 +204,7 @@ class FromGroup(Incoming):
         Raises:
             TransferFailed: if the sender went away or was too slow.
         """
-        await asyncio.shield(self._received)
+        await asyncio.shield(asyncio.wrap_future(self._received))
         return self._landing
 
     def drop(self) -> None:
@@ -221,7 +221,7 @@ class FromGroup(Incoming):
         begin = self._begin
         try:
             store = connect_store(self._rendezvous, begin.timeout_seconds)
-            self._tell(_done, self._standing)
+            _settle(self._standing)
             wait_for_sender(store, begin.timeout_seconds, lambda: self._dropped)
             link = GroupLink(store, RECEIVER, begin.transport, begin.timeout_seconds)
             with WeightFileWriter(self._landing, begin.tensors) as writer:
@@ -229,25 +229,18 @@ class FromGroup(Incoming):
         except (RMOptimizerError, OSError) as error:
             failure = error if isinstance(error, RMOptimizerError) else WeightsRefused(f"cannot be kept: {error}")
             for future in (self._standing, self._received):
-                self._tell(_failed, future, failure)
+                _settle(future, failure)
         else:
-            self._tell(_done, self._received)
+            _settle(self._received)
         if self._dropped:
             self._landing.unlink(missing_ok=True)
 
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the server has stopped
-            return
 
-
-def _done(future: asyncio.Future[None]) -> None:
-    if not future.done():
+def _settle(future: Future[None], error: RMOptimizerError | None = None) -> None:
+    """End a wait, unless it has ended or nobody waits any more."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    if error is None:
         future.set_result(None)
-
-
-def _failed(future: asyncio.Future[None], error: RMOptimizerError) -> None:
-    if not future.done():
+    else:
         future.set_exception(error)
-        future.exception()  # marks the exception as retrieved

@@ -16,6 +16,7 @@ from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightStatus
 from rm_optimizer.serving.weights.group_transfer import SENDER, GroupLink, byte_pieces, open_store
+from rm_optimizer.serving.weights.live_weights import as_bytes
 from rm_optimizer.serving.weights.weight_file import Layout, write_weight_file
 
 
@@ -36,8 +37,7 @@ class Payload:
         layout = Layout.of(self.specs)
         yield layout.head
         for name in sorted(layout.starts, key=layout.starts.__getitem__):
-            for _, data in byte_pieces({name: self.tensors[name]}):
-                yield bytes(data)
+            yield bytes(as_bytes(self.tensors[name]).cpu().numpy().data)
 
 
 Upload: TypeAlias = Callable[[Iterator[bytes], int], None]

@@ -121,7 +121,8 @@ def test_displacements_are_from_the_last_in_the_subsets_order():
 
 def test_saved_directions_belong_to_one_identity(tmp_path):
     found = Directions(("a",), torch.randn(1, 3), "any", (2.0,))
-    path = found.save(tmp_path / "directions.pt", "mine")
+    path = tmp_path / "directions.pt"
+    found.save(path, "mine")
     assert Directions.load(path, "other") is None
     assert Directions.load(tmp_path / "none.pt", "mine") is None
     loaded = Directions.load(path, "mine")

@@ -69,7 +69,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             assert not (tmp_path / "good.safetensors").exists()  # it is the engine's now
             waiting = [asyncio.create_task(engine.score(SEQUENCES)) for _ in range(4)]
             await asyncio.sleep(0)
-            os.kill(engine.process_id, signal.SIGKILL)
+            os.kill(engine._link.process.pid, signal.SIGKILL)
             noticed = time.perf_counter()
             while engine.is_up:
                 await asyncio.sleep(0.001)
@@ -82,7 +82,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
                 await engine.commit(3)
 
             await engine.stage(weights("v4", "again"))
-            os.kill(engine.process_id, signal.SIGSTOP)
+            os.kill(engine._link.process.pid, signal.SIGSTOP)
             stopped = time.perf_counter()
             scoring = asyncio.create_task(engine.score(SEQUENCES))
             with pytest.raises(EngineUnavailable):
@@ -95,14 +95,14 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
 
             [kept] = (engine._folder / "history").iterdir()
             kept.write_bytes(b"torn")
-            os.kill(engine.process_id, signal.SIGKILL)
+            os.kill(engine._link.process.pid, signal.SIGKILL)
             while engine.version == "v1":
                 await asyncio.sleep(0.01)
             back = await engine.score(SEQUENCES)
             assert close(back.rewards, first)
             assert back.weights == (started.version, engine.revision)
             assert engine.revision > started.revision
-            os.kill(engine.process_id, signal.SIGSTOP)
+            os.kill(engine._link.process.pid, signal.SIGSTOP)
             stopped = time.perf_counter()
         finally:
             await engine.stop()
