@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from rm_optimizer.landscape import HessianAnalyzer as HessianAnalyzer
     from rm_optimizer.landscape import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape import SpectrumOptions as SpectrumOptions
+    from rm_optimizer.rl_coupling import BestOfNCurve as BestOfNCurve
+    from rm_optimizer.rl_coupling import BestOfNSampler as BestOfNSampler
     from rm_optimizer.rl_coupling import EnsemblePrediction as EnsemblePrediction
     from rm_optimizer.rl_coupling import MahalanobisDetector as MahalanobisDetector
     from rm_optimizer.rl_coupling import RewardModelEnsemble as RewardModelEnsemble

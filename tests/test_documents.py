@@ -168,6 +168,16 @@ WAYS: dict[str, Way] = {
         prints="2",
         slow=True,
     ),
+    "rm-opt bon outputs/run/best best.jsonl --policy world --gold world --n 64": Way(
+        "rm-opt bon outputs/run/best best.jsonl --policy world --gold world --n 8 --num-prompts 8 && ls",
+        prints="best.curve.png",
+        slow=True,
+    ),
+    "rm-opt bon outputs/run/best ranked.jsonl --completions responses.jsonl": Way(
+        f"{RESPONSES} && rm-opt bon outputs/run/best ranked.jsonl --completions responses.jsonl",
+        prints="prompts: 1, each with 2 ranked responses",
+        slow=True,
+    ),
     "rm-opt ensemble train --seeds 5 --output outputs/ensemble": Way(
         f"rm-opt ensemble train --seeds 2 --output outputs/ensemble --false-positive-rate 0.3 {FEW}",
         prints="2 members, standardized on 16 responses",

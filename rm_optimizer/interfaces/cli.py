@@ -9,6 +9,7 @@ import typer
 
 from rm_optimizer import __version__
 from rm_optimizer.interfaces.commands.analyze import analyze
+from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.compare import compare
 from rm_optimizer.interfaces.commands.data_check import data_check
 from rm_optimizer.interfaces.commands.doctor import doctor
@@ -35,6 +36,7 @@ HYDRA: dict[str, Any] = {
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
     "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {}), (compare, {})],
+    "Couple to a policy": [(bon, {})],
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
 }

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.ensemble import EnsemblePrediction as EnsemblePrediction
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble as RewardModelEnsemble
     from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble as load_ensemble
+    from rm_optimizer.rl_coupling.language_policies import TransformersPolicy as TransformersPolicy
+    from rm_optimizer.rl_coupling.language_policies import VLLMPolicy as VLLMPolicy
     from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector as MahalanobisDetector
     from rm_optimizer.rl_coupling.out_of_distribution import OODDetection as OODDetection
+    from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler as BestOfNSampler
+    from rm_optimizer.rl_coupling.policy_simulation import RankedResponses as RankedResponses
+    from rm_optimizer.rl_coupling.world_policy import WorldGold as WorldGold
+    from rm_optimizer.rl_coupling.world_policy import WorldPolicy as WorldPolicy
 
 export_lazily(globals())

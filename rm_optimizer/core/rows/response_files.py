@@ -79,6 +79,19 @@ def read_responses(path: Path) -> Iterator[ResponseRow]:
         yield _checked(path, number, row)
 
 
+def read_prompts(path: Path) -> Iterator[Prompt]:
+    """Prompts of a file with a column `prompt`; other columns but those of its context are left alone.
+
+    Raises:
+        DataError: naming file and row, if the file or a row cannot be read or has no prompt.
+    """
+    for number, row in _rows(path):
+        where = f"{path}, {row_unit(path)} {number}"
+        if "prompt" not in row:
+            raise DataError(f"{where}: expected the column prompt, got {', '.join(row) or 'none'}")
+        yield _prompt(where, row)
+
+
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows as they stand; one that cannot be read raises."""
 

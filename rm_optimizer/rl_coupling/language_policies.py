@@ -1,0 +1,213 @@
+"""Causal language models that answer prompts, by transformers or by vLLM's offline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
+from rm_optimizer.core.tokens.chat import plain_prompt
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra
+from rm_optimizer.records.randomness import keeping_random_state
+
+
+class TransformersPolicy:
+    """A causal language model that answers with its chat template, or after `Assistant:` where it has none.
+
+    Args:
+        source: hub id or folder of a model with a language head.
+        max_new_tokens: most tokens of a response, positive.
+        temperature: divisor of the logits, positive.
+        top_p: smallest probability mass to draw from, in (0, 1].
+        samples_at_once: responses of one batch, positive; bounds memory, and other values draw other responses.
+
+    Raises:
+        CheckpointError: if there is no such model, it is a reward model, or its tokenizer has no end of text.
+        ConfigError: if an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        samples_at_once: int = 64,
+    ) -> None:
+        _check_sampling(max_new_tokens, temperature, top_p)
+        if samples_at_once < 1:
+            raise ConfigError(f"samples_at_once must be positive, got {samples_at_once}")
+        require_language_model(source)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(source))
+            self.model, report = AutoModelForCausalLM.from_pretrained(
+                str(source), dtype=torch.float32, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(f"{source} cannot be loaded as a policy: {reason}") from error
+        if missing := sorted(report["missing_keys"]):
+            raise CheckpointError(f"{source} lacks weights of a language model, among them {missing[0]}; give another")
+        self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self._ends = _end_ids(self.tokenizer, self.model.generation_config.eos_token_id, source)
+        self._options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+        self._samples_at_once = samples_at_once
+
+    @property
+    def identity(self) -> str:
+        """Digest of weights, template and sampling options."""
+        template = self.tokenizer.chat_template
+        return digest([weights_digest(self.model), template, self._options, self._samples_at_once, sorted(self._ends)])
+
+    @torch.inference_mode()
+    def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
+        """Draw responses to a prompt.
+
+        Raises:
+            DataError: if the prompt leaves no room for a response.
+        """
+        ids = prompt_ids(self.tokenizer, prompt)
+        room = getattr(self.model.config, "max_position_embeddings", None)
+        if room is not None and len(ids) + self._options["max_new_tokens"] > room:
+            raise DataError(
+                f"a prompt of {len(ids)} tokens and {self._options['max_new_tokens']} new ones exceed the policy's "
+                f"{room} positions; shorten the prompt or lower the new tokens"
+            )
+        texts: list[str] = []
+        batch = torch.tensor([ids], device=self.model.device)
+        while len(texts) < num_samples:
+            rows = min(self._samples_at_once, num_samples - len(texts))
+            with keeping_random_state(seed=_seed(prompt, seed, len(texts))):
+                found = self.model.generate(
+                    batch,
+                    attention_mask=torch.ones_like(batch),
+                    do_sample=True,
+                    top_k=0,
+                    num_return_sequences=rows,
+                    eos_token_id=sorted(self._ends),
+                    pad_token_id=min(self._ends),
+                    **self._options,
+                )
+            texts += [self._text(row[len(ids) :].tolist()) for row in found]
+        return texts
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text before the first end token."""
+        end = next((place for place, token in enumerate(ids) if token in self._ends), len(ids))
+        return str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+
+
+class VLLMPolicy:
+    """A causal language model that answers through vLLM's offline engine (extra `vllm`).
+
+    Args:
+        source: hub id or folder of a model with a language head.
+        max_new_tokens: most tokens of a response, positive.
+        temperature: divisor of the logits, positive.
+        top_p: smallest probability mass to draw from, in (0, 1].
+        engine_options: keywords of `vllm.LLM`.
+
+    Raises:
+        MissingExtra: if vLLM is not installed.
+        CheckpointError: if the source is a reward model.
+        ConfigError: if an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        **engine_options: Any,
+    ) -> None:
+        _check_sampling(max_new_tokens, temperature, top_p)
+        try:
+            import vllm
+        except ImportError as error:
+            raise MissingExtra("vLLM", "vllm") from error
+        require_language_model(source)
+        self._vllm = vllm
+        self._engine = vllm.LLM(model=str(source), seed=0, **engine_options)
+        self.tokenizer = self._engine.get_tokenizer()
+        self._options = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+        self._source = str(source)
+
+    @property
+    def identity(self) -> str:
+        """Digest of source, vLLM's version and sampling options."""
+        return digest([self._source, self._vllm.__version__, self._options])
+
+    def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
+        """Draw responses to a prompt; vLLM computes the prompt once for them."""
+        options = self._vllm.SamplingParams(n=num_samples, seed=_seed(prompt, seed, 0), **self._options)
+        tokens = {"prompt_token_ids": prompt_ids(self.tokenizer, prompt)}
+        (found,) = self._engine.generate([tokens], options, use_tqdm=False)
+        return [str(output.text).strip() for output in sorted(found.outputs, key=lambda output: output.index)]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt up to where the response begins."""
+    messages = as_messages(prompt)
+    if tokenizer.chat_template is None:
+        text = plain_prompt(messages)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        return [*start, *ids]
+    text = tokenizer.apply_chat_template(
+        [message.to_dict() for message in messages], tokenize=False, add_generation_prompt=True
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def require_language_model(source: str | Path) -> None:
+    """Refuse a source without a language head, before its weights are read.
+
+    Raises:
+        CheckpointError: if there is no model, or it is a classifier.
+    """
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise CheckpointError(f"{source} holds no config.json; give the folder of a causal language model as policy")
+    try:
+        config = AutoConfig.from_pretrained(str(source))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{source} cannot be loaded as a policy: {reason}") from error
+    if any("Classification" in name for name in config.architectures or ()):
+        raise CheckpointError(
+            f"{source} is a reward model ({config.architectures[0]}), which writes no text; give a causal language "
+            "model as policy"
+        )
+
+
+def _check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be positive, got {max_new_tokens}")
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(f"temperature must be positive and finite, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must lie in (0, 1], got {top_p}")
+
+
+def _end_ids(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None, source: str | Path) -> set[int]:
+    """Tokens that end a response; a pad token is not needed, since what follows the first of them is cut off."""
+    of_model = [configured] if isinstance(configured, int) else configured or []
+    ends = {*of_model, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    if not ends:
+        raise CheckpointError(
+            f"{source} has neither an end-of-text nor a pad token, so its responses would never end; set eos_token in "
+            "its tokenizer"
+        )
+    return ends
+
+
+def _seed(prompt: Prompt, seed: int, start: int) -> int:
+    """Seed of one batch of responses, the same whatever was drawn before."""
+    return int(digest([prompt_id(prompt), seed, start])[:8], 16)

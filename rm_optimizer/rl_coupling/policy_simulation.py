@@ -1,0 +1,284 @@
+"""Best-of-n sampling: responses of a policy, scored by a reward model and ranked, and kept on disk as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
+from rm_optimizer.core.rows.messages import read_prompt
+from rm_optimizer.core.rows.response_files import read_responses
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.score_file import require_finite
+from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.files import replacing
+from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMPolicy
+from rm_optimizer.serving.client.client import RewardClient
+
+SAMPLES_AT_ONCE = 256
+"""Responses that are scored and saved together; whole prompts, at least one."""
+
+
+class Policy(Protocol):
+    """Anything that answers prompts."""
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that the responses depend on, prompts and seed aside."""
+
+    def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
+        """Draw responses to a prompt; the same arguments give the same texts.
+
+        Args:
+            prompt: text or messages.
+            num_samples: responses to draw, positive.
+            seed: seed of the draw, not negative.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RankedResponses:
+    """Responses to one prompt, best first; equal rewards stand in the order of the draw.
+
+    Args:
+        prompt: text or messages.
+        responses: the responses.
+        rewards: their rewards, descending.
+        draws: place of each in the draw, from 0.
+    """
+
+    prompt: Prompt
+    responses: tuple[str, ...]
+    rewards: tuple[float, ...]
+    draws: tuple[int, ...]
+
+    @property
+    def best(self) -> str:
+        """The response with the highest reward."""
+        return self.responses[0]
+
+
+class BestOfNSampler:
+    """Draws responses of a policy and ranks them by a reward model.
+
+    Args:
+        policy: hub id or folder of a causal language model, or an object that answers prompts.
+        reward_model: scorer of the responses: a model, an ensemble or a server's client.
+        n_samples: responses to each prompt, positive.
+        use_vllm: generate by vLLM's offline engine (extra `vllm`); only for a policy given by name.
+        seed: seed of the responses, not negative.
+        policy_options: keywords of `TransformersPolicy` or `VLLMPolicy`.
+
+    Raises:
+        CheckpointError: if the policy cannot be loaded, or is a reward model.
+        ConfigError: if an option is out of its range.
+        MissingExtra: if vLLM is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | Path,
+        reward_model: Scorer,
+        n_samples: int = 16,
+        *,
+        use_vllm: bool = False,
+        seed: int = 0,
+        **policy_options: Any,
+    ) -> None:
+        if n_samples < 1:
+            raise ConfigError(f"n_samples must be positive, got {n_samples}")
+        if seed < 0:
+            raise ConfigError(f"seed must not be negative, got {seed}")
+        if isinstance(policy, str | Path):
+            policy = (VLLMPolicy if use_vllm else TransformersPolicy)(policy, **policy_options)
+        elif use_vllm or policy_options:
+            given = ", ".join(["use_vllm"] * use_vllm + list(policy_options))
+            raise ConfigError(f"{given} is for a policy given by name, got a {type(policy).__name__}; leave it out")
+        self.policy: Policy = policy
+        self.reward_model = reward_model
+        self.n_samples = n_samples
+        self.seed = seed
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[RankedResponses]:
+        """Responses to the prompts, ranked.
+
+        Raises:
+            CheckpointError: if a reward is not finite.
+        """
+        return [found for chunk in self._chunks(prompts) for found in self._ranked(chunk)]
+
+    def sample_to_file(
+        self,
+        prompts: Sequence[Prompt],
+        path: Path,
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Write ranked responses as JSON lines with `prompt`, `responses`, `rewards` and `draws`.
+
+        They are appended to `PATH.partial` as they come. Repeating the call after a kill, or after a server died, goes
+        on from there, with the result of an uninterrupted call.
+
+        Args:
+            prompts: text or messages.
+            path: the file, which must not be there yet.
+            on_progress: called with the prompts done and their number.
+
+        Raises:
+            DataError: if the file is there, or its partial file belongs to another call.
+            CheckpointError: if a reward is not finite.
+        """
+        identity = [self.policy.identity, self.n_samples, self.seed, [prompt_id(prompt) for prompt in prompts]]
+        _to_file(self.reward_model, identity, self._chunks(prompts), self._ranked, len(prompts), path, on_progress)
+
+    def _chunks(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+        size = max(1, SAMPLES_AT_ONCE // self.n_samples)
+        return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+    def _ranked(self, prompts: Sequence[Prompt]) -> list[RankedResponses]:
+        responses = [self.policy.respond(prompt, self.n_samples, self.seed) for prompt in prompts]
+        return rank(self.reward_model, prompts, responses)
+
+
+def rank(
+    reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+) -> list[RankedResponses]:
+    """Responses to each prompt by descending reward; the prompt is computed once for them where the model allows it.
+
+    Raises:
+        ValueError: if there are not as many groups of responses as prompts.
+        CheckpointError: if a reward is not finite.
+    """
+    rewards = reward_model.score_groups(prompts, responses_of_each)
+    found = []
+    for prompt, texts, own in zip(prompts, responses_of_each, rewards, strict=True):
+        numbers = own.tolist()
+        require_finite(numbers, partial(_named, texts))
+        order = sorted(range(len(texts)), key=lambda draw: -numbers[draw])
+        best_texts, best_rewards = (tuple(texts[draw] for draw in order), tuple(numbers[draw] for draw in order))
+        found.append(RankedResponses(prompt, best_texts, best_rewards, tuple(order)))
+    return found
+
+
+def _named(texts: Sequence[str], index: int) -> str:
+    return f"the response {texts[index][:60]!r}"
+
+
+def rank_file(
+    reward_model: Scorer,
+    source: Path,
+    path: Path,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Rank saved completions: write each prompt's responses best first, as `BestOfNSampler.sample_to_file` does.
+
+    Args:
+        reward_model: scorer of the responses.
+        source: JSONL (also .gz), CSV or Parquet with `prompt` and a list `responses`, or `prompt` and `response` in
+            several rows of a prompt.
+        path: the file to write, which must not be there yet.
+        on_progress: called with the prompts done and their number.
+
+    Raises:
+        DataError: if a file or row cannot be used.
+        CheckpointError: if a reward is not finite.
+    """
+    groups: dict[str, tuple[Prompt, list[str]]] = {}
+    for row in read_responses(source):
+        groups.setdefault(prompt_id(row.prompt), (row.prompt, []))[1].extend(row.responses)
+    if not groups:
+        raise DataError(f"{source}: there are no rows to rank")
+
+    def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> list[RankedResponses]:
+        return rank(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
+
+    items = list(groups.values())
+    identity = [[key, texts] for key, (_, texts) in groups.items()]
+    _to_file(reward_model, identity, [[item] for item in items], ranked, len(items), path, on_progress)
+
+
+def read_ranked(path: Path) -> tuple[list[RankedResponses], Float[np.ndarray, "prompts samples"]]:
+    """Ranked responses of a file, and their rewards as a table.
+
+    Raises:
+        DataError: if prompts differ in their number of responses.
+    """
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [
+        RankedResponses(read_prompt(row["prompt"]), tuple(row["responses"]), tuple(row["rewards"]), tuple(row["draws"]))
+        for row in rows
+    ]
+    counts = sorted({len(row.rewards) for row in found})
+    if len(counts) > 1:
+        raise DataError(
+            f"{path}: a curve needs equally many responses to each prompt, got {counts[0]} to {counts[-1]}; "
+            "sample them again with one number"
+        )
+    return found, np.array([row.rewards for row in found])
+
+
+def scorer_identity(scorer: Scorer) -> str:
+    """Digest of what a scorer's rewards depend on; of a server, the version of its weights.
+
+    Raises:
+        ConfigError: if the scorer is of a kind that does not tell.
+    """
+    if isinstance(scorer, BradleyTerryRM):
+        return scorer_digest(scorer)
+    if isinstance(scorer, RewardModelEnsemble):
+        return scorer.digest()
+    if isinstance(scorer, RewardClient):
+        return digest(["server", scorer.version])
+    raise ConfigError(
+        f"the rewards of a {type(scorer).__name__} cannot be recognized after a stop; use sample, or give a model, an "
+        "ensemble or a client"
+    )
+
+
+def _to_file(
+    scorer: Scorer,
+    identity: Sequence[Any],
+    chunks: Sequence[Any],
+    ranked: Callable[[Any], list[RankedResponses]],
+    num_prompts: int,
+    path: Path,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Rank chunk by chunk into a ledger, and write the lines once all are known."""
+    if path.suffix != ".jsonl":
+        raise DataError(f"{path}: expected a file name ending in .jsonl")
+    if path.exists():
+        raise DataError(f"{path}: is there already; remove it or name another file")
+    if not path.parent.is_dir():
+        raise DataError(f"{path}: its folder does not exist; create {path.parent}")
+    whole = digest([scorer_identity(scorer), *identity])
+    partial = path.with_name(f"{path.name}.partial")
+    with open_ledger(partial, whole, other="responses of another policy, model, seed or number of samples") as log:
+        pieces = [len(piece) for piece in log.values()]
+        on_progress(sum(pieces), num_prompts)
+        for number in range(len(pieces), len(chunks)):
+            found = ranked(chunks[number])
+            log.append(json_values(found))
+            pieces.append(len(found))
+            on_progress(sum(pieces), num_prompts)
+        _write(path, log)
+        partial.unlink()
+
+
+def _write(path: Path, log: Ledger) -> None:
+    lines: Iterable[str] = (json.dumps(row, ensure_ascii=False) for piece in log.values() for row in piece)
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
