@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
-from rm_optimizer.core.tokens.chat import plain_prompt
+from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra
 from rm_optimizer.records.randomness import keeping_random_state
 
