@@ -42,7 +42,7 @@ from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training.run import build_model
+from rm_optimizer.training.base_model import build_model
 
 ONE_PASS = 10**9
 """A token budget that no macro-batch exceeds."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,37 +16,28 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers import Logger
 
-from rm_optimizer.core.classifier.adapters import add_adapter
-from rm_optimizer.core.classifier.head import require_trainable_head
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
 from rm_optimizer.core.pairs.audit import length_baseline
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.core.storage.loading import load_weights
-from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
-from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
-from rm_optimizer.evaluation.pair_rewards import (
-    PairRewards,
-    ScoringStopped,
-    write_evaluation,
-    write_pair_rewards,
-)
+from rm_optimizer.errors import CheckpointError, Interrupted
+from rm_optimizer.evaluation.pair_rewards import PairRewards, ScoringStopped, write_evaluation, write_pair_rewards
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.records.run_folder import METRICS_FILE, PAIR_REWARDS_FILE, RunFolder, checkpoint_step, require_usable
-from rm_optimizer.schema import HardwareConfig, LoggerConfig, ModelConfig, TrainConfig
-from rm_optimizer.schema.adapters import AdapterKind
-from rm_optimizer.schema.config import WandbMode
+from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.data import Streaming
+from rm_optimizer.training.base_model import trainable_model
 from rm_optimizer.training.callbacks.best import require_monitored, warn_of_unmeasured
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH, plan_of
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal
@@ -74,7 +63,7 @@ from rm_optimizer.training.folder.start import (
 )
 from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.processes import require_devices
-from rm_optimizer.training.strategy import cluster_plugins, strategy_of
+from rm_optimizer.training.trainer import build_loggers, build_trainer, close_loggers, require_wandb_key
 
 log = logging.getLogger("rm_optimizer")
 
@@ -182,11 +171,7 @@ def _prepare(
     notes = data.notes(uses_margins=config.loss.margin_scale > 0)
     for note in notes:
         log.warning(note)
-    model = build_model(config.model, data.train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
-    model.beta = config.loss.beta
-    if count := add_adapter(model.model, config.adapter, seed=config.seed):
-        log.info("%s: %s", config.adapter.kind.value, count)
-    require_trainable_head(model.train().model)
+    model = trainable_model(config, data.train)
     datamodule = data_module(data, config, model, order)
     dropped = [*datamodule.data.train.skipped, *datamodule.data.val.skipped]
     if len(dropped) > len(data.train.skipped) + len(data.val.skipped):  # by the chat template
@@ -231,33 +216,6 @@ def _list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:
     if skipped:
         path = write_text(run_dir / SKIPPED_FILE, "".join(f"{row}\n" for row in skipped))
         log.warning("%d rows gave no pair; %s lists them, the first is %s", len(skipped), path, skipped[0])
-
-
-def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:
-    """The base model of a run: loaded from `path`, or built small with a tokenizer trained on the pairs."""
-    if config.path is not None:
-        return BradleyTerryRM.from_pretrained(
-            config.path,
-            max_length=config.max_length,
-            attn_implementation=config.attn_implementation.value,
-            dropout=config.dropout,
-            seed=seed,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            gradient_checkpointing=config.gradient_checkpointing,
-            quantize=quantize,
-            new_head=True,
-        )
-    assert config.max_length is not None, "checked with the options"
-    return BradleyTerryRM.from_config(
-        config.architecture,
-        train_tokenizer(rendered_texts(train.pairs), config.vocab_size),
-        max_length=config.max_length,
-        attn_implementation=config.attn_implementation.value,
-        dropout=config.dropout,
-        seed=seed,
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
 
 
 def _fit(run: _Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[Callback]) -> RunStatus:
@@ -332,81 +290,6 @@ def _stopped_at_once(run_dir: Path) -> str:
         f"the newest checkpoint is {newest[-1]}; resume=auto goes on from there" if newest else "nothing was saved yet"
     )
     return f"stopped at once, without a checkpoint of this step; {saved}"
-
-
-def build_trainer(
-    hardware: HardwareConfig, loggers: list[Logger], callbacks: list[Callback], num_steps: int
-) -> pl.Trainer:
-    """Lightning trainer that only drives steps; evaluation, checkpoints and logging are this package's callbacks."""
-    quiet_libraries()
-    return pl.Trainer(
-        accelerator=hardware.accelerator,
-        devices=hardware.devices,
-        num_nodes=hardware.num_nodes,
-        strategy=strategy_of(hardware),
-        plugins=cluster_plugins(),
-        precision=hardware.precision,  # type: ignore[arg-type]
-        max_steps=num_steps,
-        max_epochs=1,
-        logger=loggers,
-        callbacks=callbacks,
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=any(isinstance(callback, StepProgress) for callback in callbacks),
-        use_distributed_sampler=False,
-        log_every_n_steps=1,
-    )
-
-
-def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
-    """TensorBoard and W&B as configured."""
-    loggers: list[Logger] = []
-    if config.tensorboard:
-        loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
-    if config.wandb:
-        wandb = WandbLogger(
-            project=config.project,
-            name=config.name or run_dir.name,
-            group=config.group,
-            tags=config.tags,
-            save_dir=str(run_dir),
-            mode=config.wandb_mode.value,
-        )
-        loggers.append(wandb)
-    return loggers
-
-
-def require_wandb_key(config: LoggerConfig) -> None:
-    """Refuse W&B online without a key, before a model is loaded.
-
-    Raises:
-        ConfigError: saying how to log in or to stay offline.
-    """
-    if not config.wandb or config.wandb_mode != WandbMode.online or os.environ.get("WANDB_API_KEY"):
-        return
-    import wandb
-
-    if not wandb.api.api_key:
-        raise ConfigError(
-            "logger.wandb_mode=online needs a W&B API key, and there is none on this machine; run wandb login, set "
-            "WANDB_API_KEY, or write logger.wandb_mode=offline"
-        )
-
-
-def close_loggers(loggers: list[Logger]) -> None:
-    """End the W&B run, so that its files are whole; Lightning leaves it open."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
-
-
-def quiet_libraries() -> None:
-    """Keep Lightning's start-up notices off the terminal, and one deprecation of torch 2.13 that it meets."""
-    # Lightning 2.6 still calls LeafSpec(); harmless until torch removes it.
-    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
-    for name in ("pytorch_lightning", "lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _finish(run: _Run, status: RunStatus) -> RunResult:

@@ -11,7 +11,8 @@ import torch
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.run import _prepare, build_trainer
+from rm_optimizer.training.run import _prepare
+from rm_optimizer.training.trainer import build_trainer
 
 Build = Callable[..., TrainConfig]
 

@@ -21,7 +21,7 @@ from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram
 from rm_optimizer.training.folder.recorder import MetricsCSV
-from rm_optimizer.training.run import require_wandb_key
+from rm_optimizer.training.trainer import require_wandb_key
 
 Build = Callable[..., TrainConfig]
 WATCHED = ["training.calibration.enabled=true", "profile_memory=true"]

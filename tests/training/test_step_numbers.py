@@ -23,7 +23,8 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.run import _prepare, _Run, build_trainer
+from rm_optimizer.training.run import _prepare, _Run
+from rm_optimizer.training.trainer import build_trainer
 
 Build = Callable[..., TrainConfig]
 STEPS = 2
