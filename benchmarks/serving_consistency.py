@@ -113,13 +113,14 @@ def server(engine: str, python: str, checkpoint: Path, root: Path) -> Iterator[t
 
 def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/ready", timeout=5, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.02)
+    with httpx.Client(timeout=5, trust_env=False) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if client.get(f"{url}/ready").is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
     raise SystemExit(f"the server at {url} did not become ready")
 
 
