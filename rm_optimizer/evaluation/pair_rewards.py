@@ -170,8 +170,8 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: int, *, stopped: bool) -> PairRewards:
-    index = torch.cat([part[0] for part in parts]) if parts else torch.empty(0, dtype=torch.int64)
-    rewards = torch.cat([part[1] for part in parts]) if parts else torch.empty(0, 2, dtype=torch.float64)
+    parts = [(torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.float64)), *parts]
+    index, rewards = (torch.cat(side) for side in zip(*parts, strict=True))
     if world_size > 1:
         shares: list[Any] = [None] * world_size
         distributed.all_gather_object(shares, (index, rewards, stopped))

@@ -17,12 +17,7 @@ from rm_optimizer.core.pairs.trained_pairs import TrainedOn, TrainedPairs
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
 from rm_optimizer.evaluation.distinct_responses import score_responses
-from rm_optimizer.evaluation.pair_rewards import (
-    METRICS_FILE,
-    metrics_of,
-    write_distributions,
-    write_pair_rewards,
-)
+from rm_optimizer.evaluation.pair_rewards import METRICS_FILE, metrics_of, write_distributions, write_pair_rewards
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE

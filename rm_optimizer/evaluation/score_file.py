@@ -11,20 +11,14 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
 from rm_optimizer.core.rows.readers import row_unit
-from rm_optimizer.core.rows.response_files import (
-    FileKind,
-    ResponseRow,
-    file_kind,
-    read_responses,
-    write_with_rewards,
-)
+from rm_optimizer.core.rows.response_files import FileKind, ResponseRow, file_kind, read_responses, write_with_rewards
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
@@ -188,20 +182,11 @@ def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Pat
 
 
 def _summary(log: Ledger) -> ScoredFile:
-    chunks = [
-        {name: value for name, value in chunk.items() if name != "rewards"} | {"num_rows": len(chunk["rewards"])}
-        for chunk in log.values()
-    ]
-
-    def total(name: str) -> int | None:
-        return sum(chunk[name] for chunk in chunks) if all(name in chunk for chunk in chunks) else None
-
-    return ScoredFile(
-        num_rows=total("num_rows") or 0,
-        num_responses=total("num_responses") or 0,
-        num_prompt_cut=total("num_prompt_cut"),
-        num_response_cut=total("num_response_cut"),
-    )
+    chunks = [{"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values()]
+    names = [field.name for field in fields(ScoredFile)]
+    known = [name for name in names if all(name in chunk for chunk in chunks)]
+    counts: dict[str, Any] = dict.fromkeys(names)
+    return ScoredFile(**counts | {name: sum(chunk[name] for chunk in chunks) for name in known})
 
 
 def _write_target(source: Path, target: Path, log: Ledger) -> None:

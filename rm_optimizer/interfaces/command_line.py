@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -54,21 +55,16 @@ def checked(
     Raises:
         ConfigError: in one sentence, whatever is wrong.
     """
-    register()
-    search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
     try:
-        with initialize_config_dir(config_root(), version_base="1.3"):
+        with _hydra(overrides):
             _check_group_values(overrides, GlobalHydra.instance().config_loader())
-            lines = [*search, *completed(overrides)]
-            config = hydra_compose(config_name=name, overrides=lines, return_hydra_config=True)
+            config = _composed(completed(overrides), name, config_dir)
             refuse_unread_rates(overrides, config)
             if not sweeps:
                 _require_no_sweep(config, overrides)
             built = _finished(config, kind, writable, job)
             require_switches(config, overrides)
             return built
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error, overrides)) from error
     finally:
         HydraConfig.instance().cfg = None
 
@@ -92,18 +88,25 @@ def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: st
     Raises:
         ConfigError: if an override is wrong.
     """
-    return str(_composed(overrides, name, config_dir).hydra.run.dir)
+    with _hydra(overrides):
+        return str(_composed(overrides, name, config_dir).hydra.run.dir)
+
+
+@contextmanager
+def _hydra(overrides: Sequence[str]) -> Iterator[None]:
+    """Let Hydra compose in the block; its errors become one sentence about the overrides."""
+    register()
+    try:
+        with initialize_config_dir(config_root(), version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(explain(error, overrides)) from error
 
 
 def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
     """The configuration with Hydra's own options, unchecked."""
-    register()
     search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
-    try:
-        with initialize_config_dir(config_root(), version_base="1.3"):
-            return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, overrides)) from error
+    return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,10 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
     Raises:
         ConfigError: if an override cannot be read or composed.
     """
-    first = [options[0] for options in _choices(overrides)]
-    config = _composed(first, name, config_dir)
-    of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
-    choices = _choices([*of_presets, *overrides])
+    with _hydra(overrides):
+        config = _composed([options[0] for options in _choices(overrides)], name, config_dir)
+        of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
+        choices = _choices([*of_presets, *overrides])
     covering, stride = [0], 1
     for options in reversed(choices):
         covering += [stride * number for number in range(1, len(options))]
@@ -145,10 +148,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:
     """Overrides of a sweep's runs, for each override."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(explain(error, overrides)) from error
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
     return [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
 
 

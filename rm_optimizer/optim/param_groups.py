@@ -77,13 +77,9 @@ class ParamPartition:
         for item in self.parameters:
             if item.role in roles:
                 members[item.role, peak * self._lr_factor(item, config)].append((item.name, item.parameter))
+        decays = {role: config.weight_decay if role in DECAYED else 0.0 for role in Role}
         return [
-            {
-                "params": params,
-                "lr": rate,
-                "weight_decay": config.weight_decay if role in DECAYED else 0.0,
-                "role": role.value,
-            }
+            {"params": params, "lr": rate, "weight_decay": decays[role], "role": role.value}
             for (role, rate), params in members.items()
         ]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.records.run_options import flat
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
@@ -46,12 +47,7 @@ def _is_for(folder: Path, identity: dict[str, Any]) -> bool:
 def _identity(options: dict[str, Any]) -> dict[str, Any]:
     """The options that decide a result, the checkpoint as an absolute path."""
     path = os.path.expanduser(options["checkpoint"])
-    decisive: dict[str, Any] = {"checkpoint": os.path.realpath(path) if os.path.exists(path) else path}
-    for name, value in options.items():
-        if isinstance(value, dict):
-            decisive |= {f"{name}.{key}": item for key, item in value.items()}
-        elif name != "checkpoint":
-            decisive[name] = value
+    decisive = dict(flat(options)) | {"checkpoint": os.path.realpath(path) if os.path.exists(path) else path}
     return {name: value for name, value in decisive.items() if name not in _FREE}
 
 

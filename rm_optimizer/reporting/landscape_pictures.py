@@ -52,14 +52,11 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
     """Draw the top eigenvalue and the trace during training, with the numbers as Parquet."""
-    measured = [{name: float(value) for name, value in row.items() if _is_curvature(name) and value} for row in history]
-    rows: list[Row] = [{"step": int(row["step"] or 0), **values} for row, values in zip(history, measured, strict=True)]
-    figure = plot_training_curvature(history, caption=caption)
-    return _save(figure, [row for row in rows if len(row) > 1], folder / "during_training")
-
-
-def _is_curvature(column: str) -> bool:
-    return column.startswith("curvature_")
+    rows: list[Row] = []
+    for row in history:
+        if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
+            rows.append({"step": int(row["step"] or 0), **values})
+    return _save(plot_training_curvature(history, caption=caption), rows, folder / "during_training")
 
 
 def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
@@ -225,15 +222,9 @@ def _block(item: BlockCurvature) -> str:
 
 
 def _layer_rows(result: LayerCurvature) -> list[Row]:
+    names = ("block", "num_parameters", "top_eigenvalue", "error_bound", "converged")
     return [
-        {
-            "block": item.block,
-            "num_parameters": item.num_parameters,
-            "top_eigenvalue": item.top_eigenvalue,
-            "error_bound": item.error_bound,
-            "converged": item.converged,
-            "trace": item.trace.value,
-            "trace_standard_error": item.trace.standard_error,
-        }
+        {name: getattr(item, name) for name in names}
+        | {"trace": item.trace.value, "trace_standard_error": item.trace.standard_error}
         for item in result.blocks
     ]

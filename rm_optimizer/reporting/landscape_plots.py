@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.contour import QuadContourSet
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -34,6 +33,7 @@ COLORS = (BLUE, VERMILION, GREEN, ORANGE, INK)
 _CROSS: dict[str, Any] = {
     "marker": "P", "color": VERMILION, "markeredgecolor": "white", "markersize": 11, "linestyle": "none",
 }  # fmt: skip
+_TITLE = "Loss over a plane through the weights"
 _WIDE = 30.0
 """Ratio of largest to smallest loss from which colors go by its logarithm."""
 
@@ -60,9 +60,8 @@ def plot_slices(result: Slice) -> Figure:
 
 def plot_contour(result: Surface) -> Figure:
     """Lines of equal loss over a plane through the weights."""
-    figure, (axes,) = captioned_figure(
-        "Loss over a plane through the weights", _caption(result.measured, result) + _error_of(result.points)
-    )
+    caption = _caption(result.measured, result) + _error_of(result.points)
+    figure, (axes,) = captioned_figure(_TITLE, caption)
     _draw_contour(figure, axes, result)
     axes.plot(0.0, 0.0, label="trained weights", **_CROSS)
     draw_legend(axes, "upper right")
@@ -74,7 +73,7 @@ def plot_surface(result: Surface) -> Figure:
     figure = Figure(figsize=(7.0, 5.6))
     FigureCanvasAgg(figure)
     axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
-    figure.text(0.03, 0.95, "Loss over a plane through the weights", fontsize=12, fontweight="bold", color=INK)
+    figure.text(0.03, 0.95, _TITLE, fontsize=12, fontweight="bold", color=INK)
     caption = wrapped(f"{_caption(result.measured, result)}{_error_of(result.points)}; axes: {_unit(result.measured)}")
     figure.text(0.03, 0.94, "\n".join(caption), fontsize=9, color=GRAY, va="top")
     x, y = np.meshgrid(result.x, result.y)
@@ -91,21 +90,15 @@ def plot_surface(result: Surface) -> Figure:
 def plot_trajectory(result: Trajectory) -> Figure:
     """The checkpoints of a run over lines of equal loss, in the plane they stay closest to."""
     surface = result.surface
-    figure, (axes,) = captioned_figure(
-        "The way training took", _caption(surface.measured, result) + _error_of([result.points])
-    )
+    caption = _caption(surface.measured, result) + _error_of([result.points])
+    figure, (axes,) = captioned_figure("The way training took", caption)
     _draw_contour(figure, axes, surface)
     x, y = np.array(result.coordinates).T
     axes.plot(x, y, color="white", linewidth=3.2)
-    path: dict[str, Any] = {
-        "marker": "o",
-        "markersize": 4.5,
-        "markeredgecolor": "white",
-        "label": "checkpoints (loss ± 1 standard error)",
-    }
-    axes.plot(x, y, color=INK, linewidth=1.4, **path)
+    marks: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
+    axes.plot(x, y, color=INK, linewidth=1.4, label="checkpoints (loss ± 1 standard error)", **marks)
     axes.plot(x[-1], y[-1], label="last checkpoint", **_CROSS)
-    for index in _labeled(len(x)):
+    for index in sorted({0, len(x) // 2, len(x) - 1}):
         is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
         offset = (-7 if is_right else 7, -15 if 0 < index < len(x) - 1 else 9)
         axes.annotate(
@@ -139,10 +132,6 @@ def _unit(measured: GridDescription) -> str:
     return "parameter distance" if measured.values else "1 = length of the weights"
 
 
-def _axis_label(measured: GridDescription, index: int) -> str:
-    return f"{measured.names[index]} ({_unit(measured)})"
-
-
 def _column(points: Sequence[PointLoss], name: str) -> NDArray[np.float64]:
     return np.array([getattr(point, name) for point in points], dtype=np.float64)
 
@@ -157,7 +146,7 @@ def _norm(loss: NDArray[np.float64]) -> Normalize:
     return LogNorm(low, high) if low > 0 and high > _WIDE * low else Normalize(low, high)
 
 
-def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> QuadContourSet:
+def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> None:
     loss = _losses(surface.points)
     norm = _norm(loss)
     spaced = np.geomspace if isinstance(norm, LogNorm) else np.linspace
@@ -170,15 +159,10 @@ def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> QuadContourSe
     bar = figure.colorbar(filled, ax=axes, label="loss (nats a pair)", format="%.3g")
     bar.ax.tick_params(labelsize=8)
     axes.grid(False)
-    axes.set(xlabel=_axis_label(surface.measured, 0), ylabel=_axis_label(surface.measured, 1))
-    return filled
+    x, y = (f"{name} ({_unit(surface.measured)})" for name in surface.measured.names[:2])
+    axes.set(xlabel=x, ylabel=y)
 
 
 def _loss_at(result: Trajectory, index: int) -> str:
     point, step = result.points[index], f"step {result.steps[index]:,}"
     return step if math.isnan(point.loss) else f"{step}: {point.loss:.3f} ± {point.loss_standard_error:.2g}"
-
-
-def _labeled(count: int) -> list[int]:
-    """First, middle and last."""
-    return sorted({0, count // 2, count - 1})

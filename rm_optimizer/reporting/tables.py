@@ -148,8 +148,8 @@ def group_table(metrics: PairwiseMetrics, column: str) -> Group:
         cells = (group.num_pairs, group.num_prompts, headline, *longer, group.nll.value, group.ece.value)
         table.add_row(Text(name), *(cell_text(cell) for cell in cells))
     rest = len(members) - len(listed)
-    note = [Text(f"{rest:,} more with fewer than {LEAST_PAIRS} pairs each: see metrics.json", "dim")] if rest else []
-    return Group(*([table] if listed else []), *note)
+    note = Text(f"{rest:,} more with fewer than {LEAST_PAIRS} pairs each: see metrics.json", "dim")
+    return Group(*[table] * bool(listed), *[note] * bool(rest))
 
 
 def audit_tables(audit: DataAudit) -> Group:

@@ -35,22 +35,9 @@ TASKS = {
     "teach": "Teach me {topic}",
 }
 CONTEXTS = (
-    "after a long break",
-    "after work",
-    "at home",
-    "before summer",
-    "during winter",
-    "for a friend",
-    "for fun",
-    "for my children",
-    "for our club",
-    "in a big city",
-    "in a small flat",
-    "on a small budget",
-    "on weekends",
-    "with a group",
-    "with my family",
-    "without a teacher",
+    *("after a long break", "after work", "at home", "before summer", "during winter", "for a friend"),
+    *("for fun", "for my children", "for our club", "in a big city", "in a small flat"),
+    *("on a small budget", "on weekends", "with a group", "with my family", "without a teacher"),
 )
 CONSTRAINTS = {
     "none": "",
