@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.reporting.style import BLUE, GREEN, draw_legend, new_figure, two_panels
+from rm_optimizer.reporting.style import (
+    BLUE,
+    GRAY,
+    GREEN,
+    VERMILION,
+    captioned_figure,
+    draw_legend,
+    new_figure,
+    two_panels,
+)
 from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
+from rm_optimizer.rl_coupling.overoptimization import Optimization, OveroptimizationCurve, fitted_gain
 
 
 def plot_best_of_n(curve: BestOfNCurve) -> Figure:
@@ -37,8 +48,47 @@ def plot_best_of_n(curve: BestOfNCurve) -> Figure:
     return figure
 
 
+def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
+    """Gains in proxy and gold reward over the distance from the policy, with the fitted forms and the peak.
+
+    Args:
+        curve: the curve, with intervals over prompts.
+    """
+    form = "d (α − β d)" if curve.optimization == Optimization.best_of_n else "d (α − β log d)"
+    verdict = "no fall shown" if curve.turning_point is None else f"gold falls by {curve.fall:.2f} from its highest"
+    caption = f"n = {curve.num_prompts:,} prompts; lines: {form}; bars: 95% intervals; {verdict}"
+    figure, (axes,) = captioned_figure("Over-optimization", caption)
+    last = curve.points[-1].distance
+    grid = np.linspace(0.0, last, 200)
+    fit = curve.fit
+    _draw_gain(axes, curve, [point.proxy for point in curve.points], BLUE, "proxy reward, which is optimized")
+    axes.plot(grid, fitted_gain(grid, fit.proxy_alpha.value, fit.proxy_beta.value, curve.optimization), color=BLUE)
+    _draw_gain(axes, curve, [point.gold for point in curve.points], GREEN, "gold reward")
+    axes.plot(grid, fitted_gain(grid, fit.alpha.value, fit.beta.value, curve.optimization), color=GREEN)
+    axes.axhline(0.0, color=GRAY, linewidth=1.0)
+    if curve.peak_distance.value < last:
+        label = f"peak of the fit, {curve.peak_distance:.2f}"
+        axes.axvline(curve.peak_distance.value, color=VERMILION, linestyle=":", linewidth=1.4, label=label)
+    axes.set(xlabel="distance from the policy, √KL (nats)", ylabel="gain (standard deviations)")
+    draw_legend(axes, "upper left")
+    return figure
+
+
+def _draw_gain(axes: Axes, curve: OveroptimizationCurve, gains: Sequence[Estimate], color: str, label: str) -> None:
+    _draw_bars(axes, [point.distance for point in curve.points], gains, color, label, "none")
+
+
 def _draw(axes: Axes, sizes: Sequence[float], rewards: Sequence[Estimate], color: str, label: str) -> None:
-    """Rewards with their intervals."""
+    """Rewards with their intervals, and a legend."""
+    _draw_bars(axes, sizes, rewards, color, label, "-")
+    axes.set_ylabel("expected reward")
+    draw_legend(axes, "lower right")
+
+
+def _draw_bars(
+    axes: Axes, places: Sequence[float], rewards: Sequence[Estimate], color: str, label: str, line: str
+) -> None:
+    """Points with their intervals."""
     values = [reward.value for reward in rewards]
     below = [
         value - (value if reward.low is None else reward.low) for value, reward in zip(values, rewards, strict=True)
@@ -46,6 +96,14 @@ def _draw(axes: Axes, sizes: Sequence[float], rewards: Sequence[Estimate], color
     above = [
         (value if reward.high is None else reward.high) - value for value, reward in zip(values, rewards, strict=True)
     ]
-    axes.errorbar(sizes, values, yerr=[below, above], color=color, marker="o", markersize=5, capsize=3, label=label)
-    axes.set_ylabel("expected reward")
-    draw_legend(axes, "lower right")
+    axes.errorbar(
+        places,
+        values,
+        yerr=[below, above],
+        color=color,
+        linestyle=line,
+        marker="o",
+        markersize=5,
+        capsize=3,
+        label=label,
+    )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.language_policies import VLLMPolicy as VLLMPolicy
     from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector as MahalanobisDetector
     from rm_optimizer.rl_coupling.out_of_distribution import OODDetection as OODDetection
+    from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve as OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler as BestOfNSampler
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses as RankedResponses
     from rm_optimizer.rl_coupling.world_policy import WorldGold as WorldGold

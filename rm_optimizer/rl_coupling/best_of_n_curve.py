@@ -71,7 +71,7 @@ class BestOfNCurve(JsonRecord, indent=2):
             DataError: if a reward is not finite, or the two kinds differ in number.
             ConfigError: if a size is below 1 or above the pool's size.
         """
-        proxy, gold = _checked(proxy, gold)
+        proxy, gold = require_rewards(proxy, gold)
         num_prompts, num_samples = proxy.shape
         sizes = powers_of_two(num_samples) if sizes is None else sorted(set(sizes))
         if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
@@ -204,7 +204,12 @@ def _means(totals: np.ndarray) -> np.ndarray:
     return np.asarray(totals[..., :-1] / totals[..., -1:])
 
 
-def _checked(proxy: np.ndarray, gold: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+def require_rewards(proxy: np.ndarray, gold: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rewards as float64 tables of one shape.
+
+    Raises:
+        DataError: if a reward is not finite, or the two kinds differ in number.
+    """
     proxy = np.asarray(proxy, dtype=np.float64)
     if proxy.ndim != 2 or not proxy.size:
         raise DataError(f"rewards must have the shape (prompts, samples), got {proxy.shape}")
@@ -215,7 +220,7 @@ def _checked(proxy: np.ndarray, gold: np.ndarray | None) -> tuple[np.ndarray, np
         if rewards is not None and not np.isfinite(rewards).all():
             prompt, sample = np.argwhere(~np.isfinite(rewards))[0]
             raise DataError(
-                f"{name} rewards must be finite, got {rewards[prompt, sample]} for response {sample + 1} to prompt "
-                f"{prompt + 1}; leave the prompt out or give another checkpoint"
+                f"{name} rewards must be finite, got {rewards[prompt, sample]} for prompt {prompt + 1}, column "
+                f"{sample + 1}; leave the prompt out or give another checkpoint"
             )
     return proxy, gold

@@ -105,7 +105,7 @@ def test_the_bound_holds_and_is_reached_without_ties() -> None:
         (np.ones((2, 3)), {"sizes": [0]}, ConfigError, "sizes must lie in 1 … 3"),
         (np.ones((2, 3)), {"sizes": [4]}, ConfigError, "got 4"),
         (np.ones((2, 3)), {"sizes": []}, ConfigError, "got none"),
-        (np.array([[1.0, np.nan]]), {}, DataError, "got nan for response 2 to prompt 1"),
+        (np.array([[1.0, np.nan]]), {}, DataError, "got nan for prompt 1, column 2"),
         (np.ones(3), {}, DataError, "shape"),
         (np.ones((2, 3)), {"gold": np.ones((2, 2))}, DataError, "expected a gold reward for each"),
         (np.ones((2, 3)), {"gold": np.full((2, 3), np.inf)}, DataError, "gold rewards must be finite"),

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
+    from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import Policy, RankedResponses
 
 WORLD = "world"
 """Name of the quick start's synthetic world, in place of a model."""
 BACKENDS = ("transformers", "vllm")
+FEWEST_POINTS = 4
+"""Values of n, and prompts, from which an over-optimization curve is fitted."""
 
 
 def bon(
@@ -51,7 +54,8 @@ def bon(
 ) -> None:
     """Rank responses of a policy by a reward model, and estimate the best of n for every n up to their number.
 
-    A stopped command goes on when repeated. OUT.curve.json and OUT.curve.png hold the curve.
+    A stopped command goes on when repeated. OUT.curve.json and OUT.curve.png hold the curve; with
+    --gold, OUT.overoptimization.json and its picture say where more selection makes responses worse.
     """
     if (policy is None) == (completions is None):
         raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
@@ -97,9 +101,10 @@ def _report(
     import numpy as np
 
     from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.policy_plots import plot_best_of_n
+    from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization
     from rm_optimizer.reporting.style import save_figure
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
+    from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 
     gold = None
     if judge is not None:
@@ -109,6 +114,24 @@ def _report(
     write_text(curve_file, curve.to_json() + "\n")
     save_figure(plot_best_of_n(curve), curve_file.with_suffix(".png"))
     _print(curve)
+    if gold is None or len(curve.points) < FEWEST_POINTS or len(ranked) < FEWEST_POINTS:
+        return
+    over = OveroptimizationCurve.of_best_of_n(proxy, gold, num_bootstrap=num_bootstrap, seed=seed)
+    over_file = curve_file.with_suffix("").with_suffix(".overoptimization.json")
+    write_text(over_file, over.to_json() + "\n")
+    save_figure(plot_overoptimization(over), over_file.with_suffix(".png"))
+    _print_verdict(over)
+
+
+def _print_verdict(curve: OveroptimizationCurve) -> None:
+    """Print whether the gold reward falls while the proxy reward grows."""
+    if curve.turning_point is None:
+        print(f"no fall of the gold reward is shown: its highest less its last is {curve.fall} standard deviations")
+    else:
+        print(
+            f"over-optimization: the gold reward is highest at √KL = {curve.turning_point:.2f} and then falls by "
+            f"{curve.fall} standard deviations"
+        )
 
 
 def _print(curve: BestOfNCurve) -> None:

@@ -1,0 +1,273 @@
+"""Over-optimization: proxy and gold reward against the distance from the policy, and where more distance is worse.
+
+Gao, Schulman and Hilton (2022, https://arxiv.org/abs/2210.10760, section 3.1) fit gold rewards gained over the policy
+by `d (alpha - beta d)` for best-of-n and `d (alpha - beta log d)` for reinforcement learning, with `d` the square root
+of the divergence in nats. Both are linear in alpha and beta, so a fit is a least-squares projection of the curve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from jaxtyping import Float
+from scipy.integrate import trapezoid
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, student_mean
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.rl_coupling.best_of_n_curve import kl_bound, powers_of_two, require_rewards, selected_means
+from rm_optimizer.rl_coupling.out_of_distribution import halves
+
+_GRID = 200
+"""Points of the integrals of gamma."""
+
+
+class Optimization(StrEnum):
+    """Way in which the policy moved: selection of the best of n, or reinforcement learning."""
+
+    best_of_n = "best_of_n"
+    rl = "rl"
+
+
+@dataclass(frozen=True)
+class OveroptimizationPoint:
+    """A policy at some distance from the first.
+
+    Args:
+        distance: square root of its divergence in nats.
+        proxy: gain in proxy reward over the first policy, in standard deviations of it.
+        gold: gain in gold reward, in standard deviations of the gold reward under the first policy.
+    """
+
+    distance: float
+    proxy: Estimate
+    gold: Estimate
+
+
+@dataclass(frozen=True)
+class GaoFit:
+    """Gold gain as `d (alpha - beta d)` or `d (alpha - beta log d)`.
+
+    Args:
+        alpha: initial gain for each unit of distance.
+        beta: loss of gain with distance.
+        residual: root mean square of what the form leaves over, in the unit of the gain.
+        proxy_alpha: alpha of the proxy gain.
+        proxy_beta: beta of the proxy gain.
+    """
+
+    alpha: Estimate
+    beta: Estimate
+    residual: float
+    proxy_alpha: Estimate
+    proxy_beta: Estimate
+
+
+@dataclass(frozen=True)
+class OveroptimizationCurve(JsonRecord, indent=2):
+    """Gains in proxy and gold reward with distance from a policy.
+
+    Rewards are divided by their standard deviation within prompts under the first policy, so that the two are in
+    comparable units. Intervals are over prompts.
+
+    Args:
+        optimization: way in which the policy moved; it decides the form.
+        points: by ascending distance; the first is the policy itself at 0.
+        fit: coefficients of the form.
+        peak_distance: distance up to the last point at which the fitted gold gain is largest.
+        peak_gain: fitted gold gain there.
+        fall: measured gold gain at its highest point less that at the last. One half of the prompts chooses the point,
+            the other half is measured, so that the choice does not flatter it.
+        turning_point: distance of the highest measured gold gain, where the interval of `fall` lies above 0; None where
+            no over-optimization is shown.
+        gamma: `integral |gold - proxy| / integral gold` of the fitted gains up to the last distance (Kim et al., 2025,
+            https://arxiv.org/abs/2505.12763); NaN where the gold gain's integral is not positive.
+        num_prompts: prompts behind it.
+    """
+
+    optimization: Optimization
+    points: tuple[OveroptimizationPoint, ...]
+    fit: GaoFit
+    peak_distance: Estimate
+    peak_gain: Estimate
+    fall: Estimate
+    turning_point: float | None
+    gamma: Estimate
+    num_prompts: int
+
+    @classmethod
+    def of_best_of_n(
+        cls,
+        proxy: Float[np.ndarray, "prompts samples"],
+        gold: Float[np.ndarray, "prompts samples"],
+        *,
+        sizes: Sequence[int] | None = None,
+        num_bootstrap: int = 1000,
+        seed: int = 0,
+    ) -> OveroptimizationCurve:
+        """The curve of best-of-n selection from a pool, at distances `sqrt(log n - (n - 1) / n)`.
+
+        Args:
+            proxy: rewards by which the best response is selected.
+            gold: gold rewards of the same responses.
+            sizes: values of n above 1, at least three; None takes powers of 2.
+            num_bootstrap: resamples over prompts, at least 2.
+            seed: seed of the resamples.
+
+        Raises:
+            DataError: if a reward is not finite, the shapes differ, or a reward is the same for all responses.
+            ConfigError: if the sizes are too few or outside the pool.
+        """
+        proxy, checked = require_rewards(proxy, gold)
+        assert checked is not None, "gold rewards were given"
+        gold = checked
+        num_samples = proxy.shape[1]
+        chosen = sorted({n for n in (powers_of_two(num_samples) if sizes is None else sizes) if n != 1})
+        if chosen and not 1 < chosen[0] <= chosen[-1] <= num_samples:
+            raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {chosen}")
+        means = selected_means(proxy, [proxy, gold], [1, *chosen])
+        gains = (means[:, :, 1:] - means[:, :, :1]) / np.array([_within(proxy), _within(gold)])[:, None, None]
+        distances = [math.sqrt(kl_bound(n)) for n in chosen]
+        return _curve(Optimization.best_of_n, distances, gains, num_bootstrap, seed)
+
+    @classmethod
+    def of_checkpoints(
+        cls,
+        divergence: Sequence[float],
+        proxy: Float[np.ndarray, "prompts checkpoints"],
+        gold: Float[np.ndarray, "prompts checkpoints"],
+        *,
+        scales: tuple[float, float] = (1.0, 1.0),
+        num_bootstrap: int = 1000,
+        seed: int = 0,
+    ) -> OveroptimizationCurve:
+        """The curve of a run of reinforcement learning.
+
+        Args:
+            divergence: of each checkpoint from the first, in nats, ascending from 0.
+            proxy: mean proxy reward of each checkpoint's responses to each prompt.
+            gold: mean gold reward of the same responses.
+            scales: standard deviation of proxy and gold within prompts under the first checkpoint.
+            num_bootstrap: resamples over prompts, at least 2.
+            seed: seed of the resamples.
+
+        Raises:
+            DataError: if a number is not finite, or the shapes or the order are wrong.
+            ConfigError: if there are too few checkpoints.
+        """
+        proxy, checked = require_rewards(proxy, gold)
+        assert checked is not None, "gold rewards were given"
+        nats = np.asarray(divergence, dtype=np.float64)
+        is_ascending = nats.shape == proxy.shape[1:] and nats[0] == 0 and bool((np.diff(nats) > 0).all())
+        if not is_ascending or not np.isfinite(nats).all():
+            raise DataError(
+                f"expected a divergence for each of the {proxy.shape[1]} checkpoints, ascending from 0, got "
+                f"{list(divergence)}"
+            )
+        if not min(scales) > 0:
+            raise ConfigError(f"scales must be positive, got {scales}")
+        kinds = zip((proxy, checked), scales, strict=True)
+        gains = np.stack([(kind[:, 1:] - kind[:, :1]) / scale for kind, scale in kinds])
+        return _curve(Optimization.rl, np.sqrt(nats[1:]).tolist(), gains, num_bootstrap, seed)
+
+
+def _within(rewards: Float[np.ndarray, "prompts samples"]) -> float:
+    """Standard deviation of a reward within prompts."""
+    if rewards.shape[1] < 2:
+        raise DataError(f"expected at least 2 responses to each prompt, got {rewards.shape[1]}")
+    spread = math.sqrt(float(rewards.var(axis=1, ddof=1).mean()))
+    if not spread > 1e-12 * max(1.0, float(np.abs(rewards).max())):
+        raise DataError("a reward is the same for all responses to every prompt, so nothing can be selected by it")
+    return spread
+
+
+def _curve(
+    optimization: Optimization,
+    distances: Sequence[float],
+    gains: Float[np.ndarray, "kinds prompts points"],
+    num_bootstrap: int,
+    seed: int,
+) -> OveroptimizationCurve:
+    if len(distances) < 3:
+        raise ConfigError(f"a form of two coefficients needs at least 3 points beyond the policy, got {len(distances)}")
+    _, num_prompts, num_points = gains.shape
+    d = np.array(distances)
+    basis = _basis(d, optimization)
+    grid = np.linspace(0.0, d[-1], _GRID + 1)
+    on_grid = _basis(grid, optimization)
+
+    def statistics(totals: np.ndarray) -> np.ndarray:
+        flat = totals[..., :-1] / totals[..., -1:]
+        means = flat.reshape(*totals.shape[:-1], 2, num_points)
+        coefficients = means @ np.linalg.pinv(basis).T
+        (proxy_fit, gold_fit) = (coefficients[..., kind, :] for kind in (0, 1))
+        fitted = coefficients @ on_grid.T
+        peak = _peak(gold_fit, d[-1], optimization)
+        height = (_basis(peak, optimization) * gold_fit).sum(axis=-1)
+        over = trapezoid(fitted[..., 1, :], grid, axis=-1)
+        apart = trapezoid(np.abs(fitted[..., 1, :] - fitted[..., 0, :]), grid, axis=-1)
+        gamma = np.where(over > 0, apart / np.where(over > 0, over, 1.0), np.nan)
+        derived = np.stack([peak, height, gamma], axis=-1)
+        return np.concatenate([flat, gold_fit, proxy_fit, derived], axis=-1)
+
+    rows = np.column_stack([gains.transpose(1, 0, 2).reshape(num_prompts, -1), np.ones(num_prompts)])
+    found = cluster_bootstrap(rows, statistics, num_bootstrap=num_bootstrap, seed=seed)
+    proxy, gold = found[:num_points], found[num_points : 2 * num_points]
+    alpha, beta, proxy_alpha, proxy_beta, peak, height, gamma = found[2 * num_points :]
+    left = gains[1].mean(axis=0) - basis @ np.array([alpha.value, beta.value])
+    none = Estimate(0.0, 0.0, num_prompts, 0.0, 0.0)
+    points = [OveroptimizationPoint(0.0, none, none), *map(OveroptimizationPoint, distances, proxy, gold)]
+    fall = _fall(gains[1], seed)
+    has_fallen = fall.low is not None and fall.low > 0
+    return OveroptimizationCurve(
+        optimization,
+        tuple(points),
+        GaoFit(alpha, beta, math.sqrt(float((left**2).mean())), proxy_alpha, proxy_beta),
+        peak,
+        height,
+        fall,
+        distances[int(gains[1].mean(axis=0).argmax())] if has_fallen else None,
+        gamma,
+        num_prompts,
+    )
+
+
+def fitted_gain(
+    distances: Float[np.ndarray, " points"], alpha: float, beta: float, optimization: Optimization
+) -> Float[np.ndarray, " points"]:
+    """Gain by the form at distances from 0."""
+    return np.asarray(_basis(np.asarray(distances, dtype=np.float64), optimization) @ np.array([alpha, beta]))
+
+
+def _basis(d: np.ndarray, optimization: Optimization) -> Float[np.ndarray, "*points 2"]:
+    """Values of which alpha and beta are the coefficients."""
+    safe = np.where(d > 0, d, 1.0)
+    loss = d * d if optimization == Optimization.best_of_n else d * np.log(safe)
+    return np.stack([d, -loss], axis=-1)
+
+
+def _peak(coefficients: Float[np.ndarray, "*resamples 2"], last: float, optimization: Optimization) -> np.ndarray:
+    """Distance in [0, last] at which the form is largest.
+
+    A form with beta above 0 is concave, with its peak at `alpha / (2 beta)` or `exp(alpha / beta - 1)`; otherwise it is
+    largest at one of the ends.
+    """
+    alpha, beta = coefficients[..., 0], coefficients[..., 1]
+    ratio = alpha / np.where(beta > 0, beta, 1.0)
+    inner = ratio / 2 if optimization == Optimization.best_of_n else np.exp(np.minimum(ratio - 1, 700.0))
+    end = (_basis(np.array(last), optimization) * coefficients).sum(axis=-1)
+    return np.where(beta > 0, np.clip(inner, 0.0, last), np.where(end > 0, last, 0.0))
+
+
+def _fall(gold: Float[np.ndarray, "prompts points"], seed: int) -> Estimate:
+    """Gain at the point that is highest in one half of the prompts less that at the last, in the other half."""
+    if len(gold) < 2:
+        return Estimate(math.nan, None, len(gold))
+    choosing, measured = halves(len(gold), seed)
+    highest = int(gold[choosing].mean(axis=0).argmax())
+    return student_mean(gold[measured, highest] - gold[measured, -1])
