@@ -65,7 +65,7 @@ def refuse_measured(
         dtype: type of the backbone.
 
     Raises:
-        ConfigError: saying by how much the state changes.
+        ConfigError: saying by how much the state changes, or that the model computes no rewards of token ids.
     """
     if dtype not in _TOLERANCE:
         return
@@ -78,6 +78,13 @@ def refuse_measured(
         for rows in (ids[:1], ids):
             padded, mask = pad_sequences(rows, pad_token_id)
             rewards_of(padded.to(head.weight.device), mask.to(head.weight.device))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{name} computes no rewards from token ids alone ({reason}); mend its configuration, or use another model"
+        ) from error
     finally:
         hook.remove()
     alone, beside = (states.flatten(1)[0].double() for states in seen)

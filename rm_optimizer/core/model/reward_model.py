@@ -20,6 +20,7 @@ from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, 
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.classifier.tree_attention import sharing_obstacle
 from rm_optimizer.core.classifier.window import check_window, default_max_length
+from rm_optimizer.core.model.input_form import settle_input
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt
@@ -32,8 +33,8 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, Render
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, set_pad_token_id
 from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
-from rm_optimizer.core.tokens.written_template import choose_form, read_as_written, write_for_training
-from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.core.tokens.written_template import write_for_training
+from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import from_values, json_values
 
 
@@ -133,18 +134,11 @@ class BradleyTerryRM(BaseRewardModel):
             attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
         )
         loaded = load_model(source, options)
-        if input_form is not None and (loaded.identity or render_fn or new_head or loaded.tokenizer.chat_template):
-            raise ConfigError(
-                f"input_form={input_form} is for reward models of others that have no chat template, but how {source} "
-                "reads its input is known; leave the option out"
-            )
-        if not loaded.identity and render_fn is None:
-            _settle_input(loaded, source, input_form, is_trained=not new_head)
+        settle_input(loaded, source, input_form, has_render_fn=render_fn is not None, is_trained=not new_head)
         recorded = loaded.identity.get("template", {}).get("max_length")
         is_default = max_length is None and recorded is None
         if max_length is None:
-            default = default_max_length(loaded.model.config, loaded.tokenizer)
-            max_length = recorded or default
+            max_length = recorded or default_max_length(loaded.model.config, loaded.tokenizer)
         reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
         reward_model.has_default_length = is_default
         if loaded.identity:
@@ -195,23 +189,14 @@ class BradleyTerryRM(BaseRewardModel):
         head_seed = seed if loaded.is_head_fresh else None
         model, tokenizer = loaded.model, loaded.tokenizer
         built = cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
-        try:
-            refuse_measured(
-                type(model).__name__,
-                built,
-                built.reward_head,
-                num_tokens=tokenizer.vocab_size,
-                pad_token_id=built.pad_choice.token_id,
-                dtype=computing_dtype(model),
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"{type(model).__name__} computes no rewards from token ids alone ({reason}); mend its configuration, "
-                "or use another model"
-            ) from error
+        refuse_measured(
+            type(model).__name__,
+            built,
+            built.reward_head,
+            num_tokens=tokenizer.vocab_size,
+            pad_token_id=built.pad_choice.token_id,
+            dtype=computing_dtype(model),
+        )
         return built
 
     @property
@@ -281,7 +266,8 @@ class BradleyTerryRM(BaseRewardModel):
         Raises:
             ValueError: if there are not as many prompts as responses.
         """
-        input_ids, attention_mask = pad_sequences(self._encoded(prompts, responses), self.pad_choice.token_id)
+        ids = [encoding.ids for encoding in self.encode(prompts, responses)]
+        input_ids, attention_mask = pad_sequences(ids, self.pad_choice.token_id)
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def score(
@@ -385,9 +371,6 @@ class BradleyTerryRM(BaseRewardModel):
         """
         return save_export(self, Path(folder), probe=probe, statistics=statistics, beside=beside)
 
-    def _encoded(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[int, ...]]:
-        return [encoding.ids for encoding in self.encode(prompts, responses)]
-
     def _recall(self, identity: Mapping[str, Any]) -> None:
         """Check the rendering against the recorded one, and take over what was recorded of head and pad token."""
         self.renderer.check_identity(identity["template"])
@@ -407,21 +390,6 @@ class BradleyTerryRM(BaseRewardModel):
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
     """Payload of a `.ckpt` under `checkpoint.PAYLOAD_KEY`, from which `from_pretrained` reads the file."""
     return describe_model(model.model, model.tokenizer, model.identity())
-
-
-def _settle_input(loaded: LoadedModel, source: object, form: str | None, *, is_trained: bool) -> None:
-    """Adapt the tokenizer of a foreign model to the input that the model reads, or is trained on."""
-    if not is_trained:
-        write_for_training(loaded.tokenizer)
-    elif loaded.tokenizer.chat_template:
-        read_as_written(loaded.tokenizer)
-    else:
-        if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
-            raise ConfigError(
-                f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
-                "by token types, which are not given to it here"
-            )
-        choose_form(loaded.tokenizer, form, source)
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:
