@@ -20,8 +20,7 @@ class SavedModel:
     checkpoint: Annotated[str, Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
     max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None
     input_form: Annotated[
-        str | None,
-        Option("--input-form", help="Input of a model of others without a chat template: plain or pair."),
+        str | None, Option("--input-form", help="Input of a model of others without a chat template: plain or pair.")
     ] = None
 
     def load(self, seed: int = 0) -> BradleyTerryRM:

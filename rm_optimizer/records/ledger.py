@@ -48,12 +48,7 @@ class Ledger:
 
 @contextmanager
 def open_ledger(
-    path: Path,
-    identity: str,
-    *,
-    other: str,
-    num_wanted: int | None = None,
-    remedy: str = "remove it to start again",
+    path: Path, identity: str, *, other: str, num_wanted: int | None = None, remedy: str = "remove it to start again"
 ) -> Iterator[Ledger]:
     """Open the ledger of a computation: the pieces of an earlier, stopped call are kept, a torn last line is cut off.
 

@@ -47,9 +47,7 @@ def mask_position_ids(attention_mask: Int[Tensor, "sequences tokens"]) -> Int[Te
 
 
 def last_token_logits(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "sequences tokens"],
-    attention_mask: Int[Tensor, "sequences tokens"],
+    model: PreTrainedModel, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
 ) -> Float[Tensor, "sequences 1"]:
     """A decoder's `score` at each sequence's last attended token.
 
@@ -82,9 +80,7 @@ def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, 
 
 
 def own_logits(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "sequences tokens"],
-    attention_mask: Int[Tensor, "sequences tokens"],
+    model: PreTrainedModel, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
 ) -> Float[Tensor, "sequences 1"]:
     """An encoder's logits through its own forward pass; encoders read the first token, so padding stands right.
 

@@ -32,13 +32,7 @@ class MacroBatchLoader(DataLoader[MacroBatch]):
     """
 
     def __init__(
-        self,
-        batches: MacroBatches,
-        steps: range,
-        *,
-        num_workers: int,
-        fetch_timeout: float,
-        pin_memory: bool = False,
+        self, batches: MacroBatches, steps: range, *, num_workers: int, fetch_timeout: float, pin_memory: bool = False
     ) -> None:
         super().__init__(
             batches,

@@ -46,8 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = TemplateProcessing(
-        single=f"{BOS} $A {EOS}",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)],
+        single=f"{BOS} $A {EOS}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
 
