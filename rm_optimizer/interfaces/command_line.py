@@ -80,11 +80,6 @@ def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
 def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:
     """The value of `hydra.run.dir` for these overrides, times in it filled in.
 
-    Args:
-        overrides: overrides of the command line, in Hydra's grammar, without sweeps.
-        name: main file.
-        config_dir: folder of the user's presets, searched before the package's.
-
     Raises:
         ConfigError: if an override is wrong.
     """

@@ -15,10 +15,6 @@ def launch(run: Callable[[Any], object], main_file: str) -> None:
 
     A failure inside `run` ends the process there with its sentence and exit code. Hydra lets that pass, where it would
     first announce an error in a line of its own.
-
-    Args:
-        run: the program; Hydra names the job after its module.
-        main_file: the main file of the configuration, without `.yaml`.
     """
     import hydra
 

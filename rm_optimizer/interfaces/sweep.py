@@ -62,11 +62,7 @@ def naming_sweep_folder() -> Iterator[None]:
 
 @dataclass
 class Sweep:
-    """The jobs so far.
-
-    Args:
-        folder: the folder of the sweep; None before its first job.
-    """
+    """The jobs so far."""
 
     folder: Path | None = None
     jobs: list[Job] = field(default_factory=list)

@@ -122,12 +122,7 @@ class PromptOverlap:
 
 @dataclass(frozen=True)
 class DataAudit(JsonRecord):
-    """The audit of one or more splits.
-
-    Args:
-        splits: each split's audit, by name.
-        overlaps: prompt overlap of each two splits.
-    """
+    """The audit of one or more splits."""
 
     splits: Mapping[str, SplitAudit]
     overlaps: tuple[PromptOverlap, ...]

@@ -167,13 +167,7 @@ class PairRows:
         return PairRows(self.tallies, self.places[np.asarray(positions, dtype=np.int64)])
 
     def refuse(self, reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
-        """Treat rows as bad whose pairs turn out to be of no use.
-
-        Args:
-            reasons: position of each such pair, and what is wrong with it.
-
-        Returns:
-            The bad rows, each once.
+        """Treat rows as bad by the positions of their pairs and the reasons, and return each once.
 
         Raises:
             DataError: if bad rows stop the reading of their source, or too many of its rows are bad.
