@@ -245,7 +245,7 @@ def answering(publisher: RMPublisherAdapter, route: str, answer: httpx.Response 
             raise answer
         return answer
 
-    publisher._messages.session = httpx.Client(transport=httpx.MockTransport(handle))
+    publisher._session_options["transport"] = httpx.MockTransport(handle)
     return asked
 
 
