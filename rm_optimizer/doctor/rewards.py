@@ -96,14 +96,9 @@ def _agreement(
 def score_sample(
     model: BradleyTerryRM, data: Mapping[str, PreferenceDataset], *, max_pairs: int, token_budget: int, seed: int
 ) -> ScoredPairs:
-    """Rewards and hidden states of a random sample, as many pairs of each data set.
+    """Rewards and hidden states of a random sample of at most `max_pairs` pairs, as many of each data set.
 
-    Args:
-        model: the reward model.
-        data: data sets by name.
-        max_pairs: pairs in all.
-        token_budget: tokens, padding included, of one pass.
-        seed: of the sample.
+    A pass takes at most `token_budget` tokens, padding included.
     """
     share = max(1, max_pairs // len(data))
     samples = {name: dataset.subset(share, seed).pairs for name, dataset in data.items()}

@@ -70,16 +70,14 @@ class ParamPartition:
         Raises:
             ConfigError: if the learning rate shall decay over layers and the model has none.
         """
-        decay = config.layer_lr_decay
+        decay, peak = config.layer_lr_decay, config.lr if lr is None else lr
         require(decay == 1 or self.num_layers > 0, "optimizer.layer_lr_decay", "be 1 for a model without layers", decay)
-        peak = config.lr if lr is None else lr
         members = defaultdict(list)
         for item in self.parameters:
             if item.role in roles:
                 members[item.role, peak * self._lr_factor(item, config)].append((item.name, item.parameter))
-        decays = {role: config.weight_decay if role in DECAYED else 0.0 for role in Role}
         return [
-            {"params": params, "lr": rate, "weight_decay": decays[role], "role": role.value}
+            {"params": params, "lr": rate, "weight_decay": config.weight_decay * (role in DECAYED), "role": role.value}
             for (role, rate), params in members.items()
         ]
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.landscape.estimates.density import density_curve
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
@@ -97,8 +98,7 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
         f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
         f"{_effort(result)}; seed {result.seed}"
     )
-    values, bounds = result.eigenvalues, result.error_bounds
-    places = _places(result)
+    values, bounds, places = result.eigenvalues, result.error_bounds, _places(result)
     title = f"{matrix}: eigenvalues"
     figure = plot_spectrum(values, bounds, title=title, caption=caption, places=places, sampling=result.sampling)
     columns = zip(places, values, result.residuals, bounds, result.converged, strict=True)
@@ -150,10 +150,7 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
             rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
-        rows["gradient norm"] = f"{result.geometry.gradient_norm:.4g}"
-        rows[f"SAM sharpness, radius {result.geometry.rho:g}"] = f"{result.geometry.sam_sharpness:.4g}"
-        rows["curvature along the gradient"] = f"{result.geometry.gradient_curvature:.4g}"
-        rows["cosine of gradient and its product"] = f"{result.geometry.gradient_alignment:.4g}"
+        rows |= _geometry_rows(result.geometry)
     lacking: dict[str | None, list[str]] = {}
     for name, quantity in summarize(result).items():
         label = name.replace("_", " ")
@@ -163,6 +160,15 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
             rows[label] = _quantity(quantity)
     rows |= {", ".join(names): _quantity(Quantity(None, reason)) for reason, names in lacking.items()}
     return rows
+
+
+def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
+    return {
+        "gradient norm": f"{found.gradient_norm:.4g}",
+        f"SAM sharpness, radius {found.rho:g}": f"{found.sam_sharpness:.4g}",
+        "curvature along the gradient": f"{found.gradient_curvature:.4g}",
+        "cosine of gradient and its product": f"{found.gradient_alignment:.4g}",
+    }
 
 
 def _quantity(quantity: Quantity) -> str:

@@ -63,9 +63,7 @@ def require_key(option: str, key: str) -> None:
 
 
 def require_in(option: str, value: object, interval: str) -> None:
-    """Raise unless a number lies in an interval; NaN lies in none.
-
-    Text passes: it is an interpolation or a missing value that has not been resolved yet.
+    """Raise unless a number lies in an interval; text, which is not resolved yet, passes, and NaN lies in none.
 
     Args:
         option: the option's name as the user types it.

@@ -41,20 +41,19 @@ def detect_collapse(chosen: np.ndarray, rejected: np.ndarray, weight: np.ndarray
         nll: mean negative log-likelihood of the pairs, in nats.
 
     Example:
-        >>> ones = np.ones(4)
-        >>> detect_collapse(ones, ones, ones, nll=math.log(2)).collapsed
+        >>> detect_collapse(*np.ones((3, 4)), nll=math.log(2)).collapsed
         True
     """
     if abs(nll - math.log(2)) > _NEAR_CHANCE * math.log(2):
         return CollapseVerdict(False, "")
     rewards = np.concatenate([chosen, rejected])
     spread = float(rewards.std())
-    if spread <= _CONSTANT * max(1.0, abs(float(rewards.mean()))):
-        what = f"all {rewards.size:,} rewards are equal" + (f" but for noise of {spread:.1e}" if spread else "")
-        return CollapseVerdict(True, f"collapsed: {what} and the loss is {nll:.4f} (chance is log 2 = 0.6931)")
     tied = np.abs(chosen - rejected) <= _TIED * np.maximum(np.abs(chosen), np.abs(rejected))
     share = float((weight * tied).sum() / weight.sum())
-    if share >= 0.5:
+    if spread <= _CONSTANT * max(1.0, abs(float(rewards.mean()))):
+        what = f"all {rewards.size:,} rewards are equal" + (f" but for noise of {spread:.1e}" if spread else "")
+    elif share >= 0.5:
         what = f"{share:.0%} of pairs have tied rewards"
-        return CollapseVerdict(True, f"collapsed: {what} and the loss is {nll:.4f} (chance is log 2 = 0.6931)")
-    return CollapseVerdict(False, "")
+    else:
+        return CollapseVerdict(False, "")
+    return CollapseVerdict(True, f"collapsed: {what} and the loss is {nll:.4f} (chance is log 2 = 0.6931)")

@@ -166,16 +166,14 @@ def load_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig, recor
     Raises:
         CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another one.
     """
-    whole = modules_named(model, config.modules_to_save or ())
-    if not is_under(head_name(model), whole):
+    if not is_under(head_name(model), modules_named(model, config.modules_to_save or ())):
         raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
     attach(model, config, seed=0)
     stored, names = load_file(folder / WEIGHTS_FILE), _file_names(model)
     wrong = sorted(stored.keys() ^ set(names.values()))
     if wrong:
-        raise CheckpointError(
-            f"the adapter in {folder} does not fit its base: {len(wrong)} tensors, such as {wrong[0]}"
-        )
+        examples = f"{len(wrong)} tensors, such as {wrong[0]}"
+        raise CheckpointError(f"the adapter in {folder} does not fit its base: {examples}")
     model.load_state_dict({name: stored[key] for name, key in names.items()}, strict=False)
     if recorded_base and base_fingerprint(model) != recorded_base["fingerprint"]:
         raise CheckpointError(

@@ -210,8 +210,7 @@ def _certified(
     prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
     renderer = reward_model.renderer
     ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
-    has_code = hasattr(reward_model.model.config, "auto_map")
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=hasattr(reward_model.model.config, "auto_map"))
     again = ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
     if [encoding.ids for encoding in again.encode_batch(prompts, responses)] != ids:
         raise CheckpointError(
@@ -223,8 +222,8 @@ def _certified(
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
         reloaded = _plain_rewards(form.read(reward_model.model, folder), ids, device)
     dtype = computing_dtype(reward_model.model)
-    certificate = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
-    certificate = replace(certificate, tolerance=form.tolerance[dtype])
+    compared = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
+    certificate = replace(compared, tolerance=form.tolerance[dtype])
     if not certificate.is_passed:
         raise CheckpointError(
             f"the export does not score as the model does: rewards differ by up to {certificate.max_difference:.3g} "

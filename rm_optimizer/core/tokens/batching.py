@@ -342,16 +342,9 @@ def macro_batch(
     rank: int,
     world_size: int,
 ) -> MacroBatch:
-    """One rank's share of the macro-batch that the tokenized pairs at these positions make.
+    """One rank's share of the macro-batch that the tokenized pairs at these positions, over all ranks, make.
 
-    Args:
-        collator: makes the tensors.
-        positions: the pairs, over all ranks.
-        step: the optimizer step.
-        micro_token_budget: tokens of a micro-batch, padding included.
-        mean_weight: mean weight of the data set's pairs.
-        rank: rank of the process, in [0, world_size).
-        world_size: number of ranks.
+    Its micro-batches hold at most `micro_token_budget` tokens, padding included. `mean_weight` is that of the data set.
     """
     share = rank_share(collator.tokens(positions), positions, rank, world_size)
     return MacroBatch(
