@@ -19,24 +19,26 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+import tests.runtime_types  # noqa: F401  # named in a string below
 from tests import composed_once
 from tests.fork_server import starts
 
 CHECKED = (
-    "metrics.calibration",
-    "metrics.pairwise",
-    "tokens.prefix_trees",
-    "classifier.head",
-    "classifier.pooling",
-    "classifier.tree_attention",
-    "storage.certificate",
-    "storage.export",
-    "model.losses",
-    "model.reward_model",
+    "core.classifier",
+    "core.metrics",
+    "core.model",
+    "core.storage",
+    "core.tokens",
+    "doctor",
+    "evaluation",
+    "experiments",
+    "landscape",
+    "optim",
+    "serving.embedded",
 )
-"""Modules of `core` whose shapes and types are checked on every call in the tests."""
+"""Packages whose arrays are checked against their annotations on every call in the tests."""
 
-install_import_hook([f"rm_optimizer.core.{module}" for module in CHECKED], "beartype.beartype")
+install_import_hook([f"rm_optimizer.{package}" for package in CHECKED], "tests.runtime_types.checked")
 composed_once.install()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -167,6 +168,17 @@ def test_docstrings_begin_with_a_noun_phrase_or_a_verb():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
         if text.split(maxsplit=1)[0].rstrip(",:") in ODD_OPENINGS
+    ]
+    assert odd == []
+
+
+def test_arrays_are_annotated_in_one_way():
+    odd = [
+        f"{name}, line {node.lineno}: {text}"
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None
+        if re.search(r"torch\.Tensor|NDArray\[np\.float", text := ast.unparse(node.annotation))
     ]
     assert odd == []
 

@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import replace
 
 import numpy as np
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
@@ -47,8 +48,10 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
 
 
 def held_out_predictions(
-    differences: NDArray[np.float64], targets: NDArray[np.float64], folds: NDArray[np.int64]
-) -> NDArray[np.float64]:
+    differences: Float[np.ndarray, "pairs hidden"],
+    targets: Float[np.ndarray, "pairs tasks"],
+    folds: Int[np.ndarray, " pairs"],
+) -> Float[np.ndarray, "pairs tasks"]:
     """Predictions of each fold by ridge regression on the others, for every column of targets.
 
     Without intercept, `w = argmin ||X w - y||^2 + lambda ||w||^2`, solved in its dual form
@@ -56,8 +59,8 @@ def held_out_predictions(
     squared row lengths.
 
     Args:
-        differences: X, `(pairs, hidden)`.
-        targets: y of each task, `(pairs, tasks)`.
+        differences: X.
+        targets: y of each task.
         folds: number of each pair's fold.
     """
     scale = np.sqrt((differences**2).mean(axis=0))
@@ -86,7 +89,7 @@ def _folds(scored: ScoredPairs, seed: int) -> NDArray[np.int64]:
     return np.array([order[mark] for mark in marks], dtype=np.int64)
 
 
-def _random_winners(scored: ScoredPairs, seed: int) -> NDArray[np.float64]:
+def _random_winners(scored: ScoredPairs, seed: int) -> np.ndarray:
     """1 where `chosen` wins at random, else -1; the same two texts have the same winner under every prompt."""
     texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in scored.pairs]
     index = {key: i for i, key in enumerate(dict.fromkeys(texts))}
@@ -95,7 +98,7 @@ def _random_winners(scored: ScoredPairs, seed: int) -> NDArray[np.float64]:
     return np.asarray(first_wins[[index[key] for key in texts]] * is_first[:, None])
 
 
-def _signal(scored: ScoredPairs, predicted: NDArray[np.float64], shuffled: float, is_fresh: bool, seed: int) -> Check:
+def _signal(scored: ScoredPairs, predicted: np.ndarray, shuffled: float, is_fresh: bool, seed: int) -> Check:
     estimate = scored.accuracy(predicted, seed)
     low, high = interval_of(estimate)
     status = Status.ok
@@ -114,7 +117,7 @@ def _signal(scored: ScoredPairs, predicted: NDArray[np.float64], shuffled: float
     return Check("label_signal", status, estimate.value, "held-out accuracy", "above 0.5", explanation, details)
 
 
-def _shuffle(accuracies: NDArray[np.float64]) -> Check:
+def _shuffle(accuracies: np.ndarray) -> Check:
     """The control task over all shuffles; far above chance by `_STANDARD_ERRORS` fails."""
     mean = float(accuracies.mean())
     error = float(accuracies.std(ddof=1) / np.sqrt(len(accuracies)))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float
 from scipy.special import log_expit
 from scipy.stats import spearmanr
 
@@ -38,20 +38,20 @@ class ScoredPairs:
 
     Args:
         pairs: the pairs, those that are equal after truncation left out.
-        rewards: of both sides, `(pairs, 2)`.
-        features: hidden states of both sides that the head reads, `(pairs, 2, hidden)`.
+        rewards: of both sides, `chosen` first.
+        features: hidden states of both sides that the head reads.
         num_scored: pairs of each data set.
         cut_pairs: pairs that are equal after truncation, which count as ties.
     """
 
     pairs: tuple[PreferencePair, ...]
-    rewards: NDArray[np.float64]
-    features: NDArray[np.float64]
+    rewards: Float[np.ndarray, "pairs 2"]
+    features: Float[np.ndarray, "pairs 2 hidden"]
     num_scored: Mapping[str, int]
     cut_pairs: tuple[PreferencePair, ...] = ()
 
     @property
-    def margin(self) -> NDArray[np.float64]:
+    def margin(self) -> Float[np.ndarray, " pairs"]:
         """Reward of `chosen` less that of `rejected`."""
         return np.asarray(self.rewards[:, 0] - self.rewards[:, 1])
 
@@ -68,17 +68,17 @@ class ScoredPairs:
         weight = np.array([pair.weight for pair in pairs])
         return _agreement(pairs, margin, seed, weight=weight, length_gap=gap)
 
-    def accuracy(self, margin: NDArray[np.float64], seed: int) -> Estimate:
+    def accuracy(self, margin: Float[np.ndarray, " pairs"], seed: int) -> Estimate:
         """Agreement of margins with the labels, ties one half, with an interval over prompts."""
         return _agreement(self.pairs, margin, seed).accuracy
 
 
 def _agreement(
     pairs: Sequence[PreferencePair],
-    margin: NDArray[np.float64],
+    margin: Float[np.ndarray, " pairs"],
     seed: int,
-    weight: NDArray[np.float64] | None = None,
-    length_gap: NDArray[np.float64] | None = None,
+    weight: Float[np.ndarray, " pairs"] | None = None,
+    length_gap: Float[np.ndarray, " pairs"] | None = None,
 ) -> PairwiseMetrics:
     return evaluate_pairs(
         margin,
@@ -122,7 +122,7 @@ def _encoded(model: BradleyTerryRM, sides: Sequence[tuple[PreferencePair, str]])
     return [encoding.ids for encoding in encodings]
 
 
-def reward_spread(chosen: NDArray[np.float64], rejected: NDArray[np.float64]) -> Check:
+def reward_spread(chosen: Float[np.ndarray, " pairs"], rejected: Float[np.ndarray, " pairs"]) -> Check:
     """Rewards are finite and tell responses apart."""
     rewards = np.concatenate([chosen, rejected])
     if not np.isfinite(rewards).all():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
@@ -38,7 +39,12 @@ class BestOfN:
 
 
 def best_of_n(
-    pairs: Sequence[PreferencePair], chosen: np.ndarray, rejected: np.ndarray, *, num_bootstrap: int, seed: int
+    pairs: Sequence[PreferencePair],
+    chosen: Float[np.ndarray, " pairs"],
+    rejected: Float[np.ndarray, " pairs"],
+    *,
+    num_bootstrap: int,
+    seed: int,
 ) -> BestOfN | None:
     """Best-of-n selection on the pairs that come from lists of responses, or None if there are no such lists.
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
-from torch import distributed
+from torch import Tensor, distributed
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -39,19 +40,19 @@ class PairRewards:
     """Rewards of both sides of the pairs of a data set.
 
     Args:
-        chosen: rewards of the chosen responses, float64, `(pairs,)`.
+        chosen: rewards of the chosen responses, float64.
         rejected: rewards of the rejected ones.
         pair_index: position in the data set of each entry, ascending.
     """
 
-    chosen: NDArray[np.float64]
-    rejected: NDArray[np.float64]
-    pair_index: NDArray[np.int64]
+    chosen: Float[np.ndarray, " pairs"]
+    rejected: Float[np.ndarray, " pairs"]
+    pair_index: Int[np.ndarray, " pairs"]
 
     @property
-    def margin(self) -> NDArray[np.float64]:
+    def margin(self) -> Float[np.ndarray, " pairs"]:
         """Chosen less rejected."""
-        return self.chosen - self.rejected
+        return np.asarray(self.chosen - self.rejected)
 
 
 class ScoringStopped(Exception):
@@ -87,7 +88,7 @@ def score_pairs(
         ScoringStopped: if `should_stop` was true.
     """
     rank, world_size = _rank_and_world()
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     done, stopped = 0, False
     batches = evaluation_batches(
         tokenized,
@@ -134,7 +135,7 @@ def _stops(model: BradleyTerryRM, requested: bool) -> bool:
 
 def _tied_rewards(
     model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int, share: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[NDArray[np.int64], np.ndarray]:
     """Indices of a share of the pairs that are equal after truncation, and the reward that both of their sides get."""
     assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
     index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
@@ -148,7 +149,7 @@ def _tied_rewards(
     return index, rewards
 
 
-def _with_ties(rewards: PairRewards, ties: tuple[NDArray[np.int64], NDArray[np.float64]]) -> PairRewards:
+def _with_ties(rewards: PairRewards, ties: tuple[NDArray[np.int64], np.ndarray]) -> PairRewards:
     index = np.concatenate([rewards.pair_index, ties[0]])
     order = np.argsort(index)
     chosen, rejected = (np.concatenate([side, ties[1]])[order] for side in (rewards.chosen, rewards.rejected))
@@ -169,7 +170,7 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _gathered(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], world_size: int, *, stopped: bool) -> PairRewards:
+def _gathered(parts: Sequence[tuple[Tensor, Tensor]], world_size: int, *, stopped: bool) -> PairRewards:
     parts = [(torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.float64)), *parts]
     index, rewards = (torch.cat(side) for side in zip(*parts, strict=True))
     if world_size > 1:
@@ -255,7 +256,7 @@ def reward_distribution(rewards: PairRewards, step: int | None = None) -> dict[s
     }
 
 
-def _distribution(values: NDArray[np.float64]) -> dict[str, Any]:
+def _distribution(values: np.ndarray) -> dict[str, Any]:
     counts, edges = np.histogram(values, bins=40)
     return {
         "mean": float(values.mean()),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -19,17 +20,17 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 class Gradients:
     """Gradients of the summed loss of each micro-batch, the pairs in them, and the CPU seconds they took."""
 
-    sums: list[np.ndarray]
+    sums: list[Float[np.ndarray, " parameters"]]
     pairs: list[int]
     seconds: float
 
     @property
-    def exact(self) -> np.ndarray:
+    def exact(self) -> Float[np.ndarray, " parameters"]:
         """Gradient of the mean over pairs."""
         return np.asarray(sum(self.sums) / sum(self.pairs))
 
     @property
-    def mean_of_means(self) -> np.ndarray:
+    def mean_of_means(self) -> Float[np.ndarray, " parameters"]:
         """Gradient of the mean over micro-batches of their means."""
         return np.asarray(sum(g / n for g, n in zip(self.sums, self.pairs, strict=True)) / len(self.sums))
 

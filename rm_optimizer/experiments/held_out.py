@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+from jaxtyping import Int
 
 from rm_optimizer.records.files import replacing
 
@@ -69,7 +70,7 @@ def draw_splits(
 
 def divided(
     prompts: Sequence[str], pairs_per_prompt: int, sizes: tuple[int, int], rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Int[np.ndarray, " first"], Int[np.ndarray, " second"]]:
     """Rows of two random parts without a common prompt, with at most `pairs_per_prompt` rows of each prompt.
 
     Rows are taken in one random order until a part is full, so a prompt of very many rows usually gets all it may.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.density import Combine, Terms
@@ -100,7 +99,7 @@ def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
 def entropy_rank(spectrum: HessianSpectrum) -> Quantity:
     """`exp(-sum p log p)` with `p = |lambda| / sum |lambda|` (Roy & Vetterli, 2007)."""
 
-    def combine(totals: NDArray[np.float64]) -> NDArray[np.float64]:
+    def combine(totals: np.ndarray) -> np.ndarray:
         size, weighted_log = totals
         return np.asarray(np.exp(np.log(size) - weighted_log / size))
 

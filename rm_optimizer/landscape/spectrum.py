@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -80,4 +81,6 @@ class HessianSpectrum(JsonRecord, indent=2):
     dtype: str
     seed: int
     status: SpectrumStatus = SpectrumStatus.complete
-    eigenvectors: Tensor | None = field(default=None, compare=False, repr=False, metadata=NOT_STORED)
+    eigenvectors: Float[Tensor, "vectors parameters"] | None = field(
+        default=None, compare=False, repr=False, metadata=NOT_STORED
+    )

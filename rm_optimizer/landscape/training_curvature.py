@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -140,7 +139,7 @@ def _rest(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:
     return rest
 
 
-def _combined(weights: NDArray[np.float64], vectors: Sequence[Tensor]) -> Tensor:
+def _combined(weights: np.ndarray, vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack([weight * vector for weight, vector in zip(weights.tolist(), vectors, strict=True)]).sum(dim=0)
 
 

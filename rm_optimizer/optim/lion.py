@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rm_optimizer.optim.composite import loss_of
@@ -39,7 +40,7 @@ class Lion(Optimizer):
                     self._update(p, p.grad, group)
         return loss
 
-    def _update(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
             state["exp_avg"] = torch.zeros_like(p)

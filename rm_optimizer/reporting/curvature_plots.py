@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.density import DensityCurve
@@ -209,7 +208,7 @@ def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, 
     draw_legend(axes)
 
 
-def _draw_column(axes: Axes, position: int, values: NDArray[np.float64], texts: Sequence[str]) -> None:
+def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[str]) -> None:
     """One column of cells, colored on its own scale, logarithmic for both signs."""
     largest = float(np.abs(values).max()) or 1.0
     norm = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
@@ -226,7 +225,7 @@ def _cells(item: BlockCurvature) -> tuple[str, str, str]:
     return top, f"{item.trace.value:.3g}{error}", f"{item.trace.value / item.num_parameters:.2g}"
 
 
-def _linear_below(values: NDArray[np.float64]) -> float:
+def _linear_below(values: np.ndarray) -> float:
     """Magnitude at which the logarithmic axis becomes linear, the smallest one that is not rounding."""
     magnitudes = np.abs(values)
     largest = float(magnitudes.max(initial=0.0)) or 1.0

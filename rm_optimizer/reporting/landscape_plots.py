@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from rm_optimizer.landscape.surface.loss_at import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
@@ -132,16 +131,16 @@ def _unit(measured: GridDescription) -> str:
     return "parameter distance" if measured.values else "1 = length of the weights"
 
 
-def _column(points: Sequence[PointLoss], name: str) -> NDArray[np.float64]:
+def _column(points: Sequence[PointLoss], name: str) -> np.ndarray:
     return np.array([getattr(point, name) for point in points], dtype=np.float64)
 
 
-def _losses(points: Sequence[Sequence[PointLoss]], name: str = "loss") -> NDArray[np.float64]:
+def _losses(points: Sequence[Sequence[PointLoss]], name: str = "loss") -> np.ndarray:
     values = np.array([_column(line, name) for line in points])
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _norm(loss: NDArray[np.float64]) -> Normalize:
+def _norm(loss: np.ndarray) -> Normalize:
     low, high = (float(np.nanmin(loss)), float(np.nanmax(loss))) if np.isfinite(loss).any() else (0.0, 1.0)
     return LogNorm(low, high) if low > 0 and high > _WIDE * low else Normalize(low, high)
 

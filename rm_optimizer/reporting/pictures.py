@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 from rich.console import Console
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
@@ -57,7 +58,7 @@ def print_evaluation(title: str, evaluation: Evaluation, console: Console | None
         console.print(group_table(evaluation.metrics, column))
 
 
-def margins_of(rows: Sequence[PairReward]) -> np.ndarray:
+def margins_of(rows: Sequence[PairReward]) -> Float[np.ndarray, " pairs"]:
     """Reward of the better response less that of the other, for every pair that has a better one; all if none has."""
     margins = np.array([row.chosen - row.rejected for row in rows])
     side = np.sign(np.array([row.label for row in rows]) - 0.5)

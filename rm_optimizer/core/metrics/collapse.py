@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 _NEAR_CHANCE = 0.02
 """Share of log 2 within which a loss counts as chance."""
@@ -31,11 +32,16 @@ class CollapseVerdict:
     reason: str
 
 
-def detect_collapse(chosen: np.ndarray, rejected: np.ndarray, weight: np.ndarray, nll: float) -> CollapseVerdict:
+def detect_collapse(
+    chosen: Float[np.ndarray, " pairs"],
+    rejected: Float[np.ndarray, " pairs"],
+    weight: Float[np.ndarray, " pairs"],
+    nll: float,
+) -> CollapseVerdict:
     """Collapse: a loss within 2 % of log 2 together with constant rewards or mostly tied pairs.
 
     Args:
-        chosen: rewards of the preferred responses, `(pairs,)`.
+        chosen: rewards of the preferred responses.
         rejected: rewards of the others.
         weight: number of pairs that each counts for.
         nll: mean negative log-likelihood of the pairs, in nats.

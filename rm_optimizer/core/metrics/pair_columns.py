@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float, Int
 
 
 @dataclass(frozen=True)
@@ -22,26 +23,26 @@ class PairColumns:
         position: position here of the caller's pair i.
     """
 
-    chosen: np.ndarray
-    rejected: np.ndarray
-    label: np.ndarray
-    weight: np.ndarray
-    length_gap: np.ndarray
-    cluster: np.ndarray
-    position: np.ndarray
+    chosen: Float[np.ndarray, " pairs"]
+    rejected: Float[np.ndarray, " pairs"]
+    label: Float[np.ndarray, " pairs"]
+    weight: Float[np.ndarray, " pairs"]
+    length_gap: Float[np.ndarray, " pairs"]
+    cluster: Int[np.ndarray, " pairs"]
+    position: Int[np.ndarray, " pairs"]
 
     @classmethod
     def sorted(
         cls,
-        chosen: np.ndarray,
-        rejected: np.ndarray,
+        chosen: Float[np.ndarray, " pairs"],
+        rejected: Float[np.ndarray, " pairs"],
         *,
-        label: np.ndarray | None,
-        weight: np.ndarray | None,
-        length_gap: np.ndarray | None = None,
+        label: Float[np.ndarray, " pairs"] | None,
+        weight: Float[np.ndarray, " pairs"] | None,
+        length_gap: Float[np.ndarray, " pairs"] | None = None,
         prompt_ids: Sequence[str],
     ) -> PairColumns:
-        """The pairs in their own order, columns of shape `(pairs,)`: without labels and weights 1, without lengths 0.
+        """The pairs in their own order, without labels and weights 1, without lengths 0.
 
         Raises:
             ValueError: if there are no pairs, lengths differ, or a number is not finite or out of range.
@@ -63,7 +64,7 @@ class PairColumns:
         chosen, rejected, label, weight, gap = (column[order] for column in (chosen, rejected, label, weight, gap))
         return cls(chosen, rejected, label, weight, gap, cluster[order], position)
 
-    def select(self, callers: np.ndarray) -> PairColumns:
+    def select(self, callers: Int[np.ndarray, " selected"]) -> PairColumns:
         """The pairs with the given indices in the caller's order."""
         index = np.sort(self.position[callers])
         return PairColumns(

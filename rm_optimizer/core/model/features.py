@@ -50,10 +50,10 @@ def features(
 def scored_features(
     model: BradleyTerryRM,
     sequences: Sequence[Sequence[int] | NDArray[np.int32]],
-    vectors: NDArray[np.floating],
+    vectors: Float[np.ndarray, "sequences hidden"],
     *,
     token_budget: int,
-) -> NDArray[np.float64]:
+) -> Float[np.ndarray, " sequences"]:
     """Write the features of the sequences into `vectors`, row by row, and return the rewards of the same passes.
 
     Args:

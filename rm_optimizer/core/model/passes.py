@@ -93,7 +93,7 @@ class SequenceScorer:
     @torch.inference_mode()
     def rewards(
         self, sequences: Sequence[Sequence[int] | NDArray[np.int32]], groups: Sequence[Sequence[int]] | None = None
-    ) -> NDArray[np.float64]:
+    ) -> Float[np.ndarray, " sequences"]:
         """Raw rewards in the order of the sequences; equal sequences are computed once.
 
         Args:

@@ -15,7 +15,7 @@ from typing import Self, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -168,9 +168,9 @@ class PairValues:
         weight: number of pairs that each one counts for.
     """
 
-    margin: NDArray[np.float32]
-    label: NDArray[np.float32]
-    weight: NDArray[np.float32]
+    margin: Float32[np.ndarray, " pairs"]
+    label: Float32[np.ndarray, " pairs"]
+    weight: Float32[np.ndarray, " pairs"]
 
     @classmethod
     def of(cls, pairs: Iterable[PreferencePair]) -> PairValues:

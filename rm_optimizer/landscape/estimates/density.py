@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
-from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal, hessenberg
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -20,9 +19,9 @@ from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, extend
 from rm_optimizer.records.codec import JsonRecord
 
-Terms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+Terms = Callable[[np.ndarray], np.ndarray]
 """Function of eigenvalues that returns the terms `(terms, eigenvalues)` to sum over them."""
-Combine = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+Combine = Callable[[np.ndarray], np.ndarray]
 """Function of totals `(terms, …)` that returns a number `(…)`."""
 
 
@@ -75,14 +74,14 @@ class SpectralDensity(JsonRecord):
         if not self.nodes:
             return Estimate(known, 0.0, 0, known, known)
 
-        def samples(density: SpectralDensity) -> NDArray[np.float64]:
+        def samples(density: SpectralDensity) -> np.ndarray:
             return density._totals(lambda values: values[None] ** power)[:, 0] + known
 
         is_unbiased = power < 2 * max(map(len, self.nodes))
         change = 0.0 if is_unbiased else float((samples(self) - samples(self._one_step_less())).mean())
         return student_mean(samples(self), bias=change)
 
-    def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors terms+1"]:
+    def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors columns"]:
         """Totals of each vector over the rest, and a 1 that counts the vectors in sums."""
         rules = zip(self.nodes, self.weights, strict=True)
         return np.array([[*(terms(np.array(node)) @ np.array(weight)), 1.0] for node, weight in rules])
@@ -99,7 +98,7 @@ class SpectralDensity(JsonRecord):
         share = max(len(self.nodes), 1)
         weights = np.array([*np.ones(len(self.exact)), *(w / share for rule in self.weights for w in rule)])
         bumps = np.exp(-0.5 * ((np.asarray(grid)[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
-        density: NDArray[np.float64] = bumps @ (weights / weights.sum())
+        density: np.ndarray = bumps @ (weights / weights.sum())
         return density
 
 
@@ -146,9 +145,7 @@ def spectral_density(
     return SpectralDensity(exact, tuple(nodes), tuple(weights), operator.dimension, products)
 
 
-def _one_step_less(
-    nodes: tuple[float, ...], weights: tuple[float, ...]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The Gauss rule of one node less for the same vector; one node alone is exact, as no second step was possible.
 
     Householder reflections that keep the first axis bring `[[1, sqrt(w)^T], [sqrt(w), diag(theta)]]` to tridiagonal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.landscape.operators.base import SymmetricOperator
@@ -57,7 +58,7 @@ def local_geometry(objective: PairObjective, hessian: SymmetricOperator, *, rho:
 
 
 @torch.no_grad()
-def loss_at(objective: PairObjective, displacement: Tensor) -> float:
+def loss_at(objective: PairObjective, displacement: Float[Tensor, " parameters"]) -> float:
     """The loss at the weights moved by a vector; the weights themselves stay."""
     weights = objective.moved(displacement)
     return objective.summed_shares(

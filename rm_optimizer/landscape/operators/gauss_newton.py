@@ -73,12 +73,12 @@ class GramSpectrum:
         """
         pairs_of_cluster = cluster_totals(np.eye(self.num_pairs), clusters)
 
-        def of_counts(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        def of_counts(counts: np.ndarray) -> np.ndarray:
             return np.apply_along_axis(self._resampled, -1, counts, num_values)
 
         return cluster_bootstrap(pairs_of_cluster, of_counts, num_bootstrap=num_bootstrap, seed=seed, kind="basic")
 
-    def _resampled(self, counts: NDArray[np.float64], num_values: int) -> NDArray[np.float64]:
+    def _resampled(self, counts: np.ndarray, num_values: int) -> np.ndarray:
         share = counts * self.pair_weights.sum() / (counts * self.pair_weights).sum()
         scale = np.sqrt(share[self.pair_of_row])
         matrix = self.gram * scale[:, None] * scale

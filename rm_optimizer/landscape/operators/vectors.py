@@ -34,13 +34,13 @@ def unit(vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
     return vector / (length(vector) or 1.0)
 
 
-def orthogonality_loss(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> float:
+def orthogonality_loss(blocks: Sequence[Float[Tensor, "_ parameters"]]) -> float:
     """Largest entry of `Q Q^T - I` in magnitude, `Q` being the rows of the blocks."""
     gram = gram_matrix(blocks)
     return float((gram - torch.eye(len(gram), dtype=torch.float64)).abs().max())
 
 
-def gram_matrix(blocks: Sequence[Float[Tensor, "rows parameters"]]) -> Float[Tensor, "vectors vectors"]:
+def gram_matrix(blocks: Sequence[Float[Tensor, "_ parameters"]]) -> Float[Tensor, "vectors vectors"]:
     """All inner products of the rows of the blocks, in float64 on the CPU; no copy of the rows is made."""
     ends = torch.tensor([0, *(len(block) for block in blocks)]).cumsum(dim=0).tolist()
     gram = torch.zeros(ends[-1], ends[-1], dtype=torch.float64)

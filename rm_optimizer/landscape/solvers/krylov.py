@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
@@ -42,7 +41,7 @@ class OrthonormalBasis:
         self._blocks[-1][row] = vector
         self._size += 1
 
-    def rows(self) -> list[Float[Tensor, "rows parameters"]]:
+    def rows(self) -> list[Float[Tensor, "_ parameters"]]:
         """The vectors, in blocks."""
         counts = [min(_ROWS_OF_A_BLOCK, self._size - start) for start in range(0, self._size, _ROWS_OF_A_BLOCK)]
         return [block[:count] for block, count in zip(self._blocks, counts, strict=True)]
@@ -113,7 +112,7 @@ class KrylovState:
         exhausted = [position for position, coupling in enumerate(self.off_diagonal[:-1]) if coupling == 0]
         return exhausted[-1] + 1 if exhausted else 0
 
-    def ritz(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def ritz(self) -> tuple[Float[np.ndarray, " values"], Float[np.ndarray, "values values"]]:
         """Eigenvalues, ascending, and eigenvectors (columns) of the tridiagonal matrix, in float64."""
         size = len(self.diagonal)
         values, vectors = eigh_tridiagonal(np.array(self.diagonal), np.array(self.off_diagonal[: size - 1]))

@@ -46,7 +46,7 @@ class Eigenpairs:
 
     Args:
         values: descending.
-        vectors: unit vectors, one row for each value.
+        vectors: unit vectors of the first values, one row each; of all values but for methods that find more values.
         residuals: `||A v - lambda v||`; with `rounding` where it is not computed anew, and for a matrix written out, of
             what is written.
         error_bounds: bound on the error of each value, from the solver and from `rounding`.
@@ -57,7 +57,7 @@ class Eigenpairs:
     """
 
     values: Float[Tensor, " values"]
-    vectors: Float[Tensor, "values parameters"]
+    vectors: Float[Tensor, "vectors parameters"]
     residuals: Float[Tensor, " values"]
     error_bounds: Float[Tensor, " values"]
     converged: tuple[bool, ...]
@@ -202,18 +202,18 @@ class _Ritz:
         selected: positions of the wanted values, by descending value; fewer than wanted while the space is small.
     """
 
-    values: NDArray[np.float64]
-    vectors: NDArray[np.float64]
-    residuals: NDArray[np.float64]
-    errors: NDArray[np.float64]
+    values: np.ndarray
+    vectors: np.ndarray
+    residuals: np.ndarray
+    errors: np.ndarray
     selected: NDArray[np.int64]
 
     @property
-    def relative(self) -> NDArray[np.float64]:
+    def relative(self) -> np.ndarray:
         """Errors relative to each value, or to a millionth of the largest."""
         magnitudes = np.abs(self.values)
         least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
-        relative: NDArray[np.float64] = self.errors / np.maximum(magnitudes, least)
+        relative: np.ndarray = self.errors / np.maximum(magnitudes, least)
         return relative
 
 
@@ -227,7 +227,7 @@ def _ritz(operator: SymmetricOperator, state: KrylovState, top_k: int, which: En
     return _Ritz(values, vectors, residuals, errors + arithmetic, selected)
 
 
-def _select(values: NDArray[np.float64], top_k: int, which: End) -> NDArray[np.int64]:
+def _select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
     """Positions of the wanted among ascending values, by descending value."""
     size = len(values)
     if which == "magnitude":
@@ -243,13 +243,13 @@ def _select(values: NDArray[np.float64], top_k: int, which: End) -> NDArray[np.i
     return order
 
 
-def _squared_over_gap(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+def _squared_over_gap(values: np.ndarray, residuals: np.ndarray) -> np.ndarray:
     """`r^2 / gap`, the gap being the distance to the nearest neighbor, less what that may still move."""
     distance = np.concatenate([[np.inf], np.diff(values), [np.inf]])
     uncertain = np.concatenate([[0.0], residuals, [0.0]])
     gaps = np.minimum(distance[:-1] - uncertain[:-2], distance[1:] - uncertain[2:])
     usable = gaps > residuals
-    bounds: NDArray[np.float64] = np.where(usable, residuals**2 / np.where(usable, gaps, 1.0), residuals)
+    bounds: np.ndarray = np.where(usable, residuals**2 / np.where(usable, gaps, 1.0), residuals)
     return bounds
 
 

@@ -81,9 +81,7 @@ def _summary(rows: Float[np.ndarray, "pairs 4"], sample: PairSample) -> PointLos
     return PointLoss(*values[0], *values[1])
 
 
-def _clustered_mean(
-    values: NDArray[np.float64], weight: NDArray[np.float64], clusters: NDArray[np.int64]
-) -> tuple[float, float]:
+def _clustered_mean(values: np.ndarray, weight: np.ndarray, clusters: NDArray[np.int64]) -> tuple[float, float]:
     """`sum w x / sum w` and its standard error `sqrt(C / (C - 1) sum_c (sum_{i in c} w_i (x_i - mean) / sum w)^2)`."""
     share = weight / weight.sum()
     mean = float(share @ values)

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from numpy.typing import NDArray
 
 _SIZE = struct.Struct("<I")
@@ -70,7 +71,7 @@ def frame_groups(frame: Frame) -> list[range] | None:
     )
 
 
-def rewards_frame(header: dict[str, Any], rewards: NDArray[np.float64]) -> Frame:
+def rewards_frame(header: dict[str, Any], rewards: Float[np.ndarray, " sequences"]) -> Frame:
     """A frame that carries rewards, finite or not."""
     return Frame(header, rewards.astype(np.float64).tobytes())
 
