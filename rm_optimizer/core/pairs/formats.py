@@ -8,13 +8,13 @@ frame.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.rows.columns import read_number
 from rm_optimizer.core.rows.messages import (
     LAST_TURN,
     Message,
@@ -104,21 +104,6 @@ def _text(row: Row, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {shown_kind(value)}")
     return value
-
-
-def read_number(name: str, value: object) -> float:
-    """A finite number from a cell, which may be text as in CSV.
-
-    Raises:
-        ValueError: if it is none; the text names the column.
-    """
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
-    return number
 
 
 def _compare_explicit(row: Row, rule: KwiseRule) -> list[Comparison]:

@@ -19,13 +19,12 @@ from rm_optimizer.core.pairs.formats import (
     RowFormat,
     detect_format,
     gather_responses,
-    read_number,
     row_format,
 )
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
-from rm_optimizer.core.rows.columns import Columns, renamed, require_mapped
+from rm_optimizer.core.rows.columns import Columns, read_number, renamed, require_mapped
 from rm_optimizer.core.rows.readers import Report, Row, read_rows, source_name
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.core.rows.unread_columns import unread_note

@@ -1,8 +1,9 @@
-"""Column mapping: the rows of a source under our column names."""
+"""Column mapping: the rows of a source under our column names, and the numbers in their cells."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,21 @@ def cell(row: Row, path: str) -> Any:
     for step in steps:
         value = _inside(value, step)
     return value
+
+
+def read_number(name: str, value: object) -> float:
+    """A finite number from a cell, which may be text as in CSV.
+
+    Raises:
+        ValueError: if it is none; the text names the column.
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def _inside(value: Any, step: str) -> Any:
