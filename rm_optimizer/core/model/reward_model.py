@@ -30,11 +30,10 @@ from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, LoadOptions, build_model, load_model, parse_dtype
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
-from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, set_pad_token_id
+from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
 from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.core.tokens.written_template import write_for_training
-from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import from_values, json_values
 
 
@@ -77,8 +76,8 @@ class BradleyTerryRM(BaseRewardModel):
         self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
         last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
         ends_freely = len(last_ids) > 1
-        self.pad_choice = choose_pad_token(tokenizer, _num_embeddings(model), last_ids, ends_freely=ends_freely)
-        self.renderer.refuse_tokens_from(_num_embeddings(model))
+        self.pad_choice = choose_pad_token(tokenizer, num_embeddings(model), last_ids, ends_freely=ends_freely)
+        self.renderer.refuse_tokens_from(num_embeddings(model))
         set_pad_token_id(model, self.pad_choice.token_id)
         model.config.num_labels = 1
         model.config.problem_type = "regression"
@@ -390,13 +389,6 @@ class BradleyTerryRM(BaseRewardModel):
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
     """Payload of a `.ckpt` under `checkpoint.PAYLOAD_KEY`, from which `from_pretrained` reads the file."""
     return describe_model(model.model, model.tokenizer, model.identity())
-
-
-def _num_embeddings(model: PreTrainedModel) -> int:
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (NotImplementedError, AttributeError) as error:
-        raise CheckpointError(f"{type(model).__name__} has no embedding of token ids; use another model") from error
 
 
 def _stack(

@@ -80,6 +80,18 @@ def choose_pad_token(
     return PadChoice(token, int(tokenizer.convert_tokens_to_ids(token)), f"{why}; took {origin}")
 
 
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Token ids for which the model has an embedding.
+
+    Raises:
+        CheckpointError: if it embeds no token ids.
+    """
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (NotImplementedError, AttributeError) as error:
+        raise CheckpointError(f"{type(model).__name__} has no embedding of token ids; use another model") from error
+
+
 def set_pad_token_id(model: PreTrainedModel, pad_token_id: int) -> None:
     """Write the pad id into the model's configuration and those nested in it.
 
