@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,6 +33,10 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
         >>> compose(["optimizer=muon", "seed=3"]).seed
         3
     """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+
     from rm_optimizer.schema.diagnose import explain
     from rm_optimizer.schema.values import require_switches
 
@@ -57,6 +57,8 @@ def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
     Raises:
         ConfigError: if an option is out of its range, has the wrong type or is missing.
     """
+    from hydra.core.hydra_config import HydraConfig
+
     from rm_optimizer.schema.diagnose import explain
     from rm_optimizer.schema.values import require_finite
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rm_optimizer.errors import ConfigError
@@ -19,6 +18,8 @@ def completed(overrides: Sequence[str]) -> list[str]:
     Raises:
         hydra.errors.HydraException: if an override cannot be read.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     given = {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
     path = given.get("model.path")
     if path is None or path.is_delete() or path.value() is None or "model" in given:

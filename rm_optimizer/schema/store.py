@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
@@ -101,6 +100,8 @@ def peak_lr(full: float, lora: float, *, _root_: DictConfig) -> float:
 @cache
 def register() -> None:
     """Store every schema under `schema/…` and the resolvers of presets; calling twice changes nothing."""
+    from hydra.core.config_store import ConfigStore
+
     OmegaConf.register_new_resolver("either", lambda first, second: second if first is None else first, replace=True)
     OmegaConf.register_new_resolver("by_adapter", by_adapter, replace=True)
     OmegaConf.register_new_resolver("peak_lr", peak_lr, replace=True)
