@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling import EnsemblePrediction as EnsemblePrediction
     from rm_optimizer.rl_coupling import MahalanobisDetector as MahalanobisDetector
     from rm_optimizer.rl_coupling import OveroptimizationCurve as OveroptimizationCurve
+    from rm_optimizer.rl_coupling import RewardModelCreditAssigner as RewardModelCreditAssigner
     from rm_optimizer.rl_coupling import RewardModelEnsemble as RewardModelEnsemble
+    from rm_optimizer.rl_coupling import RewardModelScorer as RewardModelScorer
     from rm_optimizer.schema import TrainConfig as TrainConfig
     from rm_optimizer.schema import compose as compose
     from rm_optimizer.schema import typed as typed

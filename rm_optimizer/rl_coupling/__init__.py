@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.rl_coupling.adapters.openrlhf import openrlhf_reward_func as openrlhf_reward_func
+    from rm_optimizer.rl_coupling.adapters.trl import trl_reward_async as trl_reward_async
+    from rm_optimizer.rl_coupling.adapters.verl import verl_compute_score as verl_compute_score
+    from rm_optimizer.rl_coupling.adapters.verl import verl_compute_scores as verl_compute_scores
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve as BestOfNCurve
     from rm_optimizer.rl_coupling.ensemble import EnsembleMargin as EnsembleMargin
     from rm_optimizer.rl_coupling.ensemble import EnsemblePrediction as EnsemblePrediction
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve as OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler as BestOfNSampler
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses as RankedResponses
+    from rm_optimizer.rl_coupling.reward_credit import RewardModelCreditAssigner as RewardModelCreditAssigner
+    from rm_optimizer.rl_coupling.reward_scale import ScaledScorer as ScaledScorer
+    from rm_optimizer.rl_coupling.reward_scorer import RewardModelScorer as RewardModelScorer
     from rm_optimizer.rl_coupling.world_policy import WorldGold as WorldGold
     from rm_optimizer.rl_coupling.world_policy import WorldPolicy as WorldPolicy
 

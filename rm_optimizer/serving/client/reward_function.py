@@ -29,9 +29,18 @@ def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float
 
 
 def _rewards(scorer: Scorer, /, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
-    pairs = [_conversation(*pair) for pair in zip(prompts, completions, strict=True)]
-    rewards: list[float] = scorer.score([prompt for prompt, _ in pairs], [text for _, text in pairs]).tolist()
+    rewards: list[float] = scorer.score(*conversations(prompts, completions)).tolist()
     return rewards
+
+
+def conversations(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[Prompt], list[str]]:
+    """Prompts and responses of texts or messages as TRL passes them.
+
+    Raises:
+        ValueError: if a completion is not text and does not end with the assistant's message.
+    """
+    pairs = [_conversation(*pair) for pair in zip(prompts, completions, strict=True)]
+    return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 
 
 def _conversation(prompt: Any, completion: Any) -> tuple[Prompt, str]:

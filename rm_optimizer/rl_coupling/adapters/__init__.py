@@ -1,0 +1,1 @@
+"""Reward models as the reward functions of TRL, OpenRLHF and verl."""

@@ -1,0 +1,42 @@
+"""Reward function for OpenRLHF, whose `remote_url` names a Python file with a function `reward_func`.
+
+The URL of `rm-opt serve` with `/get_reward` does the same over HTTP. `docs/rl-coupling.md` shows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.serving.service.rendered_texts import RenderedTexts
+
+RewardFunc = Callable[[Sequence[str], Sequence[str], Sequence[Any]], dict[str, Any]]
+
+
+def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
+    """`reward_func(queries, prompts, labels)` with the raw rewards of a model in this process.
+
+    Queries are whole conversations that OpenRLHF decoded. They are read as the server reads them: special tokens and
+    padding around a text change no reward, and an over-long text loses tokens from its left. OpenRLHF clips rewards to
+    [-10, 10] unless `--reward.clip_range` says otherwise.
+
+    Args:
+        model: the reward model, on its device.
+
+    Raises:
+        ValueError: by the function, if a query holds no text.
+    """
+    restorer = RenderedTexts(model.renderer)
+
+    def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
+        texts = [restorer.restored(query) for query in queries]
+        if "" in texts:
+            raise ValueError(f"queries[{texts.index('')}] holds no text between its special tokens; leave it out")
+        encodings = model.renderer.encode_rendered(texts, model.max_length)
+        rewards: Tensor = model.score_encoded(encodings).float()
+        return {"rewards": rewards, "scores": rewards, "extra_logs": {"rm_reward": rewards}}
+
+    return reward_func

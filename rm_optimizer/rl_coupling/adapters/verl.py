@@ -1,0 +1,74 @@
+"""Reward functions for verl (`custom_reward_function.path`), called for one response or for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.rows.messages import read_prompt
+
+PROMPT_KEY = "prompt"
+"""Key of `extra_info` that holds the prompt, which verl passes to no reward function by itself."""
+
+
+def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Callable[..., float]:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)` of verl's naive reward manager.
+
+    Args:
+        scorer: the reward model, or a client of its server.
+        prompt_key: key of `extra_info` with the prompt, text or messages.
+
+    Raises:
+        ValueError: by the function, if `extra_info` has no prompt.
+    """
+
+    def compute_score(
+        data_source: Any,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> float:
+        return _scores(scorer, [solution_str], [extra_info], prompt_key)[0]
+
+    return compute_score
+
+
+def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Callable[..., list[float]]:
+    """`compute_score(data_sources, solution_strs, ground_truths, extra_infos)` of verl's batch reward manager.
+
+    Versions of verl whose batch manager replaces an exception by zeros hide a server that died; look at its log.
+
+    Args:
+        scorer: the reward model, or a client of its server.
+        prompt_key: key of each `extra_info` with the prompt, text or messages.
+
+    Raises:
+        ValueError: by the function, if an `extra_info` has no prompt.
+    """
+
+    def compute_score(
+        data_sources: Sequence[Any],
+        solution_strs: Sequence[str],
+        ground_truths: Sequence[Any],
+        extra_infos: Sequence[Mapping[str, Any] | None],
+        **others: Any,
+    ) -> list[float]:
+        return _scores(scorer, solution_strs, extra_infos, prompt_key)
+
+    return compute_score
+
+
+def _scores(
+    scorer: Scorer, responses: Sequence[str], infos: Sequence[Mapping[str, Any] | None], prompt_key: str
+) -> list[float]:
+    prompts: list[Prompt] = []
+    for index, info in enumerate(infos):
+        if info is None or info.get(prompt_key) is None:
+            raise ValueError(
+                f"extra_info of response {index + 1} has no '{prompt_key}', and verl passes the prompt nowhere else; "
+                "add it to the data set, or name another key with prompt_key="
+            )
+        prompts.append(read_prompt(info[prompt_key]))
+    return [float(reward) for reward in scorer.score(prompts, list(responses)).tolist()]

@@ -1,0 +1,134 @@
+"""Credit of steps from the reward model's scores of their rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.rl_coupling.reward_scorer import SCORE_KEY
+from rm_optimizer.rl_coupling.rollouts import CreditAssigner, Rollout, Step, StepKey, metadata_of
+
+
+class CreditMode(Enum):
+    """Combination of a rollout's environment reward r and its score s, with the weight w.
+
+    `replace` is s, `add` is `r + s`, `multiply` is `r s`, `weighted` is `(1 - w) r + w s`, and `bonus` is
+    `r + w max(s, 0)`, which never punishes.
+    """
+
+    replace = "replace"
+    add = "add"
+    multiply = "multiply"
+    weighted = "weighted"
+    bonus = "bonus"
+
+
+class RewardModelCreditAssigner:
+    """Gives the steps of scored rollouts their weights.
+
+    The combined reward of a rollout takes the place of its total reward, and the change goes to its last step, so that
+    the steps' rewards sum to it. The inner assigner then computes the weights from these rollouts.
+
+    Args:
+        mode: `replace`, `add`, `multiply`, `weighted` or `bonus`.
+        inner: assigner of weights, such as a group-normalized return; None gives every step the combined reward.
+        score_key: key of the metadata that holds the score.
+        weight: w of `weighted`, in [0, 1], and of `bonus`, not negative.
+
+    Raises:
+        ConfigError: if the mode is unknown, or the weight is out of its range.
+    """
+
+    def __init__(
+        self,
+        mode: str = CreditMode.replace.value,
+        inner: CreditAssigner | None = None,
+        *,
+        score_key: str = SCORE_KEY,
+        weight: float = 0.5,
+    ) -> None:
+        known = [item.value for item in CreditMode]
+        if mode not in known:
+            raise ConfigError(did_you_mean("mode", mode, known))
+        self.mode = CreditMode(mode)
+        is_share = self.mode == CreditMode.weighted
+        if not 0 <= weight <= (1 if is_share else math.inf) or math.isinf(weight):
+            expected = "lie in [0, 1]" if is_share else "be finite and not negative"
+            raise ConfigError(f"weight must {expected} with mode={mode}, got {weight}")
+        self.inner = inner
+        self.score_key = score_key
+        self.weight = weight
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[StepKey, float]:
+        """Weight of each step, by the rollout's id and the step's index.
+
+        Raises:
+            ValueError: if a rollout has no score, or one that is not finite.
+        """
+        scored = [_Rewarded(rollout, self._combined(rollout)) for rollout in rollouts]
+        if self.inner is not None:
+            return self.inner.compute(scored)
+        return {(rollout.id, step.index): rollout.total_reward for rollout in scored for step in rollout.steps}
+
+    def _combined(self, rollout: Rollout) -> float:
+        store = metadata_of(rollout)
+        if store.get(self.score_key) is None:
+            raise ValueError(
+                f"rollout {rollout.id} has no score under '{self.score_key}' in its metadata; score it with "
+                f"RewardModelScorer(score_key='{self.score_key}') first"
+            )
+        score = float(store[self.score_key])
+        if not math.isfinite(score):
+            raise ValueError(f"rollout {rollout.id} has the score {score} under '{self.score_key}'; score it again")
+        if self.mode == CreditMode.replace:
+            return score
+        reward = float(rollout.total_reward)
+        if self.mode == CreditMode.add:
+            return reward + score
+        if self.mode == CreditMode.multiply:
+            return reward * score
+        if self.mode == CreditMode.weighted:
+            return (1 - self.weight) * reward + self.weight * score
+        return reward + self.weight * max(score, 0.0)
+
+
+class _Rewarded:
+    """A rollout with another total reward; everything else is the rollout's own."""
+
+    def __init__(self, rollout: Rollout, total_reward: float) -> None:
+        self._rollout = rollout
+        self.id = rollout.id
+        self.total_reward = total_reward
+        self.steps: list[Step] = list(rollout.steps)
+        if self.steps:
+            change = total_reward - sum(float(step.reward) for step in self.steps)
+            self.steps[-1] = _RewardedStep(self.steps[-1], float(self.steps[-1].reward) + change)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rollout, name)
+
+
+class _RewardedStep:
+    """A step with another reward."""
+
+    def __init__(self, step: Step, reward: float) -> None:
+        self._step = step
+        self.reward = reward
+
+    @property
+    def index(self) -> int:
+        return self._step.index
+
+    @property
+    def prev_obs(self) -> str:
+        return self._step.prev_obs
+
+    @property
+    def action(self) -> str:
+        return self._step.action
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
