@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jaxtyping import install_import_hook
 
-import tests.runtime_types  # noqa: F401  # named in a string below
-from tests import composed_once
+from tests import composed_once, runtime_types
 from tests.fork_server import starts
 
 CHECKED = (
@@ -38,7 +36,7 @@ CHECKED = (
 )
 """Packages whose arrays are checked against their annotations on every call in the tests."""
 
-install_import_hook([f"rm_optimizer.{package}" for package in CHECKED], "tests.runtime_types.checked")
+runtime_types.install(CHECKED)
 composed_once.install()
 
 

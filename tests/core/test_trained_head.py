@@ -126,5 +126,6 @@ def test_training_alone_asks_for_a_new_head() -> None:
     assert {str(path.relative_to(root)) for path in asking} == {
         "core/storage/loading.py",
         "errors.py",
-        "training/run.py",
+        "experiments/hypothesis_study.py",
+        "training/base_model.py",
     }
