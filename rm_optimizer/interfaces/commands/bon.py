@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 WORLD = "world"
 """Name of the quick start's synthetic world, in place of a model."""
 BACKENDS = ("transformers", "vllm")
+CONTACT_SECONDS = 3.0
+"""Seconds in which a reward server must answer before the first prompt."""
 FEWEST_POINTS = 4
 """Values of n, and prompts, from which an over-optimization curve is fitted."""
 
@@ -191,5 +193,7 @@ def _scorer(saved: SavedModel, server: str | None) -> Iterator[Scorer]:
         return
     from rm_optimizer.serving.client.client import RewardClient
 
+    with RewardClient(server, renderer=model.renderer, timeout_seconds=CONTACT_SECONDS) as first:
+        print(f"server: {server} answers with version {first.version}")
     with RewardClient(server, renderer=model.renderer) as client:
         yield client
