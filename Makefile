@@ -39,7 +39,7 @@ zoo: $(DEV)
 	ZOO=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/zoo
 
 test-vllm: $(VLLM)
-	$(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py
+	$(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py tests/rl_coupling/test_vllm_policy.py
 
 check: $(DEV)
 	$(BIN)/ruff check .

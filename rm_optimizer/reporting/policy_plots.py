@@ -30,7 +30,7 @@ def plot_best_of_n(curve: BestOfNCurve) -> Figure:
     Args:
         curve: the curve, with intervals over prompts.
     """
-    caption = f"n = {curve.num_prompts:,} prompts, {curve.num_samples:,} responses each; bars: 95% intervals"
+    caption = f"{curve.num_prompts:,} prompts, {curve.num_samples:,} responses each; bars: 95% intervals"
     gold = [point.gold for point in curve.points if point.gold is not None]
     sizes = [point.n for point in curve.points]
     if gold:
@@ -57,6 +57,7 @@ def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
     form = "d (α − β d)" if curve.optimization == Optimization.best_of_n else "d (α − β log d)"
     verdict = "no fall shown" if curve.turning_point is None else f"gold falls by {curve.fall:.2f} from its highest"
     caption = f"n = {curve.num_prompts:,} prompts; lines: {form}; bars: 95% intervals; {verdict}"
+    at_most = ", at most" if curve.optimization == Optimization.best_of_n else ""
     figure, (axes,) = captioned_figure("Over-optimization", caption)
     last = curve.points[-1].distance
     grid = np.linspace(0.0, last, 200)
@@ -69,7 +70,7 @@ def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
     if curve.peak_distance.value < last:
         label = f"peak of the fit, {curve.peak_distance:.2f}"
         axes.axvline(curve.peak_distance.value, color=VERMILION, linestyle=":", linewidth=1.4, label=label)
-    axes.set(xlabel="distance from the policy, √KL (nats)", ylabel="gain (standard deviations)")
+    axes.set(xlabel=f"distance from the policy, √KL (nats{at_most})", ylabel="gain (standard deviations)")
     draw_legend(axes, "upper left")
     return figure
 

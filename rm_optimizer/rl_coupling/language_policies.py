@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,8 @@ class TransformersPolicy:
                     pad_token_id=min(self._ends),
                     **self._options,
                 )
-            texts += [self._text(row[len(ids) :].tolist()) for row in found]
+            texts += [_text(self.tokenizer, row[len(ids) :].tolist(), self._ends) for row in found]
         return texts
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """The text before the first end token."""
-        end = next((place for place, token in enumerate(ids) if token in self._ends), len(ids))
-        return str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
 
 
 class VLLMPolicy:
@@ -150,7 +145,8 @@ class VLLMPolicy:
         options = self._vllm.SamplingParams(n=num_samples, seed=_seed(prompt, seed, 0), **self._options)
         tokens = {"prompt_token_ids": prompt_ids(self.tokenizer, prompt)}
         (found,) = self._engine.generate([tokens], options, use_tqdm=False)
-        return [str(output.text).strip() for output in sorted(found.outputs, key=lambda output: output.index)]
+        outputs = sorted(found.outputs, key=lambda output: output.index)
+        return [_text(self.tokenizer, list(output.token_ids), {self.tokenizer.eos_token_id}) for output in outputs]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -165,6 +161,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
         [message.to_dict() for message in messages], tokenize=False, add_generation_prompt=True
     )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> str:
+    """The text before the first end token, without special tokens and surrounding blanks."""
+    end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return str(tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
 
 
 def require_language_model(source: str | Path) -> None:
