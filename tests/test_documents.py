@@ -153,6 +153,14 @@ WAYS: dict[str, Way] = {
         prints="paired by prompt and seed",
         slow=True,
     ),
+    "rm-opt compare plan outputs/study optimizer=adamw,muon,lion seed=0,1,2 data.train=pairs.jsonl": Way(
+        f"rm-opt compare plan outputs/study optimizer=adamw,muon seed=0 {FEW}", prints="2 trials", slow=True
+    ),
+    "rm-opt compare run outputs/study": Way(
+        "rm-opt compare run outputs/study --executor inline", prints="2 finished", slow=True
+    ),
+    "rm-opt compare status outputs/study": Way(prints="2 finished", slow=True),
+    "rm-opt compare report outputs/study": Way(prints="paired by prompt and seed", slow=True),
     "rm-opt compare outputs/sweep": Way(prints="paired by prompt and seed", slow=True),
     "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon": Way(
         "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon && ls outputs/adamw-muon",

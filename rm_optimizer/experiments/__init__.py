@@ -1,1 +1,1 @@
-"""Studies: trials that survive a kill, and what they train and score."""
+"""Comparison of finished runs, studies of many trials that survive a kill, and five hypotheses tested by one."""

@@ -6,7 +6,6 @@ decides alone, and divided by prompt: early stopping watches one part, and every
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.batching import MacroBatches, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.experiments.batching_cost import batching_row, gradients
 from rm_optimizer.experiments.held_out import Splits, draw_splits
 from rm_optimizer.experiments.hypotheses import (
@@ -36,8 +35,11 @@ from rm_optimizer.experiments.hypotheses import (
     batching_finding,
     training_findings,
 )
-from rm_optimizer.experiments.training_trial import margins_of, train_and_score
-from rm_optimizer.experiments.trials import Trial, run_trial
+from rm_optimizer.experiments.study.driver import Study
+from rm_optimizer.experiments.study.executors import InlineExecutor
+from rm_optimizer.experiments.study.plan import PlannedTrial, publish
+from rm_optimizer.experiments.study.trial import Trial
+from rm_optimizer.experiments.training_trial import TASK, margins_of, scored_trial
 from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.provenance import commit, machine, versions
@@ -164,12 +166,18 @@ class HypothesisStudy:
             ConfigError: if the folder was begun with other options.
         """
         self._keep_to_settings()
-        batching: list[dict[str, float]] = []
-        trials: dict[str, list[Trial]] = {arm: [] for arm in ARMS}
-        for seed in self.options.seeds:
-            batching += self._batching_rows(seed)
-            for arm in ARMS:
-                trials[arm].append(self._trial(arm, seed))
+        batching = [row for seed in self.options.seeds for row in self._batching_rows(seed)]
+        planned = {(arm, seed): self._planned(arm, seed) for seed in self.options.seeds for arm in ARMS}
+        distinct: dict[str, PlannedTrial] = {}
+        for trial in planned.values():
+            distinct.setdefault(trial.name, trial)  # arms of equal options share the first one's, which scores most
+        publish(self.options.output, TASK, [*distinct.values()], extends=True)
+        study = Study(self.options.output)
+        study.forget_failures()
+        errors = study.run(InlineExecutor(), retries=0).errors
+        if errors:
+            raise ConfigError(f"a trial failed: {next(iter(errors.values()))}; the same command goes on")
+        trials = {arm: [study.trial(planned[arm, seed]) for seed in self.options.seeds] for arm in ARMS}
         report = self._report(batching, trials)
         write_text(self.options.output / "hypotheses.json", report.to_json() + "\n")
         return report
@@ -221,15 +229,10 @@ class HypothesisStudy:
         }
         return typed(compose([f"{name}={value}" for name, value in values.items()]), TrainConfig)
 
-    def _trial(self, arm: str, seed: int) -> Trial:
-        """An arm's finished trial; arms whose options are equal share one."""
-        config, splits = self.arm_config(arm, seed), self.splits
-        scored = {"test": splits.test, **({"train": splits.train} if arm in GAP_ARMS else {})}
-
-        def measure(folder: Path) -> dict[str, Any]:
-            return {"arm": arm, "seed": seed, **train_and_score(config, scored, folder)}
-
-        return run_trial(self.options.output / "trials", dataclasses.asdict(config), measure)
+    def _planned(self, arm: str, seed: int) -> PlannedTrial:
+        """An arm's trial; arms whose options are equal share one."""
+        scored = {"test": self.splits.test, **({"train": self.splits.train} if arm in GAP_ARMS else {})}
+        return scored_trial(f"{arm}, seed {seed}", self.arm_config(arm, seed), scored)
 
     def _batching_rows(self, seed: int) -> list[dict[str, float]]:
         """H1's measurements on one seed's macro-batches, in float32: both ways in turn."""
@@ -263,7 +266,7 @@ class HypothesisStudy:
         prompts = pq.read_table(self.splits.test)["prompt"].to_pylist()
         test = {arm: margins_of(found, "test") for arm, found in trials.items()}
         train = {arm: margins_of(trials[arm], "train") for arm in GAP_ARMS}
-        records = {arm: [trial.result for trial in found] for arm, found in trials.items()}
+        records = {arm: [_values(trial) for trial in found] for arm, found in trials.items()}
         saved = np.array([1 - record["steps"] / record["all_steps"] for record in records[STOPPING_ARM]])
         return HypothesisReport(
             settings=self.options,
@@ -284,6 +287,19 @@ class HypothesisStudy:
         if changed:
             raise ConfigError(f"{self.options.output} was begun with other {', '.join(changed)}; give another --output")
         write_text(path, json.dumps(settings, indent=1) + "\n")
+
+
+def _values(trial: Trial) -> Mapping[str, Any]:
+    """Numbers of a trial that the hypotheses need.
+
+    Raises:
+        TrainingDiverged: if it diverged.
+    """
+    result = trial.result
+    assert result is not None, "the study has run"
+    if result.error is not None:
+        raise TrainingDiverged(f"no hypothesis can be judged: {result.error}")
+    return result.values
 
 
 def _arm_scores(margins: np.ndarray, records: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> ArmScores:

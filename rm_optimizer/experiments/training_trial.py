@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,41 +18,58 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import score_pairs
-from rm_optimizer.experiments.trials import Trial
+from rm_optimizer.experiments.study.plan import PlannedTrial
+from rm_optimizer.experiments.study.tasks import RUN, config_of, training_trial
+from rm_optimizer.experiments.study.trial import WORK, Trial
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
 
+TASK = "rm_optimizer.experiments.training_trial:train_and_score"
 TOKEN_BUDGET = 16384
 """Tokens with padding of one pass of scoring."""
 _MARGINS_FILE = "margins.npz"
 
 
-def train_and_score(config: TrainConfig, scored: Mapping[str, Path], folder: Path) -> dict[str, Any]:
-    """Train, score the files of pairs, and remove the weights.
+def scored_trial(label: str, config: TrainConfig, scored: Mapping[str, Path]) -> PlannedTrial:
+    """A trial that trains with these options and scores the files of pairs.
+
+    Args:
+        label: what tells it from the other trials.
+        config: options of the run; its `output_dir` is not used.
+        scored: files of pairs by name, for `margins_of`.
+    """
+    trial = training_trial(label, config)
+    return replace(trial, spec=trial.spec | {"scored": {name: str(path) for name, path in scored.items()}})
+
+
+def train_and_score(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
+    """Train, score the files of pairs, and remove the weights; what an attempt before left is trained anew.
 
     Scored are the best weights under early stopping, else the last, for which `training.checkpoint_every` must divide
     the run's steps.
 
     Args:
-        config: options of the run; its `output_dir` is not used.
-        scored: files of pairs by name, for `margins_of`.
-        folder: folder of the trial; the run stands in its `run/`.
+        spec: `options` of the run, and the files of pairs that are `scored`.
+        folder: folder of the trial's work; the run stands in its `run/`.
 
     Returns:
         Steps of the run and of the scored weights, parameters, and CPU seconds of training and scoring.
     """
-    started = time.process_time()
-    result = train_reward_model(replace(config, output_dir=str(folder / "run")))
+    started, run_dir = time.process_time(), folder / RUN.name
+    shutil.rmtree(run_dir, ignore_errors=True)
+    config = config_of(spec["options"])
+    result = train_reward_model(replace(config, output_dir=str(run_dir)))
     best = config.training.early_stopping.enabled
-    weights = Path(result.export) if best else checkpoint_path(folder / "run", result.steps)
+    weights = Path(result.export) if best else checkpoint_path(run_dir, result.steps)
     model = BradleyTerryRM.from_pretrained(weights, max_length=config.model.max_length)
-    margins = {name: _margins(config, model, pairs) for name, pairs in scored.items()}
+    margins = {name: _margins(config, model, pairs) for name, pairs in spec["scored"].items()}
     np.savez(folder / _MARGINS_FILE, **margins)  # type: ignore[arg-type]
     for kept in ("checkpoints", BEST_FOLDER):
-        shutil.rmtree(folder / "run" / kept)
+        shutil.rmtree(run_dir / kept)
     return {
+        "seed": result.seed,
         "steps": result.steps,
         "scored_step": result.best_step if best else result.steps,
         "all_steps": config.training.max_steps,
@@ -61,14 +78,14 @@ def train_and_score(config: TrainConfig, scored: Mapping[str, Path], folder: Pat
     }
 
 
-def margins_of(trials: list[Trial], name: str) -> Float[np.ndarray, "trials pairs"]:
+def margins_of(trials: Sequence[Trial], name: str) -> Float[np.ndarray, "trials pairs"]:
     """Margins that `train_and_score` kept of the file of that name, in the file's order."""
-    return np.stack([np.load(trial.folder / _MARGINS_FILE)[name] for trial in trials])
+    return np.stack([np.load(trial.folder / WORK / _MARGINS_FILE)[name] for trial in trials])
 
 
-def _margins(config: TrainConfig, model: BradleyTerryRM, pairs: Path) -> np.ndarray:
+def _margins(config: TrainConfig, model: BradleyTerryRM, pairs: str) -> np.ndarray:
     """Margins of all pairs of a file, in order; 0 where both conversations are equal after truncation."""
-    data = PreferenceDataset.load(str(pairs))
+    data = PreferenceDataset.load(pairs)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     half = config.hardware.precision == "bf16-mixed"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rm_optimizer import __version__
+from rm_optimizer.interfaces.commands import compare_study
 from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.compare import compare
@@ -21,7 +22,7 @@ from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
-from rm_optimizer.interfaces.groups import Commands, HydraCommand, RootCommands
+from rm_optimizer.interfaces.groups import DEFAULT, Commands, DefaultCommands, HydraCommand, RootCommands
 
 QUIET: dict[str, Any] = {
     "no_args_is_help": True,
@@ -35,7 +36,7 @@ HYDRA: dict[str, Any] = {
 }
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
-    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {}), (compare, {})],
+    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {})],
     "Couple to a policy": [(bon, {})],
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
@@ -52,6 +53,14 @@ ensemble_app = typer.Typer(
 ensemble_app.command("train", **HYDRA)(ensemble_train)
 ensemble_app.command("join")(with_field_flags(ensemble_join))
 app.add_typer(ensemble_app, name="ensemble", rich_help_panel="Couple to a policy")
+compare_app = typer.Typer(
+    cls=DefaultCommands, help="Compare finished runs, or plan and run a study of many.", add_completion=False, **QUIET
+)
+for study_command in (compare_study.plan, compare_study.run, compare_study.status, compare_study.retry):
+    compare_app.command()(study_command)
+compare_app.command("report")(compare_study.report)
+compare_app.command(DEFAULT)(compare)
+app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 for panel, commands in GROUPS.items():
     for command, settings in commands:
         app.command(rich_help_panel=panel, **settings)(with_field_flags(command))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -40,6 +41,26 @@ class Commands(TyperGroup):
         for heading, rows in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
+
+
+DEFAULT = "side-by-side"
+"""Command of `rm-opt compare` that runs where none is named."""
+
+
+class DefaultCommands(Commands):
+    """A group with a command that may be left out: `compare RUN RUN` is `compare side-by-side RUN RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the command where none is named.
+
+        Raises:
+            ConfigError: if the first word is a command and also a folder here.
+        """
+        if args and args[0] in self.commands and Path(args[0]).is_dir():
+            raise ConfigError(f"'{args[0]}' is a command and a folder here; write ./{args[0]} for the folder")
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = [DEFAULT, *args]
+        return super().parse_args(ctx, args)
 
 
 class RootCommands(Commands):

@@ -14,10 +14,11 @@ from scipy.special import log_expit
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments import hypothesis_study
+from rm_optimizer.experiments import hypothesis_study, training_trial
 from rm_optimizer.experiments.held_out import divided
 from rm_optimizer.experiments.hypotheses import Finding, batching_finding, training_findings
 from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisReport, HypothesisStudy
+from rm_optimizer.experiments.study.plan import StudyPlan
 from rm_optimizer.schema.data import SyntheticConfig
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
@@ -121,7 +122,7 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> HypothesisOptions:
 
 
 def test_a_finished_study_is_read_not_repeated(miniature, monkeypatch):
-    monkeypatch.setattr(hypothesis_study, "train_and_score", None)
+    monkeypatch.setattr(training_trial, "train_and_score", None)
     monkeypatch.setattr(hypothesis_study, "gradients", None)
     report = HypothesisStudy(miniature).run()
     assert [finding.name[:2] for finding in report.findings] == ["h1", "h2", "h3", "h4", "h5"]
@@ -149,10 +150,12 @@ def test_other_settings_need_another_folder(miniature):
 
 def test_arms_of_equal_options_share_a_trial_and_weights_are_not_kept(miniature):
     output = miniature.output
-    records = [json.loads(path.read_text()) for path in output.glob("trials/*/result.json")]
-    assert {record["arm"] for record in records} == {f"ablation_a{i}" for i in range(1, 5)} | {"lora_r16"}
-    assert not list(output.glob("trials/*/run/checkpoints"))
-    assert all(record["steps"] == record["all_steps"] == 2 for record in records)
+    labels = {trial.label for trial in StudyPlan.read(output).trials}
+    assert labels == {f"ablation_a{i}, seed 0" for i in range(1, 5)} | {"lora_r16, seed 0"}
+    results = [json.loads(path.read_text())["values"] for path in output.glob("trials/*/result.json")]
+    assert len(results) == len(labels)
+    assert all(values["steps"] == values["all_steps"] == 2 for values in results)
+    assert not list(output.glob("trials/*/work/run/checkpoints"))
 
 
 def test_the_pairs_that_stop_training_are_not_those_that_judge_it(miniature):

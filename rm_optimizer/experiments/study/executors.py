@@ -1,0 +1,187 @@
+"""Executors of trials: in this process, in one fresh interpreter each, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rm_optimizer.errors import MissingExtra
+from rm_optimizer.experiments.study.trial import OUTPUT_FILE, STOPPED, Trial
+
+_MODULE = "rm_optimizer.experiments.study.trial"
+
+
+class Executor(Protocol):
+    """Runs trials, at most `slots` at a time."""
+
+    slots: int
+
+    def start(self, folder: Path) -> None:
+        """Start the trial of a folder."""
+
+    def ended(self, seconds: float) -> list[tuple[Path, int]]:
+        """Folders and exit codes of trials that ended, after a wait of at most so many seconds."""
+
+    def stop(self) -> None:
+        """Stop all trials, and return once they have ended."""
+
+
+class InlineExecutor:
+    """Runs each trial in this process."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[Path, int]] = []
+
+    def start(self, folder: Path) -> None:
+        """Run the trial to its end.
+
+        Raises:
+            KeyboardInterrupt: if the user stopped it.
+        """
+        if (code := Trial(folder).measure()) == STOPPED:
+            raise KeyboardInterrupt
+        self._ended.append((folder, code))
+
+    def ended(self, seconds: float) -> list[tuple[Path, int]]:
+        """The trials that ran since the last call."""
+        ended, self._ended = self._ended, []
+        if not ended:
+            time.sleep(seconds)
+        return ended
+
+    def stop(self) -> None:
+        """Nothing: no trial runs outside `start`."""
+
+
+class ProcessExecutor:
+    """Runs each trial in a fresh interpreter, which shares nothing with the others.
+
+    Args:
+        slots: trials at a time.
+        threads: CPU threads of each.
+        devices: names for `CUDA_VISIBLE_DEVICES`, one for each slot; empty leaves the variable as it is.
+    """
+
+    def __init__(self, slots: int, threads: int, devices: Sequence[str] = ()) -> None:
+        self.slots = slots
+        self._threads = threads
+        self._devices = [*devices]
+        self._running: dict[Path, tuple[subprocess.Popen[bytes], str | None]] = {}
+
+    def start(self, folder: Path) -> None:
+        """Start the trial's process; what it prints goes to `output.log` in its folder."""
+        device = self._devices.pop() if self._devices else None
+        with (folder / OUTPUT_FILE).open("ab") as output:
+            process = subprocess.Popen(
+                _command(folder),
+                env=_environment(self._threads) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._running[folder] = (process, device)
+
+    def ended(self, seconds: float) -> list[tuple[Path, int]]:
+        """Folders and exit codes of processes that ended."""
+        deadline = time.monotonic() + seconds
+        while True:
+            ended = [
+                (folder, code) for folder, (process, _) in self._running.items() if (code := process.poll()) is not None
+            ]
+            if ended or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        for folder, _ in ended:
+            _, device = self._running.pop(folder)
+            self._devices += [] if device is None else [device]
+        return ended
+
+    def stop(self) -> None:
+        """Ask each process to stop, and end those that do not within ten seconds."""
+        for process, _ in self._running.values():
+            process.terminate()
+        for process, _ in self._running.values():
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._running.clear()
+
+
+class RayExecutor:
+    """Runs each trial in a fresh interpreter on a node of a Ray cluster, all of which see the study's folder.
+
+    Args:
+        threads: CPUs of each trial.
+        gpus: GPUs of each trial; may be a fraction.
+        address: address of the cluster; None takes `RAY_ADDRESS`, or starts Ray on this machine.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+
+    def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtra("ray", "ray") from error
+        self._ray: Any = ray
+        if not self._ray.is_initialized():
+            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        resources = self._ray.cluster_resources()
+        most = resources.get("CPU", 1) // threads
+        self.slots = max(1, int(min(most, resources.get("GPU", 0) // gpus) if gpus else most))
+        self._remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_measure)
+        self._threads = threads
+        self._running: dict[Any, Path] = {}
+
+    def start(self, folder: Path) -> None:
+        """Hand the trial to the cluster."""
+        self._running[self._remote.remote(str(folder.resolve()), self._threads)] = folder
+
+    def ended(self, seconds: float) -> list[tuple[Path, int]]:
+        """Folders and exit codes of tasks that ended; the code of a lost worker is -9."""
+        if not self._running:
+            time.sleep(seconds)
+            return []
+        done, _ = self._ray.wait([*self._running], num_returns=1, timeout=seconds)
+        found = []
+        for task in done:
+            try:
+                code = int(self._ray.get(task))
+            except self._ray.exceptions.RayError:
+                code = -9
+            found.append((self._running.pop(task), code))
+        return found
+
+    def stop(self) -> None:
+        """Cancel what runs."""
+        for task in self._running:
+            self._ray.cancel(task, force=True)
+        self._running.clear()
+
+
+def _measure(folder: str, threads: int) -> int:
+    """Exit code of the trial's process, on the node where this runs."""
+    with Path(folder, OUTPUT_FILE).open("ab") as output:
+        command = _command(Path(folder))
+        return subprocess.run(command, env=_environment(threads), stdout=output, stderr=output, check=False).returncode
+
+
+def _command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", _MODULE, str(folder)]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return {**os.environ, **counts, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}

@@ -1,0 +1,116 @@
+"""The plan of a study: a fixed list of trials, written before the first one starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.provenance import commit, machine, versions
+
+PLAN_FILE = "plan.json"
+"""In the folder of the study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTrial:
+    """A trial of a plan.
+
+    Args:
+        name: hash of its identity, the name of its folder.
+        label: what tells it from the other trials.
+        spec: JSON values that the task is called with.
+    """
+
+    name: str
+    label: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan(JsonRecord, indent=1):
+    """The plan of a study, `plan.json` in its folder.
+
+    Args:
+        task: function that measures a trial, as `package.module:name`.
+        trials: the trials, in the order in which they start.
+        versions: packages that decide the numbers.
+        machine: processor, cores and system that planned it.
+        commit: the checkout's commit.
+    """
+
+    task: str
+    trials: tuple[PlannedTrial, ...]
+    versions: dict[str, str]
+    machine: dict[str, str]
+    commit: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> StudyPlan:
+        """The plan of the study in a folder.
+
+        Raises:
+            ConfigError: if there is none, or it is damaged.
+        """
+        path = folder / PLAN_FILE
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} holds no study ({PLAN_FILE} is missing); write one with rm-opt compare plan {folder} "
+                "OPTION=VALUE,VALUE"
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged; plan the study again in another folder") from error
+
+
+def planned_trial(label: str, spec: Mapping[str, Any], identity: Mapping[str, Any] | None = None) -> PlannedTrial:
+    """A trial with the name that its identity gives it.
+
+    Args:
+        label: what tells it from the other trials.
+        spec: JSON values that the task is called with.
+        identity: values that decide its result; None takes the spec.
+    """
+    text = json.dumps(spec if identity is None else identity, default=str, sort_keys=True)
+    return PlannedTrial(name=hashlib.sha256(text.encode()).hexdigest()[:16], label=label, spec=dict(spec))
+
+
+def publish(folder: Path, task: str, trials: Sequence[PlannedTrial], *, extends: bool = False) -> StudyPlan:
+    """Write the plan of a study, or read it where the folder holds the same one.
+
+    Args:
+        folder: folder of the study.
+        task: function that measures a trial, as `package.module:name`.
+        trials: the trials.
+        extends: add the trials that are new to the plan in the folder.
+
+    Raises:
+        ConfigError: if two trials would give one result, or the folder holds another plan.
+    """
+    labels: dict[str, str] = {}
+    for trial in trials:
+        if trial.name in labels:
+            raise ConfigError(
+                f"two trials have the same options: '{labels[trial.name]}' and '{trial.label}'; leave one out"
+            )
+        labels[trial.name] = trial.label
+    if (folder / PLAN_FILE).exists():
+        plan = StudyPlan.read(folder)
+        planned = {trial.name for trial in plan.trials}
+        if plan.task != task or not (extends or planned == labels.keys()):
+            raise ConfigError(f"{folder} holds another study, of {len(plan.trials)} trials; choose another folder")
+        more = tuple(trial for trial in trials if trial.name not in planned)
+        if not more:
+            return plan
+        plan = replace(plan, trials=(*plan.trials, *more))
+    else:
+        plan = StudyPlan(task=task, trials=tuple(trials), versions=versions(), machine=machine(), commit=commit())
+    write_text(folder / PLAN_FILE, plan.to_json() + "\n")
+    return plan

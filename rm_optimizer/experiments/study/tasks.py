@@ -1,0 +1,66 @@
+"""Tasks of trials: the training of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
+from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.config import Resume
+
+TRAIN = "rm_optimizer.experiments.study.tasks:train"
+"""The task of a study of training runs."""
+RUN = Path("work", "run")
+"""The run folder of such a trial, in its folder."""
+
+
+def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
+    """A trial that trains with these options; those that change no result are no part of its name.
+
+    Args:
+        label: what tells it from the other trials.
+        config: its options, with absolute paths; `output_dir` is not used.
+    """
+    options = options_of(config)
+    identity = {name: value for name, value in flat(options) if not is_among(name, FREE)}
+    return planned_trial(label, {"options": options}, identity)
+
+
+def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
+    """Train a reward model and return its validation metrics; a run that was killed goes on from its checkpoint.
+
+    Args:
+        spec: `options` of the run.
+        folder: folder of the trial's work; the run stands in its `run/`.
+    """
+    from rm_optimizer.training import train_reward_model  # needs torch, which a plan does not wait for
+
+    config = config_of(spec["options"])
+    result = train_reward_model(replace(config, output_dir=str(folder / RUN.name), resume=Resume.auto))
+    scores = {name: getattr(result.metrics, name).value for name in ("accuracy", "nll", "brier", "ece", "mean_margin")}
+    return scores | {
+        "seed": result.seed,
+        "optimizer": result.optimizer,
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "train_fingerprint": result.data.train_fingerprint,
+    }
+
+
+def config_of(options: Mapping[str, Any]) -> TrainConfig:
+    """The options that `options_of` gave, as dataclasses again.
+
+    Raises:
+        ConfigError: if an option is unknown or out of its range.
+    """
+    base = compose([f"optimizer={options['optimizer']['name']}", "model=custom", "model.path=x", "output_dir=."])
+    OmegaConf.set_struct(base, False)
+    merged = OmegaConf.merge(base, dict(options))
+    assert OmegaConf.is_dict(merged)
+    return typed(merged, TrainConfig)  # type: ignore[arg-type]

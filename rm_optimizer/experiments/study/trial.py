@@ -1,0 +1,211 @@
+"""A trial in its folder: claimed by one process, measured, and finished once `result.json` is there.
+
+`python -m rm_optimizer.experiments.study.trial FOLDER` measures the trial in a folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.files import write_text
+
+SPEC_FILE, RESULT_FILE, FAILURE_FILE, CLAIM_FILE = "spec.json", "result.json", "failure.json", "claim"
+OUTPUT_FILE = "output.log"
+"""What a trial's process printed, in its folder."""
+WORK = "work"
+"""Folder in which the task works; it stays from attempt to attempt, so that a task may go on where it was killed."""
+CLAIMED, FAILED, STOPPED = 75, 1, 130
+"""Exit codes of a trial that another process measures, that failed, and that was stopped."""
+RecordT = TypeVar("RecordT", bound=JsonRecord)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec(JsonRecord, indent=1):
+    """The trial of a folder, `spec.json`.
+
+    Args:
+        task: function that measures it, as `package.module:name`.
+        label: what tells it from the other trials.
+        spec: JSON values that the task is called with.
+    """
+
+    task: str
+    label: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult(JsonRecord, indent=1):
+    """The outcome of a trial, `result.json`; a diverged trial is a result.
+
+    Args:
+        status: `finished` or `diverged`.
+        values: numbers that the task returned; empty of a diverged trial.
+        seconds: wall time of the attempt that finished.
+        attempts: attempts, the last included.
+        error: sentence of a diverged trial.
+    """
+
+    status: str
+    values: dict[str, float | int | str | None]
+    seconds: float
+    attempts: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialFailure(JsonRecord, indent=1):
+    """Failed attempts of a trial without a result, `failure.json`.
+
+    Args:
+        attempts: failed attempts.
+        error: the last one's error.
+        traceback: where it came up.
+    """
+
+    attempts: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of a folder.
+
+    Args:
+        folder: the folder.
+    """
+
+    folder: Path
+
+    @property
+    def result(self) -> TrialResult | None:
+        """The outcome; None until there is one."""
+        return self._read(TrialResult, RESULT_FILE)
+
+    @property
+    def failure(self) -> TrialFailure | None:
+        """Failed attempts; None where there is none."""
+        return self._read(TrialFailure, FAILURE_FILE)
+
+    @property
+    def attempts(self) -> int:
+        """Failed attempts so far."""
+        return self.failure.attempts if self.failure else 0
+
+    @property
+    def is_claimed(self) -> bool:
+        """True while a living process measures the trial."""
+        try:
+            file = (self.folder / CLAIM_FILE).open("r+")
+        except OSError:
+            return False
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Hold the trial for this process; False if another process holds it.
+
+        The operating system releases the claim when the process ends, however it ends.
+
+        Raises:
+            ConfigError: if the file system has no locks.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / CLAIM_FILE).open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError as error:
+                raise ConfigError(
+                    f"a study needs a file system with locks, but that of {self.folder} has none ({error.strerror}); "
+                    "choose another folder"
+                ) from error
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+            yield True
+
+    def fail(self, error: str, where: str = "") -> None:
+        """Count a failed attempt."""
+        record = TrialFailure(attempts=self.attempts + 1, error=error, traceback=where)
+        write_text(self.folder / FAILURE_FILE, record.to_json() + "\n")
+
+    def measure(self) -> int:
+        """Claim and measure the trial, unless it is finished, and return an exit code.
+
+        An error of the task is written down and gives `FAILED`; only a user's stop gives `STOPPED`.
+        """
+        with self.claim() as is_ours:
+            if not is_ours:
+                return CLAIMED
+            if self.result is not None:
+                return 0
+            try:
+                result = self._outcome()
+            except (KeyboardInterrupt, Interrupted):
+                return STOPPED
+            except Exception as error:
+                self.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+                return FAILED
+            write_text(self.folder / RESULT_FILE, result.to_json() + "\n")
+            (self.folder / FAILURE_FILE).unlink(missing_ok=True)
+            return 0
+
+    def _outcome(self) -> TrialResult:
+        started = time.monotonic()
+        spec = TrialSpec.from_json((self.folder / SPEC_FILE).read_text(encoding="utf-8"))
+        work = self.folder / WORK
+        work.mkdir(exist_ok=True)
+        status, values, sentence = "finished", {}, None
+        try:
+            values = dict(task_named(spec.task)(spec.spec, work))
+        except TrainingDiverged as error:
+            status, sentence = "diverged", str(error)
+        return TrialResult(
+            status=status,
+            values=values,
+            seconds=time.monotonic() - started,
+            attempts=self.attempts + 1,
+            error=sentence,
+        )
+
+    def _read(self, kind: type[RecordT], name: str) -> RecordT | None:
+        try:
+            return kind.from_json((self.folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self.folder / name} is damaged, or of another version; remove it to measure the trial again"
+            ) from error
+
+
+def task_named(name: str) -> Callable[[Mapping[str, Any], Path], Mapping[str, Any]]:
+    """The function named `package.module:name`."""
+    module, _, attribute = name.partition(":")
+    found: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = getattr(import_module(module), attribute)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(Trial(Path(sys.argv[1])).measure())

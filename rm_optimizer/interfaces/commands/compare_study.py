@@ -1,0 +1,172 @@
+"""`rm-opt compare plan | run | status | retry | report`: a study of many training runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from rm_optimizer.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from rm_optimizer.experiments.study.driver import StudyStatus
+    from rm_optimizer.experiments.study.executors import Executor
+    from rm_optimizer.experiments.study.plan import PlannedTrial
+    from rm_optimizer.experiments.study.trial import TrialResult
+
+Folder = Annotated[Path, Argument(help="Folder of the study.")]
+Executors = Annotated[str, Option("--executor", help="inline, process or ray.")]
+Workers = Annotated[int | None, Option("--workers", min=1, help="Trials at a time; default: one a GPU, else one.")]
+Retries = Annotated[int, Option("--retries", min=0, help="Further attempts at a trial that failed.")]
+
+
+def plan(
+    study: Folder,
+    overrides: Annotated[list[str], Argument(help="Options of train; several values make several trials.")],
+) -> None:
+    """Write the list of trials: every combination of the values, as `train --multirun` would run them."""
+    from rm_optimizer.experiments.study.plan import publish
+    from rm_optimizer.experiments.study.tasks import TRAIN
+
+    trials = planned_trainings(overrides)
+    publish(study, TRAIN, trials)
+    for trial in trials:
+        print(f"{trial.name}  {trial.label}")
+    print(f"{len(trials)} trials; rm-opt compare run {study} starts them")
+
+
+def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
+    """Run the trials that have no result; after a kill the same command goes on."""
+    _run(study, executor, workers, retries)
+
+
+def retry(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
+    """Run the trials again that failed, and those that have no result yet."""
+    from rm_optimizer.experiments.study.driver import Study
+
+    print(f"failed trials to run again: {Study(study).forget_failures()}")
+    _run(study, executor, workers, retries)
+
+
+def status(study: Folder) -> None:
+    """Print how many trials are in which state, and the errors of failed ones."""
+    from rm_optimizer.experiments.study.driver import Study
+
+    _print_status(Study(study).status())
+
+
+def report(
+    study: Folder,
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+) -> None:
+    """Compare the finished trials, and write tables and pictures into `report/` of the study."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from rm_optimizer.experiments.compared_runs import read_runs
+    from rm_optimizer.experiments.run_comparison import compare_runs
+    from rm_optimizer.experiments.study.driver import Study
+    from rm_optimizer.experiments.study.tasks import RUN
+    from rm_optimizer.records.files import replacing
+    from rm_optimizer.reporting.comparison import print_comparison, write_comparison
+
+    found = Study(study)
+    state = found.status()
+    finished = [found.trial(each).folder / RUN for each in found.plan.trials if state.states[each.name] == "finished"]
+    comparison = compare_runs(read_runs(finished), num_bootstrap=bootstrap)
+    print_comparison(comparison)
+    if not state.is_done or state.counts["diverged"]:
+        _print_status(state)
+    write_comparison(comparison, study / "report")
+    with replacing(study / "report" / "trials.parquet") as temporary:
+        pq.write_table(pa.Table.from_pylist(_filled([*found.rows()])), temporary)
+    print(f"JSON, Parquet and pictures: {study / 'report'}")
+
+
+def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
+    """The trials of these overrides, each composed and checked.
+
+    Raises:
+        ConfigError: if an option is unknown or out of its range.
+    """
+    from dataclasses import replace
+
+    from rm_optimizer.experiments.study.tasks import training_trial
+    from rm_optimizer.interfaces.command_line import checked, planned_sweep
+    from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.training.folder.record import absolute_source
+
+    jobs = planned_sweep(overrides).jobs
+    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    trials = []
+    for job in jobs:
+        config = checked(job, TrainConfig, writable=False, sweeps=True)
+        sources = {name: absolute_source(getattr(config.data, name)) for name in ("train", "val")}
+        config = replace(config, data=replace(config.data, **sources))
+        label = " ".join(item for item in job if item not in shared) or "one trial"
+        trials.append(training_trial(label, config))
+    return trials
+
+
+def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:
+    from rm_optimizer.experiments.study.driver import Study
+
+    study = Study(folder)
+    started, before = time.monotonic(), study.status().counts
+    total = len(study.plan.trials)
+    done = before["finished"] + before["diverged"]
+    ended = 0
+
+    def show(planned: PlannedTrial, result: TrialResult | None) -> None:
+        nonlocal ended
+        ended += 1
+        left = (time.monotonic() - started) / ended * (total - done - ended)
+        state = "failed" if result is None else f"{result.status} in {result.seconds:.0f} s"
+        print(f"[{done + ended}/{total}] {planned.label}: {state}; about {left / 60:.0f} min left", flush=True)
+
+    state = study.run(_executor(executor, workers), retries=retries, on_trial=show)
+    _print_status(state)
+    if state.counts["failed"]:
+        raise ConfigError(
+            f"{state.counts['failed']} trials failed; mend the reason, then rm-opt compare retry {folder}"
+        )
+
+
+def _executor(name: str, workers: int | None) -> Executor:
+    from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor, RayExecutor
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if name == "inline" and workers not in (None, 1):
+        raise ConfigError("--executor inline runs one trial at a time; leave out --workers, or take --executor process")
+    if name == "inline":
+        return InlineExecutor()
+    if name == "process":
+        devices = _devices()
+        slots = workers or max(1, len(devices))
+        return ProcessExecutor(slots, max(1, cores // slots), devices[:slots])
+    if name == "ray":
+        return RayExecutor(max(1, cores // (workers or 1)), gpus=1.0 if _devices() else 0.0)
+    raise ConfigError(did_you_mean("--executor", name, ("inline", "process", "ray")))
+
+
+def _devices() -> list[str]:
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _print_status(state: StudyStatus) -> None:
+    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(state.counts.items()))
+    print(f"{len(state.states):,} trials: {counts}")
+    for name, error in list(state.errors.items())[:10]:
+        print(f"{name} failed: {error}")
+
+
+def _filled(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Rows that all have the same columns."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [columns | row for row in rows]
