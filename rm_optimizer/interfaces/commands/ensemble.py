@@ -36,16 +36,19 @@ def ensemble_train(
     seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N.
     """
     from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.records.override_text import in_quotes
     from rm_optimizer.schema import TrainConfig
 
     _require_rate(false_positive_rate)
-    own = [item for item in ctx.args if item.lstrip("+").startswith(("seed=", "hydra.run.dir=", "output_dir="))]
-    if own:
-        raise ConfigError(f"rm-opt ensemble train sets seeds and folders itself, got {own[0]}; leave it out")
+    for item in ctx.args:
+        if item.lstrip("+").startswith(("seed=", "hydra.run.dir=", "output_dir=")):
+            raise ConfigError(f"rm-opt ensemble train sets seeds and folders itself, got {item}; leave it out")
     if flags := [item for item in ctx.args if item.startswith("-")]:
         raise ConfigError(f"rm-opt ensemble train takes options as name=value, got {flags[0]}; write name=value")
     folders = [output / f"seed-{seed}" for seed in range(seeds)]
-    runs = [[*ctx.args, f"seed={seed}", f"hydra.run.dir={folders[seed]}"] for seed in range(seeds)]
+    resumes = any(item.lstrip("+").startswith("resume=") for item in ctx.args)
+    own = list(ctx.args) if resumes else [*ctx.args, "resume=auto"]
+    runs = [[*own, f"seed={seed}", f"hydra.run.dir={in_quotes(str(folder))}"] for seed, folder in enumerate(folders)]
     configs = [checked(overrides, TrainConfig) for overrides in runs]
     for seed, overrides in enumerate(runs):
         print(f"member {seed + 1} of {seeds}: {folders[seed]}", flush=True)
