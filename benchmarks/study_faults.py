@@ -5,6 +5,10 @@ the processes of trials are killed with SIGKILL at random moments, and the same 
 
     python benchmarks/study_faults.py --trials 60
 
+    python benchmarks/study_faults.py --large 10000
+
+measures how long a large study of empty trials takes to plan, to run in one process, to look at and to read as a table.
+
 Lines: `trials_lost` (without a result), `trials_repeated` (measured again although they had one, or whose result
 changed), `results_equal` (to those of the undisturbed study), and how many processes were killed.
 """
@@ -15,6 +19,7 @@ import argparse
 import hashlib
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -116,6 +121,28 @@ def _changed(folder: Path, seen: dict[Path, int]) -> int:
     return changed
 
 
+def large(folder: Path, trials: int) -> None:
+    """Print seconds, and the most memory, of a study of empty trials."""
+    started = time.monotonic()
+
+    def lap(name: str) -> None:
+        nonlocal started
+        print(f"{name}_seconds: {time.monotonic() - started:.1f}")
+        started = time.monotonic()
+
+    plan(folder, trials, 0.0)
+    lap("plan")
+    study = Study(folder)
+    study.run(InlineExecutor(), retries=1)
+    lap("run")
+    print(f"trials_done: {len(study.status().seconds)}")
+    lap("status")
+    rows = [*study.rows()]
+    lap("table")
+    print(f"rows: {len(rows)}")
+    print(f"peak_memory_mib: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
+
+
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Kill a study's processes at random, and compare its results.")
@@ -124,6 +151,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workers", type=int, default=4, help="trials at a time")
     add("--seconds", type=float, default=0.2, help="time of the shortest trial; the longest takes five times it")
     add("--seed", type=int, default=0, help="seed of the kills")
+    add("--large", type=int, help="instead, measure an undisturbed study of so many empty trials")
     add("--drive", type=Path, help="run the study of this folder, undisturbed")
     return parser.parse_args(argv)
 
@@ -133,11 +161,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.drive is not None:
         drive(args.drive, args.workers)
         return
+    sys.modules.setdefault("study_faults", sys.modules[__name__])
     with tempfile.TemporaryDirectory() as scratch:
+        if args.large is not None:
+            large(Path(scratch), args.large)
+            return
         calm, wild = Path(scratch, "calm"), Path(scratch, "wild")
         plan(calm, args.trials, 0.0)
         plan(wild, args.trials, args.seconds)
-        sys.modules.setdefault("study_faults", sys.modules[__name__])
         Study(calm).run(InlineExecutor(), retries=1)
         drivers, killed, changed = disturbed(wild, args.workers, random.Random(args.seed))
         repeated = len(list(wild.glob(f"{TRIALS}/*/work/{REPEATED}"))) + changed
