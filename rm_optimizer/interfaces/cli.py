@@ -54,7 +54,10 @@ ensemble_app.command("train", **HYDRA)(ensemble_train)
 ensemble_app.command("join")(with_field_flags(ensemble_join))
 app.add_typer(ensemble_app, name="ensemble", rich_help_panel="Couple to a policy")
 compare_app = typer.Typer(
-    cls=DefaultCommands, help="Compare finished runs, or plan and run a study of many.", add_completion=False, **QUIET
+    cls=DefaultCommands,
+    help="Compare finished runs (`rm-opt compare RUN RUN`), or run a study of many.",
+    add_completion=False,
+    **QUIET,
 )
 for study_command in (compare_study.plan, compare_study.run, compare_study.status, compare_study.retry):
     compare_app.command()(study_command)

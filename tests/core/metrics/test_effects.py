@@ -164,3 +164,25 @@ def test_the_detectable_effect_is_found_with_the_wanted_power(freedom):
 
 def test_of_many_samples_the_detectable_effect_is_the_normal_one():
     assert detectable_effect(0.1, 1e6) == pytest.approx(0.1 * (norm.ppf(0.975) + norm.ppf(0.8)), rel=1e-4)
+
+
+def trained(rng: np.random.Generator, prompts: np.ndarray, seeds: int, shift: float) -> np.ndarray:
+    """Margins of an arm on two pairs of each prompt: effects of prompts, of seeds, and of each pair and seed."""
+    own = prompts + rng.normal(0.0, 0.5, len(prompts)) + shift + rng.normal(0.0, 0.2, (seeds, 1))
+    return np.repeat(own, 2, axis=1) + rng.normal(0.0, 0.5, (seeds, 2 * len(prompts)))
+
+
+@pytest.mark.parametrize(("seeds", "num_prompts"), [(3, 60), (5, 100)])
+def test_intervals_over_seeds_and_prompts_hold_the_truth_as_often_as_they_say(seeds, num_prompts):
+    rng, shift, repetitions = np.random.default_rng(0), 0.2, 800
+    names = [str(i // 2) for i in range(2 * num_prompts)]
+    # a margin is normal, so its chance to be positive is known: variances 1 and 0.25 of prompts, 0.04 and 0.25
+    spread = math.sqrt(1 + 0.25 + 0.04 + 0.25)
+    truth = norm.cdf((0.5 + shift) / spread) - norm.cdf(0.5 / spread)
+    held = 0
+    for _ in range(repetitions):
+        prompts = rng.normal(0.5, 1.0, num_prompts)
+        arms = [trained(rng, prompts, seeds, each) for each in (shift, 0.0)]
+        effect = paired_effect(*arms, names, "accuracy")
+        held += effect.low <= truth <= effect.high
+    assert 0.925 <= held / repetitions <= 0.98
