@@ -25,6 +25,8 @@ WORLD = "world"
 BACKENDS = ("transformers", "vllm")
 CONTACT_SECONDS = 3.0
 """Seconds in which a reward server must answer before the first prompt."""
+PROBE_TOLERANCE = 0.02
+"""Difference of a served reward from the model's own that is rounding, relative to a reward above 1."""
 FEWEST_POINTS = 4
 """Values of n, and prompts, from which an over-optimization curve is fitted."""
 
@@ -127,7 +129,9 @@ def _report(
 
 def _print_verdict(curve: OveroptimizationCurve) -> None:
     """Print whether the gold reward falls while the proxy reward grows."""
-    if curve.turning_point is None:
+    if curve.turning_point is None and curve.fall.value == 0:
+        print("no fall of the gold reward is shown: it is highest at the largest n")
+    elif curve.turning_point is None:
         print(f"no fall of the gold reward is shown: its highest less its last is {curve.fall} standard deviations")
     else:
         print(
@@ -196,4 +200,10 @@ def _scorer(saved: SavedModel, server: str | None) -> Iterator[Scorer]:
     with RewardClient(server, renderer=model.renderer, timeout_seconds=CONTACT_SECONDS) as first:
         print(f"server: {server} answers with version {first.version}")
     with RewardClient(server, renderer=model.renderer) as client:
+        served, own = (float(scorer.score(["Hi."], ["Hello."])[0]) for scorer in (client, model))
+        if not abs(served - own) <= PROBE_TOLERANCE * max(1.0, abs(own)):
+            raise ConfigError(
+                f"--server {server} has other weights than {saved.checkpoint}: it gives {served:.4f} where that gives "
+                f"{own:.4f}; serve {saved.checkpoint}, or name the model that is served"
+            )
         yield client
