@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.rl_coupling.out_of_distribution import OODDetection, conformal_threshold, detection, halves
 
@@ -102,6 +103,7 @@ class RewardModelEnsemble(Scorer):
         memory_bytes: bytes of weights of saved models to keep; the others are loaded in turn for each call. None keeps
             all.
         load: loader of a saved model.
+        token_budget: tokens, padding included, of one pass of a model in this process.
 
     Raises:
         ConfigError: if there are fewer than two members, or an option is out of its range.
@@ -117,6 +119,7 @@ class RewardModelEnsemble(Scorer):
         reference: EnsembleReference | None = None,
         memory_bytes: int | None = None,
         load: Callable[[str], BradleyTerryRM] = BradleyTerryRM.from_pretrained,
+        token_budget: int = 16384,
     ) -> None:
         if len(models) < 2:
             raise ConfigError(f"an ensemble needs at least 2 models, got {len(models)}")
@@ -137,6 +140,7 @@ class RewardModelEnsemble(Scorer):
         self._models = list(models)
         self._memory_bytes = memory_bytes
         self._load = load
+        self._token_budget = token_budget
         self._kept: dict[int, BradleyTerryRM] = {}
         self._has_warned = False
 
@@ -173,20 +177,36 @@ class RewardModelEnsemble(Scorer):
             ValueError: if there are not as many prompts as responses.
             CheckpointError: if a reward is not finite.
         """
+        return self._scored(prompts, responses)[0]
+
+    def _scored(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
+        """Raw rewards by each member, and which prompts and responses any member in this process has cut."""
         if len(prompts) != len(responses):
             raise ValueError(
                 f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
             )
         rewards = np.zeros((len(self), len(responses)))
+        is_cut = np.zeros((2, len(responses)), dtype=bool)
         for number in range(len(self)):
-            rewards[number] = self._member(number).score(prompts, responses).double().numpy()
+            member = self._member(number)
+            if isinstance(member, BradleyTerryRM):
+                encodings = member.encode(prompts, responses)
+                found = member.score_encoded(encodings, token_budget=self._token_budget)
+                for place, encoding in enumerate(encodings):
+                    is_cut[:, place] |= (encoding.prompt_cut > 0, encoding.response_cut > 0)
+            else:
+                found = member.score(prompts, responses)
+            del member  # one that is not kept goes before the next is loaded
+            rewards[number] = found.double().numpy()
             broken = np.flatnonzero(~np.isfinite(rewards[number]))
             if len(broken):
                 raise CheckpointError(
                     f"member {number + 1} of the ensemble ({self._name(number)}) gives response {broken[0] + 1} the "
                     f"reward {rewards[number, broken[0]]}; leave the member out or give another checkpoint"
                 )
-        return rewards
+        return rewards, is_cut
 
     def fit_reference(
         self,
@@ -283,13 +303,22 @@ class RewardModelEnsemble(Scorer):
         Raises:
             ConfigError: if the aggregation compares members and `fit_reference` was not called.
         """
+        return torch.tensor(self.score_counted(prompts, responses).rewards, dtype=torch.float32)
+
+    def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
+        """Rewards as `score` returns them, and counts of what any member in this process has cut.
+
+        Raises:
+            ConfigError: as `score`.
+        """
         if self.reference is None and self.aggregation != Aggregation.mean:
             raise ConfigError(
                 f"aggregation={self.aggregation} compares members, whose rewards share neither zero nor scale; call "
                 "fit_reference(prompts, responses) first"
             )
-        rewards = self._standardized(self.member_rewards(prompts, responses))
-        return torch.from_numpy(aggregate(rewards, self.aggregation, self.penalty)).float()
+        raw, is_cut = self._scored(prompts, responses)
+        rewards = aggregate(self._standardized(raw), self.aggregation, self.penalty)
+        return CountedRewards(rewards.tolist(), *is_cut.sum(axis=1).tolist())
 
     def _standardized(self, rewards: Float[np.ndarray, "members sequences"]) -> Float[np.ndarray, "members sequences"]:
         if self.reference is None:

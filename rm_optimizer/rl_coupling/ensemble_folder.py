@@ -54,6 +54,7 @@ def load_ensemble(
     penalty: float = 1.0,
     memory_bytes: int | None = None,
     load: Callable[[str], BradleyTerryRM] = BradleyTerryRM.from_pretrained,
+    token_budget: int = 16384,
 ) -> RewardModelEnsemble:
     """The ensemble of a folder; its members are loaded when they first score.
 
@@ -63,6 +64,7 @@ def load_ensemble(
         penalty: factor of the standard deviation in `uwo`.
         memory_bytes: bytes of weights to keep; None keeps all members.
         load: loader of a member.
+        token_budget: tokens, padding included, of one pass.
 
     Raises:
         CheckpointError: if there is no ensemble in the folder, or its file is torn.
@@ -84,6 +86,7 @@ def load_ensemble(
         reference=record.reference,
         memory_bytes=memory_bytes,
         load=load,
+        token_budget=token_budget,
     )
 
 

@@ -176,6 +176,15 @@ def test_members_loaded_in_turn_score_as_those_that_are_kept(folders: list[Path]
     assert all((found == rewards[0]).all() for found in rewards)
 
 
+def test_what_any_member_cuts_is_counted(folders: list[Path]) -> None:
+    ensemble = RewardModelEnsemble(folders)
+    counted = ensemble.score_counted(["Hi", "one two three " * 100, "Hi"], ["Yes.", "No.", "a b c " * 300])
+    assert (counted.num_prompt_cut, counted.num_response_cut) == (2, 1)
+    whole = RewardModelEnsemble(folders, token_budget=8).score_counted(["Hi"], ["Yes."])
+    assert whole.rewards == pytest.approx(counted.rewards[:1], abs=1e-5)
+    assert (whole.num_prompt_cut, whole.num_response_cut) == (0, 0)
+
+
 def test_a_folder_of_an_ensemble_gives_the_same_rewards_after_it_is_moved(folders: list[Path], tmp_path: Path) -> None:
     ensemble = RewardModelEnsemble(folders)
     reference = ensemble.fit_reference(PROMPTS, TEXTS)

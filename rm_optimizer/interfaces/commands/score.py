@@ -45,7 +45,7 @@ def score(
         raise ConfigError(USAGE)
     if names_responses:
         _require_texts(prompt or "", responses)
-    members = None if ensemble is None else _ensemble(saved, ensemble, penalty)
+    members = None if ensemble is None else _ensemble(saved, ensemble, penalty, token_budget)
     if members is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
         raise ConfigError(f"{saved.checkpoint} is an ensemble; add --ensemble mean, min or uwo")
     if names_responses and members is not None:
@@ -90,7 +90,7 @@ def _require_texts(prompt: str, responses: Sequence[str]) -> None:
         raise ConfigError("--response must not be empty")
 
 
-def _ensemble(saved: SavedModel, aggregation: str, penalty: float) -> RewardModelEnsemble:
+def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget: int) -> RewardModelEnsemble:
     from rm_optimizer.rl_coupling.ensemble import Aggregation
     from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
 
@@ -101,6 +101,7 @@ def _ensemble(saved: SavedModel, aggregation: str, penalty: float) -> RewardMode
         aggregation=aggregation,
         penalty=penalty,
         load=lambda source: replace(saved, checkpoint=source).load(),
+        token_budget=token_budget,
     )
 
 
@@ -110,6 +111,9 @@ def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Seq
     predictions = members.predict_batch(prompts, responses)
     for reward, found in zip(members.combined(predictions), predictions, strict=True):
         print(f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}")
+    cut = members.score_counted(prompts, responses)
+    for note in _cut_notes("the members' lengths", len(responses), cut.num_prompt_cut, cut.num_response_cut):
+        print(f"warning: {note}", file=sys.stderr)
 
 
 def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Path, target: Path) -> None:
@@ -129,6 +133,9 @@ def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Pa
     report = {"model": checkpoint, "model_digest": identity, "aggregation": members.aggregation, **asdict(scored)}
     write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
     print(f"{scored.num_rows} rows scored by {len(members)} members: {target}")
+    counts = (scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0)
+    for note in _cut_notes("the members' lengths", *counts):
+        print(f"warning: {note}")
 
 
 def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
@@ -181,11 +188,16 @@ def _write_report(target: Path, checkpoint: str, model: BradleyTerryRM, identity
 
 def _notes(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
     """Sentences on what the rewards do not see."""
-    notes = []
-    if num_prompt_cut or num_response_cut:
-        notes.append(
-            f"cut at {model.max_length} tokens: the prompts of {num_prompt_cut:,} of {num:,} responses lost their "
-            f"beginning, {num_response_cut:,} responses lost their end; raise --max-length if the model can read more"
-        )
+    notes = _cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
     note = length_note(model)
     return notes if note is None else [*notes, note]
+
+
+def _cut_notes(where: str, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
+    """Sentence on what was cut; none if nothing was."""
+    if not num_prompt_cut and not num_response_cut:
+        return []
+    return [
+        f"cut at {where}: the prompts of {num_prompt_cut:,} of {num:,} responses lost their beginning, "
+        f"{num_response_cut:,} responses lost their end; raise --max-length if the model can read more"
+    ]
