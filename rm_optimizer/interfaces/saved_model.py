@@ -59,3 +59,20 @@ def length_note(model: BradleyTerryRM) -> str | None:
         f"the model does not record the length it was trained at, so sequences are cut at {model.max_length} tokens; "
         "set another with --max-length"
     )
+
+
+def cut_notes(where: str, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
+    """Sentence on what was cut; none if nothing was.
+
+    Args:
+        where: lengths that sequences were cut at, in words.
+        num: responses.
+        num_prompt_cut: responses whose prompt lost tokens.
+        num_response_cut: responses that lost tokens themselves.
+    """
+    if not num_prompt_cut and not num_response_cut:
+        return []
+    return [
+        f"cut at {where}: the prompts of {num_prompt_cut:,} of {num:,} responses lost their beginning, "
+        f"{num_response_cut:,} responses lost their end; raise --max-length if the model can read more"
+    ]

@@ -37,6 +37,9 @@ def test_a_server_ranks_like_its_model_and_another_is_refused(models: list[Path]
     local = run(models[0], "local.jsonl")
     assert local.exit_code == 0
     assert "gold reward" in local.stdout
+    assert "warning" not in local.stdout
+    short = run(models[0], "short.jsonl", "--max-length", "24")
+    assert "warning: cut at 24 tokens: the prompts of 40 of 40 responses lost their beginning" in short.stdout
     served, own = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("served", "local")

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, DataError, Interrupted, RewardServerUnavailable, did_you_mean
-from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
@@ -79,7 +80,7 @@ def bon(
     chosen = None if policy is None else _policy(policy, backend, options)
     judge = None if gold is None else _judge(gold, texts or list(read_prompts(completions or Path())))
     try:
-        with _scorer(saved, server) as scorer, progress("ranking", "prompts") as show:
+        with _scorer(saved, server) as (model, scorer), progress("ranking", "prompts") as show:
             if chosen is None:
                 rank_file(scorer, completions or Path(), out_file, on_progress=show)
             else:
@@ -90,7 +91,21 @@ def bon(
         raise RewardServerUnavailable(f"{error}; the same command goes on from the prompts ranked so far") from error
     ranked, proxy = read_ranked(out_file)
     _report(curve_file, ranked, proxy, judge, bootstrap, seed)
+    for note in _notes(model, ranked):
+        print(f"warning: {note}")
     print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
+
+
+def _notes(model: BradleyTerryRM, ranked: Sequence[RankedResponses]) -> list[str]:
+    """Sentences on what the rewards do not see."""
+    cut = [0, 0]
+    for row in ranked:
+        for encoding in model.encode([row.prompt] * len(row.responses), row.responses):
+            cut[0] += encoding.prompt_cut > 0
+            cut[1] += encoding.response_cut > 0
+    notes = cut_notes(f"{model.max_length} tokens", sum(len(row.responses) for row in ranked), *cut)
+    note = length_note(model)
+    return notes if note is None else [*notes, note]
 
 
 def _report(
@@ -189,11 +204,11 @@ def _judge(name: str, prompts: Sequence[Prompt]) -> Scorer:
 
 
 @contextmanager
-def _scorer(saved: SavedModel, server: str | None) -> Iterator[Scorer]:
-    """The model, or a client of the server that has its weights."""
+def _scorer(saved: SavedModel, server: str | None) -> Iterator[tuple[BradleyTerryRM, Scorer]]:
+    """The model, and what scores: itself, or a client of the server that has its weights."""
     model = saved.load()
     if server is None:
-        yield model
+        yield model, model
         return
     from rm_optimizer.serving.client.client import RewardClient
 
@@ -206,4 +221,4 @@ def _scorer(saved: SavedModel, server: str | None) -> Iterator[Scorer]:
                 f"--server {server} has other weights than {saved.checkpoint}: it gives {served:.4f} where that gives "
                 f"{own:.4f}; serve {saved.checkpoint}, or name the model that is served"
             )
-        yield client
+        yield model, client

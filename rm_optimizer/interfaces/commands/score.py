@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
-from rm_optimizer.interfaces.saved_model import SavedModel, length_note
+from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -112,7 +112,7 @@ def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Seq
     for reward, found in zip(members.combined(predictions), predictions, strict=True):
         print(f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}")
     cut = members.score_counted(prompts, responses)
-    for note in _cut_notes("the members' lengths", len(responses), cut.num_prompt_cut, cut.num_response_cut):
+    for note in cut_notes("the members' lengths", len(responses), cut.num_prompt_cut, cut.num_response_cut):
         print(f"warning: {note}", file=sys.stderr)
 
 
@@ -134,7 +134,7 @@ def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Pa
     write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
     print(f"{scored.num_rows} rows scored by {len(members)} members: {target}")
     counts = (scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0)
-    for note in _cut_notes("the members' lengths", *counts):
+    for note in cut_notes("the members' lengths", *counts):
         print(f"warning: {note}")
 
 
@@ -188,16 +188,6 @@ def _write_report(target: Path, checkpoint: str, model: BradleyTerryRM, identity
 
 def _notes(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
     """Sentences on what the rewards do not see."""
-    notes = _cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
+    notes = cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
     note = length_note(model)
     return notes if note is None else [*notes, note]
-
-
-def _cut_notes(where: str, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
-    """Sentence on what was cut; none if nothing was."""
-    if not num_prompt_cut and not num_response_cut:
-        return []
-    return [
-        f"cut at {where}: the prompts of {num_prompt_cut:,} of {num:,} responses lost their beginning, "
-        f"{num_response_cut:,} responses lost their end; raise --max-length if the model can read more"
-    ]
