@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.draws import FEWEST, Prompts
+from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS, num_prompts
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
@@ -32,6 +34,8 @@ from rm_optimizer.landscape.solvers.lanczos import End, Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.spectrum_estimates import add_estimates
 from rm_optimizer.schema import LossConfig
+
+_log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(eq=False, repr=False)
@@ -101,6 +105,7 @@ class HessianAnalyzer:
         check_choices(method, kind, options)
         with self._measuring(pairs, num_pairs) as (objective, known_prompts):
             clusters = clusters_of(objective.batches, prompts or known_prompts)
+            _warn_of_few(objective.num_pairs, clusters, options)
             operator = make_operator(objective, kind, options)
             if method != "lanczos":
                 operator.on_product = on_product
@@ -140,10 +145,12 @@ class HessianAnalyzer:
             converged=pairs.converged,
             num_top=num_top,
             num_bottom=num_bottom,
+            num_overlooked=pairs.num_overlooked,
             is_exhaustive=found.is_exhaustive,
             trace=found.trace,
             density=found.density,
             sampling=found.sampling,
+            cross_fit=found.cross_fit,
             geometry=found.geometry,
             matrix=matrix,
             method=method,
@@ -160,6 +167,16 @@ class HessianAnalyzer:
             seed=self.seed,
             status=SpectrumStatus.interrupted if found.is_interrupted else SpectrumStatus.complete,
             eigenvectors=pairs.vectors,
+        )
+
+
+def _warn_of_few(num_pairs: int, clusters: Sequence[int] | None, options: SpectrumOptions) -> None:
+    """Warn where intervals over pairs are asked for and pairs are too few for them."""
+    count = num_prompts(num_pairs, clusters)
+    if options.num_sampled and count < FEW_PROMPTS:
+        _log.warning(
+            f"eigenvalues of {count} prompts are far too large, and their intervals over pairs too narrow; take "
+            f"at least {FEW_PROMPTS}, 256 or more are useful"
         )
 
 

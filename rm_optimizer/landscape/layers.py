@@ -25,7 +25,7 @@ class BlockCurvature:
         num_parameters: numbers in it.
         top_eigenvalue: largest algebraic eigenvalue of the block.
         error_bound: bound on the error of the eigenvalue.
-        converged: True if the bound is within the requested tolerance.
+        converged: True if the residual is within the requested tolerance.
         trace: of the block, with the error of its probes.
         num_products: Hessian-vector products spent.
     """
@@ -81,7 +81,7 @@ def curvature_of_blocks(
     Args:
         measured_loss: model, pairs and loss.
         blocks: parameters of each block, as `block_names` gives them.
-        tolerance: relative error of a top eigenvalue.
+        tolerance: residual of a top eigenvalue, relative to it.
         num_probes: probes of a trace, one product each.
         max_products: products at most of a top eigenvalue.
         on_iteration: function called after each product of a top eigenvalue.

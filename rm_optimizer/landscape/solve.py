@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.measured_loss import identity_of
@@ -39,14 +40,14 @@ class SpectrumOptions:
 
     Args:
         which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each.
-        tolerance: relative error of each eigenvalue, by its bound.
+        tolerance: residual of each eigenvalue, relative to it.
         max_products: most products of the solver; None is its own.
         trace_products: products for the trace; 0 estimates none.
         trace_method: one of `TraceMethod`; `deflated` takes the found eigenpairs out.
         density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
         density_steps: products of each.
-        num_sampled: eigenvalues from the top that get their error over pairs; of the Hessian by any method, of the
-            others by `gauss_newton_exact`.
+        num_sampled: eigenvalues from the top that are cross-fitted and get their error over pairs; of the Hessian by
+            any method, of the others by `gauss_newton_exact`.
         sam_rho: radius of the ascent step that `geometry` is measured with; 0 measures none.
         state_file: file of `lanczos`'s state, from which it continues after a kill; the caller removes it.
         memory_bytes: most memory for the rows of `gauss_newton_exact`.
@@ -77,8 +78,10 @@ class Solution:
         pairs: eigenpairs.
         is_exhaustive: True if all unlisted eigenvalues are 0.
         is_interrupted: True if the user stopped it.
+        searched: end of the spectrum that Lanczos iterated to the tolerance; None if it did not, or another method did.
         trace: exact trace, if the method gives it, or an estimate.
-        sampling: the first eigenvalues with their error over pairs.
+        sampling: the first eigenvalues with their spread over resampled pairs.
+        cross_fit: the same eigenvalues cross-fitted.
         density: estimated density.
         geometry: gradient and sharpness at the point.
     """
@@ -86,8 +89,10 @@ class Solution:
     pairs: Eigenpairs
     is_exhaustive: bool = False
     is_interrupted: bool = False
+    searched: End | None = None
     trace: Estimate | None = None
     sampling: tuple[Estimate, ...] = ()
+    cross_fit: CrossFit | None = None
     density: SpectralDensity | None = None
     geometry: LocalGeometry | None = None
 
@@ -178,9 +183,12 @@ def _by_gram(
     gram = gauss_newton_exact(
         operator.objective, curvature=operator.curvature, num_vectors=top_k, memory_bytes=options.memory_bytes
     )
-    sampling = gram.bootstrap(options.num_sampled, clusters=clusters, seed=seed)[:-1] if options.num_sampled else ()
-    trace = _exact(gram.trace, operator.objective)
-    return Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=trace, sampling=sampling)
+    found = Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=_exact(gram.trace, operator.objective))
+    if options.num_sampled:
+        count = min(options.num_sampled, len(gram.values))
+        found.sampling = gram.bootstrap(count, clusters=clusters, seed=seed)[:-1]
+        found.cross_fit = cross_fit_gram(gram, count, clusters=clusters, seed=seed)
+    return found
 
 
 def _gram_pairs(gram: GramSpectrum, operator: OutputOperator) -> Eigenpairs:
@@ -237,7 +245,7 @@ def _by_lanczos(
     if file is not None:
         state.save(file)
     state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
-    return Solution(matrix.widened(pairs))
+    return Solution(matrix.widened(pairs), searched=options.which if all(pairs.converged) else None)
 
 
 def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int) -> KrylovState:

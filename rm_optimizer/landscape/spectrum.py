@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord
@@ -30,14 +31,18 @@ class HessianSpectrum(JsonRecord, indent=2):
     Args:
         eigenvalues: those computed, descending.
         residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
-        error_bounds: bound on the error of each, from residual and gap, rounding included.
-        converged: True for each value whose solver error is within the tolerance; rounding is the rest of the bound.
+        error_bounds: distance from each within which an eigenvalue lies: the residual, or `residual^2 / gap` where the
+            gap to the other values is resolved; rounding included.
+        converged: True for each value whose residual is within the tolerance; rounding is the rest of the bound.
         num_top: number of the first values that are the largest of all, with none missing between them.
         num_bottom: number of the last values that are the smallest of all, with none missing between them.
+        num_overlooked: values that a search beside those of Lanczos added, such as copies; None where it did not take
+            place, and copies may be missing.
         is_exhaustive: True if every unlisted eigenvalue is 0.
         trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
         density: of all eigenvalues; None where it was not estimated.
-        sampling: the first eigenvalues with their error over pairs, as many as requested.
+        sampling: the first eigenvalues with their spread over resampled pairs, as many as requested.
+        cross_fit: the first eigenvalues cross-fitted; None where no error over pairs was requested, or of few prompts.
         geometry: gradient and sharpness at the point; None if not requested.
         matrix: `hessian`, `gauss_newton` or `fisher`.
         method: method of the eigenvalues.
@@ -62,10 +67,12 @@ class HessianSpectrum(JsonRecord, indent=2):
     converged: tuple[bool, ...]
     num_top: int
     num_bottom: int
+    num_overlooked: int | None
     is_exhaustive: bool
     trace: Estimate | None
     density: SpectralDensity | None
     sampling: tuple[Estimate, ...]
+    cross_fit: CrossFit | None
     geometry: LocalGeometry | None
     matrix: str
     method: str

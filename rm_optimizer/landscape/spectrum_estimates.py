@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_hessian
 from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.sampling import sampling_error
 from rm_optimizer.landscape.estimates.sharpness import local_geometry
 from rm_optimizer.landscape.estimates.trace import estimate_trace
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
 from rm_optimizer.landscape.solve import Solution, SpectrumOptions
+from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 
 
 def add_estimates(
@@ -22,7 +24,8 @@ def add_estimates(
 ) -> None:
     """Add the requested estimates that the solver did not give, unless it was interrupted.
 
-    After Ctrl-C the estimates so far stay, and the solution is marked as interrupted.
+    Where random vectors follow anyway, eigenvalues that Lanczos overlooked are looked for. After Ctrl-C the estimates
+    so far stay, and the solution is marked as interrupted.
 
     Args:
         operator: the matrix.
@@ -42,13 +45,20 @@ def add_estimates(
 def _estimate(
     operator: LossOperator, found: Solution, options: SpectrumOptions, seed: int, clusters: Sequence[int] | None
 ) -> None:
-    pairs, is_hessian = found.pairs, isinstance(operator, HessianOperator)
-    removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
+    is_hessian = isinstance(operator, HessianOperator)
     if options.sam_rho and is_hessian:
         found.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
+    if found.searched and (options.trace_products or options.density_probes):
+        found.pairs = with_overlooked(operator, found.pairs, found.searched, tolerance=options.tolerance, seed=seed + 2)
+    pairs = found.pairs
+    removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
     sampled = min(options.num_sampled, len(pairs.vectors))
-    if sampled and not found.sampling and is_hessian:
+    if sampled and not found.sampling and isinstance(operator, HessianOperator):
         found.sampling = sampling_error(operator.objective, pairs.vectors[:sampled], clusters=clusters, seed=seed)
+        if options.which != "smallest":
+            found.cross_fit = cross_fit_hessian(
+                operator, sampled, top=float(pairs.values[0]), sampling=found.sampling, clusters=clusters, seed=seed
+            )
     if options.density_probes:
         found.density = spectral_density(
             operator, num_probes=options.density_probes, num_steps=options.density_steps, seed=seed + 1, found=removable

@@ -13,6 +13,7 @@ from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import DensityCurve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.reporting.plots import History
@@ -71,7 +72,8 @@ def plot_spectrum(
     title: str,
     caption: str,
     places: Sequence[Place],
-    sampling: Sequence[Estimate] = (),
+    cross_fitted: Sequence[Estimate] = (),
+    by_num_pairs: Sequence[TopOfSamples] = (),
 ) -> Figure:
     """Eigenvalues by rank, positive and negative ones apart, with bars of how far each may be off.
 
@@ -81,7 +83,8 @@ def plot_spectrum(
         places: from which end of the spectrum each is counted, and its rank from there.
         title: name of the matrix.
         caption: pairs, parameters, seed.
-        sampling: the first eigenvalues with their interval over pairs, as many as are known.
+        cross_fitted: the first eigenvalues cross-fitted, with their interval over pairs.
+        by_num_pairs: largest eigenvalue of samples of the pairs, for the inset.
     """
     figure, (axes,) = captioned_figure(title, caption)
     heights, bars = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
@@ -93,10 +96,7 @@ def plot_spectrum(
                 rank[members], heights[members], yerr=bars[members], color=color, marker="o", markersize=5,
                 linestyle="none", elinewidth=1.3, capsize=3, label=f"{word}; bar: error bound",
             )  # fmt: skip
-    intervals = [(i + 1, e.low, e.high) for i, e in enumerate(sampling) if e.low is not None and e.high is not None]
-    if intervals:
-        where, low, high = zip(*intervals, strict=True)
-        axes.vlines(where, low, high, color=ORANGE, linewidth=6, alpha=0.45, label="95 % of resampled pairs", zorder=1)
+    _draw_cross_fitted(axes, cross_fitted)
     axes.axhline(0.0, color=GRAY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
     axes.set(ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))
@@ -104,6 +104,8 @@ def plot_spectrum(
     lowest, highest = float(heights.min()), float(heights.max())
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
     draw_legend(axes)
+    if len(by_num_pairs) > 1:
+        _draw_by_num_pairs(axes, by_num_pairs)
     return figure
 
 
@@ -195,6 +197,37 @@ def _draw_places(axes: Axes, places: Sequence[Place]) -> None:
         if before.end != place.end:
             axes.axvline(after + 0.5, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.set_xlabel("rank from the " + " | from the ".join(ends))
+
+
+def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
+    """Cross-fitted values beside the sample's, with their intervals."""
+    known = [
+        (i + 1.25, e.value, e.low, e.high)
+        for i, e in enumerate(cross_fitted)
+        if e.low is not None and e.high is not None
+    ]
+    if not known:
+        return
+    where, value, low, high = (np.array(column, dtype=float) for column in zip(*known, strict=True))
+    axes.errorbar(
+        where, value, yerr=np.clip([value - low, high - value], 0, None), color=ORANGE, marker="D", markersize=4,
+        linestyle="none", elinewidth=2.0, capsize=2, label="cross-fitted; bar: 95 % over pairs",
+    )  # fmt: skip
+
+
+def _draw_by_num_pairs(axes: Axes, by_num_pairs: Sequence[TopOfSamples]) -> None:
+    """Inset of the largest eigenvalue of quarters, halves and all of the pairs."""
+    inset = axes.inset_axes((0.62, 0.5, 0.34, 0.26))
+    counts = [sample.num_pairs for sample in by_num_pairs]
+    for sample in by_num_pairs:
+        inset.plot([sample.num_pairs] * len(sample.values), sample.values, color=BLUE, marker="o", markersize=3, lw=0)
+    inset.plot(counts, [float(np.mean(sample.values)) for sample in by_num_pairs], color=BLUE, linewidth=1.0)
+    inset.set_xscale("log")
+    inset.set_xticks(counts, [f"{count:.0f}" for count in counts])
+    inset.minorticks_off()
+    inset.set_ylim(bottom=0)
+    inset.set_title("largest 1 by pairs", fontsize=8)
+    inset.tick_params(labelsize=7)
 
 
 def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, *, error: str = "") -> None:

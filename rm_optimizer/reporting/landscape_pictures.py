@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.density import density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
@@ -100,12 +102,18 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
     )
     values, bounds, places = result.eigenvalues, result.error_bounds, _places(result)
     title = f"{matrix}: eigenvalues"
-    figure = plot_spectrum(values, bounds, title=title, caption=caption, places=places, sampling=result.sampling)
+    crossed = _cross_fitted(result)
+    tops = result.cross_fit.by_num_pairs if result.cross_fit else ()
+    figure = plot_spectrum(
+        values, bounds, title=title, caption=caption, places=places, cross_fitted=crossed, by_num_pairs=tops
+    )
     columns = zip(places, values, result.residuals, bounds, result.converged, strict=True)
     rows: list[Row] = [
         {**vars(place), "eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
         for place, value, residual, bound, done in columns
     ]
+    for row, estimate in zip(rows, crossed, strict=False):
+        row |= {"cross_fitted": estimate.value, "cross_fitted_low": estimate.low, "cross_fitted_high": estimate.high}
     files = _save(figure, rows, folder / "spectrum")
     files.append(_write_quantities(result, folder / "quantities.json"))
     if result.density is not None:
@@ -148,6 +156,9 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
     for index, (place, value) in enumerate(zip(_places(result), result.eigenvalues, strict=True)):
         if min(index, len(result.eigenvalues) - 1 - index) < _SHOWN:
             rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
+    if result.num_overlooked is not None:
+        rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found beside the iteration"
+    rows |= _population_rows(result)
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)
@@ -183,10 +194,25 @@ def _quantity(quantity: Quantity) -> str:
 
 def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:
     text = f"{value:.5g} ± {result.error_bounds[index]:.1g}" + ("" if result.converged[index] else " (not converged)")
-    sampled = result.sampling[index] if index < len(result.sampling) else None
-    if sampled is None or sampled.low is None or sampled.high is None:
-        return text
-    return f"{text}; over resampled pairs [{sampled.low:.3g}, {sampled.high:.3g}]"
+    crossed = _cross_fitted(result)
+    return f"{text}; cross-fitted {crossed[index]:.3g}" if index < len(crossed) else text
+
+
+def _cross_fitted(result: HessianSpectrum) -> tuple[Estimate, ...]:
+    """Cross-fitted values of the first eigenvalues, as many as there are."""
+    return () if result.cross_fit is None else result.cross_fit.values
+
+
+def _population_rows(result: HessianSpectrum) -> dict[str, Cell]:
+    """Range of the population's largest eigenvalue, and the samples' by their number of pairs."""
+    crossed = result.cross_fit
+    if crossed is None or crossed.population_low is None or crossed.population_high is None:
+        return {}
+    tops = [f"{fmean(sample.values):.3g} from {sample.num_pairs:.0f} pairs" for sample in crossed.by_num_pairs]
+    return {
+        "largest 1 of the population, 95 %": f"[{crossed.population_low:.3g}, {crossed.population_high:.3g}]",
+        "largest 1 by number of pairs": ", ".join(tops),
+    }
 
 
 def _sizes(result: Slice | Surface | LayerCurvature) -> dict[str, Cell]:

@@ -86,9 +86,9 @@ class LandscapeConfig(Options, group="landscape"):
     top_k: int = within("[1, inf)", 20)
     """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
     num_sampled: int = within("[0, inf)", 0)
-    """Eigenvalues from the top that get an error over pairs; the Hessian's need a model with forward derivatives."""
+    """Eigenvalues from the top that are cross-fitted; the Hessian's need a model with forward derivatives."""
     tolerance: float = within("(0, 1)", 1e-3)
-    """Relative error at which an eigenvalue is done."""
+    """Residual, relative to the eigenvalue, at which it is done."""
     max_products: int | None = within("[1, inf)", None)
     """Hessian-vector products at most; null is enough for most spectra."""
     num_probes: int = within("[2, inf)", 20)

@@ -63,7 +63,7 @@ def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: 
     resumed = analyzer().compute_spectrum(FIVE, top_k=3, options=options)
     assert resumed.status == SpectrumStatus.complete
     assert resumed.trace is not None
-    assert resumed.num_products == 21  # those of trace or density, and of geometry
+    assert resumed.num_products == 29  # those of trace or density, of geometry, and of the search for copies
     assert not file.exists()
 
 

@@ -19,6 +19,7 @@ from rm_optimizer.core.storage.certificate import ParityCertificate, ProbeScore
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status
 from rm_optimizer.landscape.comparison import SpectrumComparison
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
@@ -57,10 +58,12 @@ SPECTRUM = HessianSpectrum(
     converged=(True, False),
     num_top=1,
     num_bottom=1,
+    num_overlooked=None,
     is_exhaustive=False,
     trace=UNKNOWN,
     density=DENSITY,
     sampling=(ESTIMATE,),
+    cross_fit=CrossFit((ESTIMATE,), 0.5, 2.0, (TopOfSamples(2.0, (1.0, NAN)),), 9),
     geometry=LocalGeometry(0.5, 0.0, 0.0, 0.05, NAN, NAN, 4),
     matrix="hessian",
     method="lanczos",

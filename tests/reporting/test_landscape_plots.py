@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.surface.loss_at import PointLoss
@@ -137,20 +138,27 @@ def test_layers_show_every_block_with_its_errors():
     assert axes.images[0].get_array().ravel().tolist() == [1.0, 4.0, -0.5]
 
 
-def test_a_spectrum_shows_both_signs_with_bounds_and_sampling():
+def test_a_spectrum_shows_both_signs_with_bounds_and_cross_fitted_values():
     values, bounds = (5.0, 2.0, -0.1, -3.0), (0.01, 0.02, 0.05, 0.1)
-    sampling = (Estimate(5.0, 1.0, 64, 3.0, 7.0),)
+    crossed = (Estimate(3.0, 1.0, 64, 1.0, 4.0),)
+    tops = (TopOfSamples(16.0, (9.0, 7.0)), TopOfSamples(32.0, (6.0,)), TopOfSamples(64.0, (5.0,)))
     words = {"title": "Hessian", "caption": "n = 64 pairs"}
-    figure = plot_spectrum(values, bounds, **words, places=places_of(2, 2, 4), sampling=sampling)
+    figure = plot_spectrum(values, bounds, **words, places=places_of(2, 2, 4), cross_fitted=crossed, by_num_pairs=tops)
     axes = figure.axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "2", "1"]
     assert axes.get_xlabel() == "rank from the largest | from the smallest"
     assert [line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"] == [2.5]
     assert axes.get_yscale() == "symlog"
-    assert [c.get_label() for c in axes.containers] == ["positive; bar: error bound", "negative; bar: error bound"]
-    assert [c.lines[0].get_ydata().tolist() for c in axes.containers] == [[5.0, 2.0], [-0.1, -3.0]]
-    interval = next(c for c in axes.collections if c.get_label() == "95 % of resampled pairs")
-    assert interval.get_segments()[0].tolist() == [[1.0, 3.0], [1.0, 7.0]]
+    shown = {c.get_label(): c for c in axes.containers}
+    assert [c.lines[0].get_ydata().tolist() for c in shown.values()] == [[5.0, 2.0], [-0.1, -3.0], [3.0]]
+    *bounds_shown, crossed_fitted = shown
+    assert crossed_fitted == "cross-fitted; bar: 95 % over pairs"
+    assert bounds_shown == ["positive; bar: error bound", "negative; bar: error bound"]
+    bar = shown[crossed_fitted].lines[2][0].get_segments()[0]
+    assert bar.tolist() == [[1.25, 1.0], [1.25, 4.0]]
+    (inset,) = axes.child_axes
+    assert [tick.get_text() for tick in inset.get_xticklabels()] == ["16", "32", "64"]
+    assert inset.get_lines()[-1].get_ydata().tolist() == [8.0, 6.0, 5.0]
     assert axes.get_ylim()[0] < -3 < 5 < axes.get_ylim()[1]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -77,6 +77,32 @@ class GramSpectrum:
             return np.apply_along_axis(self._resampled, -1, counts, num_values)
 
         return cluster_bootstrap(pairs_of_cluster, of_counts, num_bootstrap=num_bootstrap, seed=seed, kind="basic")
+
+    def values_of(self, pairs: Int[np.ndarray, " pairs"]) -> Float[np.ndarray, " rows"]:
+        """Eigenvalues of the matrix of some of the pairs, descending."""
+        return np.asarray(np.linalg.eigvalsh(self._part(pairs)[0])[::-1])
+
+    def curvatures(
+        self, fitted: Int[np.ndarray, " fitted"], held: Int[np.ndarray, " held"], num_values: int
+    ) -> Float[np.ndarray, "held values"]:
+        """Curvature of each held pair along the top eigenvectors of the fitted pairs' matrix; 0 beyond its rank."""
+        matrix, rows = self._part(fitted)
+        values, vectors = np.linalg.eigh(matrix)
+        values, vectors = values[::-1][:num_values], vectors[:, ::-1][:, :num_values]
+        usable = values > 1e-12 * max(float(values[0]), np.finfo(np.float64).tiny)
+        share = self.pair_weights / self.pair_weights.sum()
+        scale = np.sqrt(1.0 / share[fitted].sum())
+        along = np.zeros((len(self.gram), num_values))
+        along[:, : len(values)][:, usable] = scale * (self.gram[:, rows] @ vectors[:, usable]) / np.sqrt(values[usable])
+        of_pairs = np.zeros((self.num_pairs, num_values))
+        np.add.at(of_pairs, self.pair_of_row, along**2)
+        return np.asarray(of_pairs[held] / np.maximum(share[held, None], np.finfo(np.float64).tiny))
+
+    def _part(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The small matrix of some of the pairs, at their own total weight, and its rows among all."""
+        rows = np.flatnonzero(np.isin(self.pair_of_row, pairs))
+        share = self.pair_weights[pairs].sum() / self.pair_weights.sum()
+        return self.gram[np.ix_(rows, rows)] / share, rows
 
     def _resampled(self, counts: np.ndarray, num_values: int) -> np.ndarray:
         share = counts * self.pair_weights.sum() / (counts * self.pair_weights).sum()

@@ -23,12 +23,12 @@ def single_pairs(batch: AnyPairBatch) -> Iterator[PairBatch]:
     """Each pair of a micro-batch as a padded batch of its own, without columns of padding alone."""
     sequences = _sequences(batch)
     for index in range(batch.num_pairs):
-        chosen, rejected = sequences[2 * index], sequences[2 * index + 1]
-        ids = torch.nn.utils.rnn.pad_sequence([chosen, rejected], batch_first=True)
-        lengths = torch.tensor([[len(chosen)], [len(rejected)]], device=ids.device)
-        mask = (torch.arange(ids.shape[1], device=ids.device) < lengths).long()
-        row = slice(index, index + 1)
-        yield PairBatch(ids, mask, batch.margin[row], batch.label[row], batch.weight[row], batch.pair_index[row])
+        yield _padded(batch, sequences, [index])
+
+
+def chosen_pairs(batch: AnyPairBatch, positions: Sequence[int]) -> PairBatch:
+    """The pairs at those positions of a micro-batch as one padded batch."""
+    return _padded(batch, _sequences(batch), positions)
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,15 @@ def _gauss_newton_factors(
     kept = values > _ROUNDING * torch.finfo(rewards.dtype).eps * values.max()
     factors: Tensor = (values[kept].sqrt() * vectors[:, kept]).T
     return factors.to(rewards.dtype)
+
+
+def _padded(batch: AnyPairBatch, sequences: Sequence[Tensor], positions: Sequence[int]) -> PairBatch:
+    rows = [sequences[row] for index in positions for row in (2 * index, 2 * index + 1)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([[len(row)] for row in rows], device=ids.device)
+    mask = (torch.arange(ids.shape[1], device=ids.device) < lengths).long()
+    at = torch.tensor(positions, device=batch.weight.device)
+    return PairBatch(ids, mask, batch.margin[at], batch.label[at], batch.weight[at], batch.pair_index[at])
 
 
 def _sequences(batch: AnyPairBatch) -> list[Tensor]:

@@ -21,6 +21,10 @@ End = Literal["largest", "smallest", "magnitude", "both"]
 """Which eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
 _BREAKDOWN = 1e-6
 """Rest of a new direction, relative to the operator's norm, below which the space counts as exhausted (float32)."""
+RANDOM_PART = 0.1
+"""Length of the random part of a start from earlier vectors, whose sum has length 1."""
+_RESOLVED = 10
+"""Gap to the neighbors, in residuals, from which `r^2 / gap` bounds an error."""
 _NEGLIGIBLE = 1e-6
 """Values below this share of the largest need no accuracy relative to themselves."""
 _EPSILONS = 64
@@ -49,11 +53,13 @@ class Eigenpairs:
         vectors: unit vectors of the first values, one row each; of all values but for methods that find more values.
         residuals: `||A v - lambda v||`; with `rounding` where it is not computed anew, and for a matrix written out, of
             what is written.
-        error_bounds: bound on the error of each value, from the solver and from `rounding`.
-        converged: True for each value whose solver error is within the requested tolerance.
+        error_bounds: distance within which an eigenvalue lies: residual, or `r^2 / gap` where the gap is resolved, and
+            `rounding`.
+        converged: True for each value whose residual is within the requested tolerance.
         num_products: products spent.
         orthogonality_loss: largest entry of `Q Q^T - I` of the basis.
         is_orthonormal: True if vectors are orthonormal and values their Rayleigh quotients, as deflation requires.
+        num_overlooked: values that `with_overlooked` added; None if it did not look for any.
     """
 
     values: Float[Tensor, " values"]
@@ -64,6 +70,7 @@ class Eigenpairs:
     num_products: int
     orthogonality_loss: float
     is_orthonormal: bool = True
+    num_overlooked: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Progress:
         num_products: products spent.
         num_converged: wanted values that are within the tolerance.
         num_wanted: values wanted.
-        worst_error: largest error bound of a wanted value, relative to it.
+        worst_error: largest residual of a wanted value, relative to it.
         top: largest value so far.
     """
 
@@ -101,21 +108,23 @@ def lanczos(
     """Eigenpairs at an end of the spectrum, each to a relative error.
 
     Builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all others, and
-    solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). Stops when `min(r, r^2 / gap) <= tolerance
-    |value|` for every wanted value (Theorem 11.7.1, with the gap to the other values computed), or when the products
-    run out; `converged` marks the values that satisfy it.
+    solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). Stops when the residual `r <= tolerance
+    |value|` for every wanted value, or when the products run out. `converged` marks the values that satisfy it: an
+    eigenvalue lies within `r` of each. The error bound is `r`, or `r^2 / gap` (Theorem 11.7.1) where the gap to the
+    other values computed is resolved. A gap that is not may hide a neighbor between two values.
 
     A Krylov space holds a repeated eigenvalue once. When it is exhausted, another begins at random beside it, until one
-    changes no wanted value; until then copies can be missed.
+    changes no wanted value; until then copies can be missed. `with_overlooked` looks for them.
 
     Args:
         operator: the matrix.
         top_k: number of eigenvalues; of each end if `which` is `both`.
         which: end of the spectrum.
-        tolerance: relative error of each value.
+        tolerance: residual of each value, relative to it.
         max_products: most products; None is the dimension, at most 40 + 8 for each value wanted.
         seed: of the starting vector.
-        start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0.
+        start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0, with a
+            random part, without which it would miss an eigenvector at right angles to all of them.
         state: an earlier iteration on the same matrix to continue; holds the newest one also when interrupted.
         on_iteration: function called after each product.
         on_done: called after the last product, before the eigenvectors take memory.
@@ -150,8 +159,8 @@ def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVector
     for _ in range(state.num_restarts):
         random.normals(1)
     if not len(state.basis):
-        given = drawn if start is None else start.to(operator.device, operator.dtype).sum(dim=0)
-        state.basis.append(unit(given if given.any() else drawn))
+        given = torch.zeros_like(drawn) if start is None else start.to(operator.device, operator.dtype).sum(dim=0)
+        state.basis.append(unit(unit(given) + RANDOM_PART * unit(drawn)))
     if not state.diagonal:
         extend(operator, state, random)
 
@@ -198,7 +207,8 @@ class _Ritz:
         values: ascending.
         vectors: of the tridiagonal matrix, one a column.
         residuals: of each value.
-        errors: the solver's part of each error bound, with the machine epsilon of its own arithmetic.
+        errors: the solver's part of each error bound.
+        rounded: machine epsilon of the iteration's own arithmetic, for either of them.
         selected: positions of the wanted values, by descending value; fewer than wanted while the space is small.
     """
 
@@ -206,28 +216,29 @@ class _Ritz:
     vectors: np.ndarray
     residuals: np.ndarray
     errors: np.ndarray
+    rounded: float
     selected: NDArray[np.int64]
 
     @property
     def relative(self) -> np.ndarray:
-        """Errors relative to each value, or to a millionth of the largest."""
+        """Residuals relative to each value, or to a millionth of the largest."""
         magnitudes = np.abs(self.values)
         least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
-        relative: np.ndarray = self.errors / np.maximum(magnitudes, least)
+        relative: np.ndarray = (self.residuals + self.rounded) / np.maximum(magnitudes, least)
         return relative
 
 
 def _ritz(operator: SymmetricOperator, state: KrylovState, top_k: int, which: End) -> _Ritz:
     values, vectors = state.ritz()
     residuals = np.abs(state.off_diagonal[-1] * vectors[-1])
-    selected = _select(values, top_k, which)
+    selected = select(values, top_k, which)
     has_neighbors = len(values) >= len(selected) + 2 or len(values) == operator.dimension
     errors = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
-    arithmetic = torch.finfo(operator.dtype).eps * float(np.abs(values).max())
-    return _Ritz(values, vectors, residuals, errors + arithmetic, selected)
+    rounded = torch.finfo(operator.dtype).eps * float(np.abs(values).max())
+    return _Ritz(values, vectors, residuals, errors, rounded, selected)
 
 
-def _select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
+def select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
     """Positions of the wanted among ascending values, by descending value."""
     size = len(values)
     if which == "magnitude":
@@ -244,11 +255,15 @@ def _select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
 
 
 def _squared_over_gap(values: np.ndarray, residuals: np.ndarray) -> np.ndarray:
-    """`r^2 / gap`, the gap being the distance to the nearest neighbor, less what that may still move."""
+    """`r^2 / gap` where the gap is resolved, else `r`.
+
+    The gap is the distance to the nearest neighbor, less what that may still move, and resolved if `r` is a tenth of it
+    or less. A larger `r` leaves room for a neighbor not seen yet.
+    """
     distance = np.concatenate([[np.inf], np.diff(values), [np.inf]])
     uncertain = np.concatenate([[0.0], residuals, [0.0]])
     gaps = np.minimum(distance[:-1] - uncertain[:-2], distance[1:] - uncertain[2:])
-    usable = gaps > residuals
+    usable = gaps > _RESOLVED * residuals
     bounds: np.ndarray = np.where(usable, residuals**2 / np.where(usable, gaps, 1.0), residuals)
     return bounds
 
@@ -263,8 +278,8 @@ def _is_done(state: KrylovState, ritz: _Ritz, wanted: int, top_k: int, which: En
         return not is_exhausted
     is_own = (ritz.vectors[start:] ** 2).sum(axis=0) > 0.5
     own, others = np.flatnonzero(is_own), np.flatnonzero(~is_own)
-    ends = own[_select(ritz.values[own], 1, which)]
-    before = ritz.values[others[_select(ritz.values[others], top_k, which)]]
+    ends = own[select(ritz.values[own], 1, which)]
+    before = ritz.values[others[select(ritz.values[others], top_k, which)]]
     if len(before) < wanted or not (is_exhausted or within[ends].all()):
         return False
     now = ritz.values[ritz.selected]
@@ -286,7 +301,7 @@ def _eigenpairs(operator: SymmetricOperator, state: KrylovState, ritz: _Ritz, to
         values=torch.from_numpy(ritz.values[selected].copy()),
         vectors=state.basis.combine(weights),
         residuals=torch.from_numpy(ritz.residuals[selected] + rounded),
-        error_bounds=torch.from_numpy(ritz.errors[selected] + rounded),
+        error_bounds=torch.from_numpy(ritz.errors[selected] + ritz.rounded + rounded),
         converged=tuple((ritz.relative[selected] <= tolerance).tolist()),
         num_products=state.num_products,
         orthogonality_loss=orthogonality_loss(state.basis.rows()),

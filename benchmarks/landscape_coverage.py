@@ -1,0 +1,147 @@
+"""Coverage of the population's largest eigenvalue by the intervals over pairs, in simulated populations.
+
+Each pair has a curvature `s x x^T`, with `x` normal or heavy-tailed (Student's t of 5 degrees of freedom) over `--size`
+parameters of a flat, spiked or power-law spectrum. Of a Gauss-Newton matrix `s` is 1. Of a Hessian it is negative for
+three of ten pairs, scaled so that the mean is 1. From `--draws` samples of each size come the shares of those whose
+interval holds the population's largest eigenvalue: the spread over resampled pairs, the cross-fitted interval, and the
+one given for the population.
+
+    python benchmarks/landscape_coverage.py
+    python benchmarks/landscape_coverage.py --draws 20 --pairs 32
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples, combined, cross_fit_gram, halves_of
+from rm_optimizer.landscape.estimates.sampling import weighted_means
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
+
+NEGATIVE = 0.3
+FREEDOM = 5
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one sample says of the largest eigenvalue."""
+
+    value: float
+    resampled: Estimate
+    crossed: CrossFit
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Coverage of the population's largest eigenvalue.")
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--size", type=int, default=200, help="parameters")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[32, 64, 256])
+    return parser.parse_args()
+
+
+def spectra(size: int) -> dict[str, np.ndarray]:
+    """Populations by name, the largest eigenvalue first."""
+    return {
+        "flat": np.ones(size),
+        "spiked": np.concatenate([[8.0], np.ones(size - 1)]),
+        "power": 1 / np.arange(1.0, size + 1),
+    }
+
+
+def of_gauss_newton(rows: np.ndarray, seed: int) -> Drawn:
+    """By the code of the Gauss-Newton matrix."""
+    gram = rows @ rows.T / len(rows)
+    values = np.linalg.eigvalsh(gram)[::-1]
+    spectrum = GramSpectrum(gram, np.arange(len(rows)), np.ones(len(rows)), values, None, 1)  # type: ignore[arg-type]
+    crossed = cross_fit_gram(spectrum, 1, clusters=None, seed=seed)
+    assert crossed is not None, "there are enough pairs"
+    return Drawn(float(values[0]), spectrum.bootstrap(1, seed=seed)[0], crossed)
+
+
+def of_hessian(rows: np.ndarray, signs: np.ndarray, seed: int) -> Drawn:
+    """By the code of the Hessian, with dense eigenvectors in the place of Lanczos's."""
+
+    def top(pairs: NDArray[np.int64]) -> tuple[float, np.ndarray]:
+        some = rows[pairs]
+        values, vectors = np.linalg.eigh((some.T * signs[pairs]) @ some / len(pairs))
+        return float(values[-1]), vectors[:, -1]
+
+    def along(pairs: NDArray[np.int64], vector: np.ndarray) -> np.ndarray:
+        curvatures: np.ndarray = signs[pairs] * (rows[pairs] @ vector) ** 2
+        return curvatures
+
+    everything, weights = np.arange(len(rows)), np.ones(len(rows))
+    value, vector = top(everything)
+    resampled = weighted_means(
+        along(everything, vector)[:, None], weights, clusters=None, num_bootstrap=1000, seed=seed
+    )
+    halves = halves_of(len(rows), None, seed)
+    columns = np.zeros((len(rows), 1))
+    for fitted, held in (halves, halves[::-1]):
+        columns[held, 0] = along(held, top(fitted)[1])
+    whole = TopOfSamples(len(rows), (value,))
+    return Drawn(value, resampled[0], combined(columns, weights, None, seed, resampled, (), whole, 0))
+
+
+def main() -> None:
+    """Print the coverage of each population, and the smallest."""
+    args = options()
+    lowest = 1.0
+    for name, eigenvalues in spectra(args.size).items():
+        for tails in ("normal", "heavy"):
+            for matrix in ("gauss_newton", "hessian"):
+                for count in args.pairs:
+                    shares = covered(args, eigenvalues, tails, matrix, count)
+                    lowest = min(lowest, shares[2])
+                    label = f"{matrix}_{name}_{tails}_{count}"
+                    print(f"coverage_population_top1_{label} {shares[2]:.3f}  # {_described(shares)}", flush=True)
+    print(f"coverage_population_top1 {lowest:.3f}  # of the worst population")
+
+
+def covered(args: argparse.Namespace, eigenvalues: np.ndarray, tails: str, matrix: str, count: int) -> np.ndarray:
+    """Coverage of the three intervals, and means of value, cross-fitted value and ends, over the truth."""
+    truth, rng, rows = float(eigenvalues[0]), np.random.default_rng(0), list[list[float]]()
+    for seed in range(args.draws):
+        drawn = rng.standard_normal((count, args.size)) * np.sqrt(eigenvalues)
+        if tails == "heavy":
+            drawn *= np.sqrt((FREEDOM - 2) / rng.chisquare(FREEDOM, count))[:, None]
+        if matrix == "gauss_newton":
+            found = of_gauss_newton(drawn, seed)
+        else:
+            signs = np.where(rng.random(count) < NEGATIVE, -1.0, 1.0) / (1 - 2 * NEGATIVE)
+            found = of_hessian(drawn, signs, seed)
+        crossed = found.crossed
+        low, high = crossed.population_low or -np.inf, crossed.population_high or np.inf
+        rows.append(
+            [
+                _holds(found.resampled, truth),
+                _holds(crossed.values[0], truth),
+                low <= truth <= high,
+                found.value / truth,
+                crossed.values[0].value / truth,
+                low / truth,
+                high / truth,
+            ]
+        )
+    return np.array(rows, dtype=float).mean(axis=0)
+
+
+def _described(shares: np.ndarray) -> str:
+    return (
+        f"resampled {shares[0]:.3f}, cross-fitted {shares[1]:.3f}; means over the truth: sample {shares[3]:.2f}, "
+        f"cross-fitted {shares[4]:.2f}, ends {shares[5]:.2f} to {shares[6]:.2f}"
+    )
+
+
+def _holds(estimate: Estimate, truth: float) -> bool:
+    return estimate.low is not None and estimate.high is not None and estimate.low <= truth <= estimate.high
+
+
+if __name__ == "__main__":
+    main()

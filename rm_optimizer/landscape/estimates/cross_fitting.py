@@ -1,0 +1,238 @@
+"""Top eigenvalues cross-fitted: vectors from one half of the pairs, curvature along them from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.sampling import pair_curvatures, weighted_means
+from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.pair_gradients import chosen_pairs
+from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
+from rm_optimizer.landscape.solvers.support import SupportedOperator
+
+FIT_TOLERANCE = 0.05
+"""Relative residual of a half's eigenvalues. The value along a vector is unbiased whatever the vector is."""
+FEWEST_PROMPTS = 4
+"""Prompts below which a quarter of the pairs may be empty, and nothing is cross-fitted."""
+FEW_PROMPTS = 32
+"""Prompts below which intervals over pairs hold the truth too seldom, and a measurement warns."""
+_RESAMPLES = 1000
+Pairs = NDArray[np.int64]
+"""Places of pairs in the order of the objective's batches."""
+
+
+@dataclass(frozen=True)
+class TopOfSamples:
+    """Largest eigenvalue of disjoint samples of the pairs.
+
+    Args:
+        num_pairs: pairs of each sample, on average.
+        values: largest eigenvalue of each.
+    """
+
+    num_pairs: float
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CrossFit:
+    """Top eigenvalues cross-fitted, and how the largest falls with the number of pairs.
+
+    A sample's largest eigenvalue is too large on average, as its vector is fitted to the pairs that it is measured on.
+    A cross-fitted one is too small on average, as no vector has more curvature than the population's top one.
+
+    Args:
+        values: curvature along each half's vector over the other half, the mean of both ways, with its interval over
+            pairs.
+        population_low: lower end of the 95 % interval of the population's largest eigenvalue: that of the cross-fitted.
+        population_high: upper end, the larger one of the cross-fitted and the sample's intervals over pairs.
+        by_num_pairs: the largest eigenvalue of quarters, halves and all of the pairs.
+        num_products: products with halves and quarters of the pairs.
+    """
+
+    values: tuple[Estimate, ...]
+    population_low: float | None
+    population_high: float | None
+    by_num_pairs: tuple[TopOfSamples, ...]
+    num_products: int
+
+
+def num_prompts(num_pairs: int, clusters: Sequence[int] | None) -> int:
+    """Number of different prompts; None takes each pair as one."""
+    return num_pairs if clusters is None else len(set(clusters))
+
+
+def halves_of(num_pairs: int, clusters: Sequence[int] | None, seed: int) -> tuple[Pairs, Pairs]:
+    """Two halves of the pairs, of which no prompt has pairs in both.
+
+    Args:
+        num_pairs: pairs in all.
+        clusters: number of each pair's prompt; None takes each pair as one.
+        seed: of the draw.
+    """
+    numbers = np.arange(num_pairs) if clusters is None else np.asarray(clusters)
+    distinct = np.random.default_rng(seed).permutation(np.unique(numbers))
+    is_first = np.isin(numbers, distinct[: len(distinct) // 2])
+    return np.flatnonzero(is_first), np.flatnonzero(~is_first)
+
+
+def cross_fit_hessian(
+    operator: HessianOperator,
+    num_values: int,
+    *,
+    top: float,
+    sampling: Sequence[Estimate],
+    clusters: Sequence[int] | None,
+    seed: int,
+) -> CrossFit | None:
+    """Cross-fit the Hessian's top eigenvalues.
+
+    Costs about as much as the eigenvalues of all pairs to `FIT_TOLERANCE`. None for fewer than `FEWEST_PROMPTS`.
+
+    Args:
+        operator: the Hessian.
+        num_values: eigenvalues.
+        top: largest eigenvalue of all pairs.
+        sampling: eigenvalues of all pairs with their interval over pairs.
+        clusters: number of each pair's prompt, in the order of the batches.
+        seed: of halves, starting vectors and resampling.
+    """
+    objective = operator.objective
+    if num_prompts(objective.num_pairs, clusters) < FEWEST_PROMPTS:
+        return None
+    method: ProductName = operator.product  # type: ignore[assignment]  # the cheapest for all serves the parts
+    operator.release()
+    halves = halves_of(objective.num_pairs, clusters, seed)
+    parts = [part_of(objective, half) for half in halves]
+    fits = [_top_of(part, num_values, method, seed) for part in parts]
+    count = min(len(fit.values) for fit in fits)
+    columns = np.zeros((objective.num_pairs, count))
+    for fit, part, half in zip(fits, reversed(parts), reversed(halves), strict=True):
+        columns[half] = pair_curvatures(part, fit.vectors[:count]).cpu().numpy()
+    quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
+    tops = [_top_of(part_of(objective, quarter), 1, method, seed) for quarter in quarters if len(quarter)]
+    return combined(
+        columns,
+        weights_of(objective),
+        clusters,
+        seed,
+        sampling,
+        (_sample(quarters, [fit.values for fit in tops]), _sample(halves, [fit.values for fit in fits])),
+        TopOfSamples(objective.num_pairs, (top,)),
+        sum(fit.num_products for fit in (*fits, *tops)),
+    )
+
+
+def cross_fit_gram(
+    gram: GramSpectrum, num_values: int, *, clusters: Sequence[int] | None, seed: int
+) -> CrossFit | None:
+    """Cross-fit the top eigenvalues of a Gauss-Newton or Fisher matrix, from products of its rows alone.
+
+    Along `v = B_A^T u / sqrt(lambda)` a row `b` of the other half has curvature `(b^T v)^2 = (G u)_b^2 / lambda`, with
+    `G = B B^T` and `u` an eigenvector of one half's part of it. None for fewer than `FEWEST_PROMPTS`.
+
+    Args:
+        gram: products of the rows of all pairs.
+        num_values: eigenvalues.
+        clusters: number of each pair's prompt.
+        seed: of halves and resampling.
+    """
+    if num_prompts(gram.num_pairs, clusters) < FEWEST_PROMPTS:
+        return None
+    halves, everything = halves_of(gram.num_pairs, clusters, seed), np.arange(gram.num_pairs)
+    columns = np.zeros((gram.num_pairs, num_values))
+    for fitted, held in (halves, halves[::-1]):
+        columns[held] = gram.curvatures(fitted, held, num_values)
+    quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)]
+    return combined(
+        columns,
+        gram.pair_weights,
+        clusters,
+        seed,
+        weighted_means(
+            gram.curvatures(everything, everything, 1),
+            gram.pair_weights,
+            clusters=clusters,
+            num_bootstrap=_RESAMPLES,
+            seed=seed,
+        ),
+        tuple(_sample(parts, [gram.values_of(part) for part in parts]) for parts in (quarters, halves)),
+        TopOfSamples(gram.num_pairs, (float(gram.values[0]),)),
+        0,
+    )
+
+
+def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:
+    """The loss over some of the pairs."""
+    batches, start = [], 0
+    for batch in objective.batches:
+        inside = pairs[(pairs >= start) & (pairs < start + batch.num_pairs)] - start
+        if len(inside):
+            batches.append(chosen_pairs(batch, inside.tolist()))
+        start += batch.num_pairs
+    return PairObjective(objective.model, batches, objective.loss, objective.subset, None)
+
+
+def weights_of(objective: PairObjective) -> Float[np.ndarray, " pairs"]:
+    """Weights of the pairs in float64."""
+    weights: np.ndarray = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
+    return weights
+
+
+def _top_of(objective: PairObjective, count: int, method: ProductName, seed: int) -> Eigenpairs:
+    operator = HessianOperator(objective, product=method)
+    matrix = SupportedOperator(operator)
+    found = lanczos(matrix, count, tolerance=FIT_TOLERANCE, seed=seed, on_done=operator.release)
+    return matrix.widened(found)
+
+
+def _halves_within(pairs: Pairs, clusters: Sequence[int] | None, seed: int) -> tuple[Pairs, Pairs]:
+    """Places in `pairs` of its two halves."""
+    return halves_of(len(pairs), None if clusters is None else np.asarray(clusters)[pairs].tolist(), seed)
+
+
+def _sample(parts: Sequence[Pairs], values: Sequence[Sequence[float]]) -> TopOfSamples:
+    return TopOfSamples(float(np.mean([len(part) for part in parts])), tuple(float(each[0]) for each in values))
+
+
+def combined(
+    columns: Float[np.ndarray, "pairs values"],
+    weights: Float[np.ndarray, " pairs"],
+    clusters: Sequence[int] | None,
+    seed: int,
+    sampling: Sequence[Estimate],
+    smaller: tuple[TopOfSamples, ...],
+    whole: TopOfSamples,
+    num_products: int,
+) -> CrossFit:
+    """Cross-fit from the curvature of each pair along the other half's vectors.
+
+    Args:
+        columns: curvatures.
+        weights: of the pairs.
+        clusters: number of each pair's prompt; None takes each pair as one.
+        seed: of the resampling.
+        sampling: eigenvalues of all pairs with their interval over pairs.
+        smaller: largest eigenvalue of quarters and halves.
+        whole: that of all pairs.
+        num_products: products with halves and quarters.
+    """
+    values = weighted_means(columns, weights, clusters=clusters, num_bootstrap=_RESAMPLES, seed=seed)
+    ends = [estimate.high for estimate in (values[0], *sampling[:1]) if estimate.high is not None]
+    return CrossFit(
+        values,
+        values[0].low,
+        max(ends, default=None),
+        tuple(sample for sample in (*smaller, whole) if sample.values),
+        num_products,
+    )

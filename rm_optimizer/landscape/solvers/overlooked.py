@@ -1,0 +1,122 @@
+"""Search for eigenvalues that an iteration overlooked, such as copies and close pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
+from rm_optimizer.landscape.operators.vectors import RandomVectors, unit
+from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, select
+
+CHECK_PRODUCTS = 8
+"""Products after which an extreme value of the rest shows itself, if it lies beyond those found."""
+_OUTSIDE = 0.5
+"""Squared length, outside the eigenvectors found, that a vector of the rest has."""
+
+
+def with_overlooked(
+    operator: SymmetricOperator, found: Eigenpairs, which: End, *, tolerance: float, seed: int
+) -> Eigenpairs:
+    """Return the eigenpairs with those that the iteration overlooked in the places that are theirs.
+
+    A Krylov space holds one vector of a repeated eigenvalue, and of a close pair the second late. With the vectors `V`
+    taken out, `(1 - V^T V) A (1 - V^T V)` has what was overlooked at its end. `CHECK_PRODUCTS` of Lanczos from a random
+    vector of the rest show it. What lies beyond the innermost value found is iterated until it has converged, and the
+    search begins anew.
+
+    Args:
+        operator: the matrix.
+        found: eigenpairs of it at that end, orthonormal.
+        which: end of the spectrum.
+        tolerance: relative residual of each value.
+        seed: of the random vectors.
+
+    Returns:
+        As many pairs as were given. The residual of a new one includes what the old residuals may add. Beside new ones
+        the error bounds are residuals, as gaps were computed without them.
+    """
+    found = replace(found, num_overlooked=0)
+    for attempt in range(len(found.values)):
+        missed = _beyond(operator, found, which, tolerance, seed + attempt)
+        before = found.num_overlooked
+        found = _merged(found, missed, which, tolerance)
+        if found.num_overlooked == before:
+            break
+    return found
+
+
+def _beyond(operator: SymmetricOperator, found: Eigenpairs, which: End, tolerance: float, seed: int) -> Eigenpairs:
+    """Extreme eigenpairs of the rest, iterated further only where one lies beyond those found."""
+    rest, state = DeflatedOperator(operator, found.vectors), KrylovState()
+    ends = 2 if which == "both" else 1
+    free = operator.dimension - len(found.values)
+    if free < ends:
+        return _only(found, [], num_products=0)
+    state.basis.append(unit(rest.project(RandomVectors(operator, seed).normals(1))[0]))
+    count = min(CHECK_PRODUCTS, free)
+    for limit in (count, min(free, 40 + count)):
+        missed = lanczos(rest, 1, which=which, tolerance=tolerance, max_products=limit, seed=seed, state=state)
+        inside = (missed.vectors @ found.vectors.T).double().square().sum(dim=1)
+        is_beyond = [_is_beyond(float(value), found, which, tolerance) for value in missed.values]
+        chosen = [i for i in range(len(is_beyond)) if is_beyond[i] and float(inside[i]) < _OUTSIDE]
+        if not chosen or all(missed.converged[i] for i in chosen):
+            break
+    return _only(missed, chosen, num_products=missed.num_products)
+
+
+def _is_beyond(value: float, found: Eigenpairs, which: End, tolerance: float) -> bool:
+    """True if a value of the rest belongs among those found, beyond the tolerance."""
+    values = found.values.tolist()
+    margin = tolerance * abs(value)
+    if which == "magnitude":
+        return abs(value) > min(map(abs, values)) + margin
+    from_top = len(values) - len(values) // 2 if which == "both" else len(values)
+    is_top = which != "smallest" and value > values[from_top - 1] + margin
+    return is_top or (which in ("smallest", "both") and value < values[-(len(values) // 2 or 1)] - margin)
+
+
+def _only(pairs: Eigenpairs, positions: list[int], *, num_products: int) -> Eigenpairs:
+    """Pairs at those positions."""
+    index = torch.tensor(positions, dtype=torch.int64)
+    return replace(
+        pairs,
+        values=pairs.values[index],
+        vectors=pairs.vectors[index.to(pairs.vectors.device)],
+        residuals=pairs.residuals[index],
+        error_bounds=pairs.error_bounds[index],
+        converged=tuple(pairs.converged[i] for i in positions),
+        num_products=num_products,
+    )
+
+
+def _merged(found: Eigenpairs, missed: Eigenpairs, which: End, tolerance: float) -> Eigenpairs:
+    """The wanted among old and new pairs; the rows of the old vectors stay as they are."""
+    num_products = found.num_products + missed.num_products
+    if not len(missed.values):
+        return replace(found, num_products=num_products)
+    coupling = found.residuals.square().sum()
+    residuals = (missed.residuals.square() + coupling).sqrt()
+    converged = tuple((residuals <= tolerance * missed.values.abs()).tolist())
+    values = torch.cat([found.values, missed.values])
+    ascending = values.argsort()
+    top_k = len(found.values) // (2 if which == "both" else 1)
+    chosen = ascending[torch.from_numpy(select(values[ascending].numpy(), top_k, which))]
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([old, new])[chosen.to(old.device)]
+
+    both = (*found.converged, *converged)
+    return replace(
+        found,
+        values=values[chosen],
+        vectors=joined(found.vectors, missed.vectors),
+        residuals=joined(found.residuals, residuals),
+        error_bounds=joined(found.residuals, residuals),
+        converged=tuple(both[i] for i in chosen.tolist()),
+        num_products=num_products,
+        num_overlooked=(found.num_overlooked or 0) + len(missed.values),
+    )

@@ -1,0 +1,116 @@
+"""Cross-fitted eigenvalues are those of other pairs, and the population's largest lies in the interval given for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fit_hessian, halves_of, part_of
+from rm_optimizer.landscape.estimates.sampling import sampling_error
+from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solvers.reference import full_spectrum
+from tests.landscape.worlds import EVERYTHING, FAMILIES, FOUR_PROMPTS, INNER, micro_batches, pairs, reward_model
+
+PROMPTS = (0, 0, 1, 2, 2, 3, 4, 5)
+
+
+def test_halves_share_no_prompt_and_hold_every_pair() -> None:
+    first, second = halves_of(len(PROMPTS), PROMPTS, seed=3)
+    assert sorted([*first, *second]) == list(range(8))
+    assert not {PROMPTS[i] for i in first} & {PROMPTS[i] for i in second}
+    assert len({PROMPTS[i] for i in first}) == 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_part_of_the_pairs_has_their_loss(packed: bool) -> None:
+    model = reward_model("llama")
+    with measuring(model, micro_batches(model, 90, packed=packed), EVERYTHING, dtype=torch.float64) as objective:
+        order = torch.cat([batch.pair_index for batch in objective.batches]).numpy()
+        value = part_of(objective, np.flatnonzero(np.isin(order, (1, 4, 6)))).value()
+    few = [pairs()[i] for i in (1, 4, 6)]
+    with measuring(model, micro_batches(model, data=few), EVERYTHING, dtype=torch.float64) as objective:
+        assert value == pytest.approx(objective.value(), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gram_gives_the_curvature_of_held_pairs_along_fitted_vectors(family: str) -> None:
+    model = reward_model(family)
+    first, second = halves_of(8, PROMPTS, 0)
+    with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
+        gram = gauss_newton_exact(objective)
+        found = cross_fit_gram(gram, 2, clusters=PROMPTS, seed=0)
+        parts = [part_of(objective, half) for half in (first, second)]
+        held = []
+        for fitted, other in (parts, parts[::-1]):
+            alone = gauss_newton_exact(fitted, num_vectors=2)
+            images = OutputOperator(other, "gauss_newton").apply(alone.vectors)
+            held.append((alone.vectors * images).sum(dim=1).numpy() * other.total_weight)
+        np.testing.assert_allclose(gram.values_of(first)[0], gauss_newton_exact(parts[0]).values[0], rtol=1e-9)
+    assert found is not None
+    np.testing.assert_allclose(
+        [estimate.value for estimate in found.values], sum(held) / gram.pair_weights.sum(), rtol=1e-8
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_hessian_is_cross_fitted_on_halves(family: str) -> None:
+    model = reward_model(family)
+    halves = halves_of(8, PROMPTS, 0)
+    with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
+        operator = HessianOperator(objective, product="reverse")
+        whole = full_spectrum(operator)
+        sampling = sampling_error(objective, whole.vectors[:1], clusters=PROMPTS)
+        top = float(whole.values[0])
+        found = cross_fit_hessian(operator, 1, top=top, sampling=sampling, clusters=PROMPTS, seed=0)
+        parts = [HessianOperator(part_of(objective, half), product="reverse") for half in halves]
+        dense = [full_spectrum(part) for part in parts]
+        held = [
+            float(fit.vectors[0] @ other.apply(fit.vectors[:1])[0]) * other.objective.total_weight
+            for fit, other in zip(dense, parts[::-1], strict=True)
+        ]
+        expected = sum(held) / objective.total_weight
+    assert found is not None
+    quarters, both, all_pairs = found.by_num_pairs
+    assert found.values[0].value == pytest.approx(expected, rel=0.05, abs=0.02 * top)
+    assert both.values == pytest.approx([float(fit.values[0]) for fit in dense], rel=0.02)
+    assert quarters.num_pairs < both.num_pairs == all_pairs.num_pairs / 2 == 4
+    assert all_pairs.values == (top,)
+    assert found.population_low == found.values[0].low
+    assert found.population_high == max(found.values[0].high, sampling[0].high)  # type: ignore[type-var]
+
+
+def gram_of(rows: np.ndarray) -> GramSpectrum:
+    gram = rows @ rows.T / len(rows)
+    values = np.linalg.eigvalsh(gram)[::-1]
+    return GramSpectrum(gram, np.arange(len(rows)), np.ones(len(rows)), values, torch.empty(0, rows.shape[1]), 1)
+
+
+@pytest.mark.parametrize("spectrum", ["flat", "spiked", "power"])
+def test_the_populations_largest_eigenvalue_lies_in_its_interval(spectrum: str) -> None:
+    size, rng = 100, np.random.default_rng(0)
+    truth = {"flat": np.ones(size), "spiked": np.r_[8.0, np.ones(size - 1)], "power": 1 / np.arange(1.0, size + 1)}
+    scales = np.sqrt(truth[spectrum])
+    inside = 0
+    for draw in range(60):
+        gram = gram_of(rng.standard_normal((48, size)) * scales)
+        found = cross_fit_gram(gram, 1, clusters=None, seed=draw)
+        assert found is not None
+        assert found.population_low is not None
+        assert found.population_high is not None
+        inside += found.population_low <= scales[0] ** 2 <= found.population_high
+    assert inside >= 0.88 * 60  # 0.95 is meant; two standard errors of 60 draws
+
+
+def test_few_prompts_are_not_cross_fitted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    analyzer = HessianAnalyzer(reward_model("llama"), params="head")
+    found = analyzer.compute_spectrum(FOUR_PROMPTS[:4], top_k=1, options=SpectrumOptions(num_sampled=1))
+    assert found.cross_fit is None
+    assert "eigenvalues of 2 prompts are far too large" in caplog.text
+    again = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=1, options=SpectrumOptions(num_sampled=1))
+    assert again.cross_fit is not None
+    assert again.cross_fit.values[0].num_samples == 4
