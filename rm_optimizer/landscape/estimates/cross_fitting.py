@@ -127,7 +127,10 @@ def cross_fit_hessian(
         clusters,
         seed,
         sampling,
-        (_sample(quarters, [fit.values for fit in tops]), _sample(halves, [fit.values for fit in fits])),
+        (
+            _sample(quarters, [float(fit.values[0]) for fit in tops]),
+            _sample(halves, [float(fit.values[0]) for fit in fits]),
+        ),
         TopOfSamples(objective.num_pairs, (top,)),
         sum(fit.num_products for fit in (*fits, *tops)),
     )
@@ -166,7 +169,7 @@ def cross_fit_gram(
             num_bootstrap=_RESAMPLES,
             seed=seed,
         ),
-        tuple(_sample(parts, [gram.values_of(part) for part in parts]) for parts in (quarters, halves)),
+        tuple(_sample(parts, [float(gram.values_of(part)[0]) for part in parts]) for parts in (quarters, halves)),
         TopOfSamples(gram.num_pairs, (float(gram.values[0]),)),
         0,
     )
@@ -201,8 +204,8 @@ def _halves_within(pairs: Pairs, clusters: Sequence[int] | None, seed: int) -> t
     return halves_of(len(pairs), None if clusters is None else np.asarray(clusters)[pairs].tolist(), seed)
 
 
-def _sample(parts: Sequence[Pairs], values: Sequence[Sequence[float]]) -> TopOfSamples:
-    return TopOfSamples(float(np.mean([len(part) for part in parts])), tuple(float(each[0]) for each in values))
+def _sample(parts: Sequence[Pairs], values: Sequence[float]) -> TopOfSamples:
+    return TopOfSamples(float(np.mean([len(part) for part in parts])), tuple(values))
 
 
 def combined(

@@ -70,7 +70,7 @@ def _beyond(operator: SymmetricOperator, found: Eigenpairs, which: End, toleranc
 
 def _is_beyond(value: float, found: Eigenpairs, which: End, tolerance: float) -> bool:
     """True if a value of the rest belongs among those found, beyond the tolerance."""
-    values = found.values.tolist()
+    values: list[float] = found.values.tolist()
     margin = tolerance * abs(value)
     if which == "magnitude":
         return abs(value) > min(map(abs, values)) + margin
