@@ -226,7 +226,7 @@ def _draw_by_num_pairs(axes: Axes, by_num_pairs: Sequence[TopOfSamples]) -> None
     inset.set_xticks(counts, [f"{count:.0f}" for count in counts])
     inset.minorticks_off()
     inset.set_ylim(bottom=0)
-    inset.set_title("largest 1 by pairs", fontsize=8)
+    inset.text(0.97, 0.93, "largest 1 by pairs", transform=inset.transAxes, ha="right", va="top", fontsize=8)
     inset.tick_params(labelsize=7)
 
 
