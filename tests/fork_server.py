@@ -21,7 +21,11 @@ from pathlib import Path
 from types import ModuleType
 
 MODULES = (
+    "hydra.main",
+    "hydra._internal.hydra",
+    "hydra._internal.core_plugins.basic_launcher",
     "rm_optimizer.interfaces.cli",
+    "rm_optimizer.interfaces.command_line",
     "rm_optimizer.training.run",
     "rm_optimizer.reporting.pictures",
     "rm_optimizer.landscape",
