@@ -6,6 +6,7 @@ A policy trained on such rewards is worthless.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.errors import HandshakeFailed, RewardServerRefused
+from rm_optimizer.errors import HandshakeFailed, RewardServerRefused, RewardServerUnavailable
 from rm_optimizer.serving.client.connection import Connection
 from rm_optimizer.serving.client.requests import CONVERSATION_FORM, TOKEN_FORM, Form, Limits
 from rm_optimizer.serving.client.retries import Deadline
@@ -25,8 +26,8 @@ PLAIN_LIMITS = Limits(tokens=65_536, items=64)
 """Limits assumed for servers that announce none."""
 TOLERANCE = 1e-3
 """Largest difference of two answers of one server, in units of max(1, |reward|): half types round by batch."""
-ROUNDS = 5
-"""Most repetitions of a probe after a weight update between its two requests."""
+PAUSE_SECONDS = 0.05
+"""Seconds before a probe is repeated."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,8 @@ class _Handshake:
     ) -> None:
         """Verify that the client's token ids score as the server's own of the same conversations."""
         rows = _token_rows(renderer, conversations)
-        for _ in range(ROUNDS):
-            ours = await self._ask(TOKEN_FORM, rows, model)
-            if ours.weights == raw.weights:
-                break
+        while (ours := await self._ask(TOKEN_FORM, rows, model)).weights != raw.weights:
+            await self._other_weights()
             raw = await self._ask(CONVERSATION_FORM, conversations, model)
         if not _close(ours.rewards, raw.rewards):
             raise HandshakeFailed(
@@ -143,11 +142,10 @@ class _Handshake:
         self, form: Form, rows: Sequence[Any], model: str, *, may_be_identity: bool
     ) -> ScoredBatch:
         """Verify that `use_activation` gives the sigmoid of the raw reward, or the raw one (a vLLM for regression)."""
-        for _ in range(ROUNDS):
+        raw = await self._ask(form, rows, model)
+        while (squashed := await self._ask(form, rows, model, use_activation=True)).weights != raw.weights:
+            await self._other_weights()
             raw = await self._ask(form, rows, model)
-            squashed = await self._ask(form, rows, model, use_activation=True)
-            if raw.weights == squashed.weights:
-                break
         is_sigmoid = _close(squashed.rewards, tuple(map(sigmoid, raw.rewards)))
         if not (is_sigmoid or (may_be_identity and _close(squashed.rewards, raw.rewards))):
             raise HandshakeFailed(
@@ -160,6 +158,15 @@ class _Handshake:
                 "(use_activation=false), as a server does that ignores the field; serve the model with rm-opt"
             )
         return raw
+
+    async def _other_weights(self) -> None:
+        """Wait a moment after a weight update between the two requests of a probe, which is then repeated."""
+        if self.deadline.left <= PAUSE_SECONDS:
+            raise RewardServerUnavailable(
+                f"the weights of {self.connection.url} changed between the two requests of every probe for "
+                f"{self.deadline.seconds:g} s; connect while they are updated less often"
+            )
+        await asyncio.sleep(PAUSE_SECONDS)
 
     async def _ask(self, form: Form, rows: Sequence[Any], model: str, *, use_activation: bool = False) -> ScoredBatch:
         return await self.connection.ask(form, rows, model, self.deadline, use_activation=use_activation)

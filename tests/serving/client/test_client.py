@@ -290,6 +290,23 @@ def test_a_server_with_another_sigmoid_is_refused(stub, renderer, squash, what):
         connected(stub, renderer=renderer)
 
 
+def test_weights_that_change_between_the_requests_of_many_probes_fail_no_handshake(stub, renderer):
+    served = 0
+
+    def revision() -> int:
+        nonlocal served
+        now, served = served, min(served + 1, 16)
+        return now
+
+    stub.revision = revision
+    stub.squash = lambda reward, wanted: sigmoid(reward + served) if wanted else reward + served
+    connected(stub, renderer=renderer).close()
+    assert served == 16
+    stub.revision = lambda: len(stub.requests)
+    with pytest.raises(RewardServerUnavailable, match="changed between the two requests of every probe"):
+        connected(stub, renderer=renderer, timeout_seconds=0.3)
+
+
 def test_another_template_is_refused(stub, renderer):
     stub.template_hash = "0" * 16
     with pytest.raises(HandshakeFailed, match="take the tokenizer of the served checkpoint"):
