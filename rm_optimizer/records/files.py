@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -61,4 +62,20 @@ def write_text(path: Path, text: str) -> Path:
     """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write rows as Parquet, whole or not at all; a column that a row lacks is null there.
+
+    Args:
+        path: the file.
+        rows: values by column; columns stand in the order in which they first come up.
+    """
+    import pyarrow as pa  # which a mistyped option does not wait for
+    import pyarrow.parquet as pq
+
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist([columns | row for row in rows]), temporary)
     return path

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rm_optimizer.experiments.run_comparison import ArmDifference, ArmScores, RunComparison, RunScores
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.records.files import replacing, write_text
+from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.comparison_plots import plot_differences, plot_learning_curves, plot_spectra
 from rm_optimizer.reporting.style import save_figure
@@ -59,9 +57,8 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     """
     for stale in ("differences", "spectra"):
         (folder / f"{stale}.png").unlink(missing_ok=True)
-    files = [write_text(folder / COMPARISON_FILE, comparison.to_json() + "\n"), folder / "comparison.parquet"]
-    with replacing(files[1]) as temporary:
-        pq.write_table(pa.Table.from_pylist(comparison.rows()), temporary)
+    files = [write_text(folder / COMPARISON_FILE, comparison.to_json() + "\n")]
+    files.append(write_rows(folder / "comparison.parquet", comparison.rows()))
     histories = {
         arm.name: [RunFolder(Path(run.folder)).metrics() for run in _runs(comparison, arm)] for arm in comparison.arms
     }

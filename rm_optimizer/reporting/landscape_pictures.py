@@ -16,9 +16,9 @@ from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory, write_rows
+from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory
 from rm_optimizer.records.codec import json_values
-from rm_optimizer.records.files import write_text
+from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
     places_of,

@@ -63,14 +63,11 @@ def report(
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
 ) -> None:
     """Compare the finished trials, and write tables and pictures into `report/` of the study."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
     from rm_optimizer.experiments.study.driver import Study
     from rm_optimizer.experiments.study.tasks import RUN
-    from rm_optimizer.records.files import replacing
+    from rm_optimizer.records.files import write_rows
     from rm_optimizer.reporting.comparison import print_comparison, write_comparison
 
     found = Study(study)
@@ -81,8 +78,7 @@ def report(
     if not state.is_done or state.counts["diverged"]:
         _print_status(state)
     write_comparison(comparison, study / "report")
-    with replacing(study / "report" / "trials.parquet") as temporary:
-        pq.write_table(pa.Table.from_pylist(_filled([*found.rows()])), temporary)
+    write_rows(study / "report" / "trials.parquet", [*found.rows()])
     print(f"JSON, Parquet and pictures: {study / 'report'}")
 
 
@@ -164,9 +160,3 @@ def _print_status(state: StudyStatus) -> None:
     print(f"{len(state.states):,} trials: {counts}")
     for name, error in list(state.errors.items())[:10]:
         print(f"{name} failed: {error}")
-
-
-def _filled(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Rows that all have the same columns."""
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [columns | row for row in rows]

@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from typing import TypeVar
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rm_optimizer.landscape.surface.directions import TrajectoryPlane
 from rm_optimizer.landscape.surface.grid import Points
 from rm_optimizer.landscape.surface.loss_at import MISSING, PointLoss
 from rm_optimizer.records.codec import JsonRecord
-from rm_optimizer.records.files import replacing
 
 Row = dict[str, float | int | str | None]
 
@@ -130,13 +125,6 @@ class Trajectory(JsonRecord):
 
 
 ItemT = TypeVar("ItemT")
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> Path:
-    """Write rows as Parquet, under a temporary name first."""
-    with replacing(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
-    return path
 
 
 def symmetric_steps(span: float, num_points: int) -> tuple[float, ...]:

@@ -34,8 +34,8 @@ from rm_optimizer.landscape.surface.results import (
     slice_grid,
     symmetric_steps,
     trajectory_grid,
-    write_rows,
 )
+from rm_optimizer.records.files import write_rows
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
 from tests.landscape.worlds import FOUR_PROMPTS, tiny_measured_loss
