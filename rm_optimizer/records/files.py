@@ -77,5 +77,5 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
     columns = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as temporary:
-        pq.write_table(pa.Table.from_pylist([columns | row for row in rows]), temporary)
+        pq.write_table(pa.Table.from_pylist([{**columns, **row} for row in rows]), temporary)
     return path

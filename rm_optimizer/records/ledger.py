@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.file_lock import locked
 from rm_optimizer.records.files import naming
 
 
@@ -71,7 +71,7 @@ def open_ledger(
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from error
     with naming(path), file:
-        if not _locked(file):
+        if not locked(file):
             raise DataError(f"{path}: another process is writing it; wait until it has ended")
         ledger = Ledger(path, file, json.dumps(header).encode() + b"\n")
         first, *sizes = [*map(len, whole_lines(file))] or [0]
@@ -103,16 +103,3 @@ def _num_wanted(header: bytes) -> float:
         return float(json.loads(header)["num_wanted"])
     except (ValueError, TypeError, KeyError):
         return math.inf
-
-
-def _locked(file: IO[bytes]) -> bool:
-    """Lock the file until it is closed or the process ends; False if another process has it."""
-    if sys.platform == "win32":  # no advisory locks there
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 import sys
 import time
 import traceback
@@ -20,6 +17,7 @@ from typing import Any, TypeVar
 
 from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.file_lock import locked, sign
 from rm_optimizer.records.files import write_text
 
 SPEC_FILE, RESULT_FILE, FAILURE_FILE, CLAIM_FILE = "spec.json", "result.json", "failure.json", "claim"
@@ -114,11 +112,7 @@ class Trial:
         except OSError:
             return False
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+            return not locked(file)
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
@@ -132,18 +126,15 @@ class Trial:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / CLAIM_FILE).open("a+") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
+                is_ours = locked(file)
             except OSError as error:
                 raise ConfigError(
                     f"a study needs a file system with locks, but that of {self.folder} has none ({error.strerror}); "
                     "choose another folder"
                 ) from error
-            file.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-            yield True
+            if is_ours:
+                sign(file)
+            yield is_ours
 
     def fail(self, error: str, where: str = "") -> None:
         """Count a failed attempt."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TextIO
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.disk import writing
+from rm_optimizer.records.file_lock import locked, sign
 
 LOCK_FILE = ".lock"
 """In the run folder; it stays there, and only a living process holds it."""
@@ -45,8 +44,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         file = path.open("a+", encoding="utf-8")
     with file:
         if _taken(file, run_dir):
-            file.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+            sign(file)
         try:
             yield
         finally:
@@ -93,13 +91,7 @@ def require_free(run_dir: Path) -> None:
 def _taken(file: TextIO, run_dir: Path) -> bool:
     """Take the lock; False where the file system has none."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        raise ConfigError(
-            f"{run_dir} is in use: {holder} trains in it; wait for it, stop it, or choose another hydra.run.dir"
-        ) from error
+        is_ours = locked(file)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
@@ -107,6 +99,12 @@ def _taken(file: TextIO, run_dir: Path) -> bool:
             "the file system of %s has no locks (%s); start no second run in this folder", run_dir, error.strerror
         )
         return False
+    if not is_ours:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise ConfigError(
+            f"{run_dir} is in use: {holder} trains in it; wait for it, stop it, or choose another hydra.run.dir"
+        )
     return True
 
 

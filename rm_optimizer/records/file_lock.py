@@ -1,0 +1,31 @@
+"""Locks of the operating system on files, which end with the process that holds them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import IO, Any
+
+
+def locked(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed or the process ends; False if another process has it.
+
+    Raises:
+        OSError: if the file system has no locks.
+    """
+    if sys.platform == "win32":  # no advisory locks there
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sign(file: IO[str]) -> None:
+    """Write this process into a file that it has locked, for the messages of others."""
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
