@@ -46,6 +46,17 @@ def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
     )
 
 
+def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Overrides of each job that not all jobs share, as one text.
+
+    Example:
+        >>> own_overrides([["model=tiny", "seed=0"], ["model=tiny", "seed=1"]])
+        ['seed=0', 'seed=1']
+    """
+    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    return [" ".join(item for item in job if item not in shared) for job in jobs]
+
+
 @contextmanager
 def naming_sweep_folder() -> Iterator[None]:
     """Name the option of a sweep's folder where a refusal names that of one run.
@@ -82,7 +93,7 @@ class Sweep:
 
     def table(self) -> str:
         """The jobs by line: number, status, objective, folder, the options in which they differ, and the sentence."""
-        shared = set.intersection(*(set(job.overrides) for job in self.jobs)) if len(self.jobs) > 1 else set()
+        own = own_overrides([job.overrides for job in self.jobs])
         rows = [("job", "status", "val/nll", "folder", "options")]
         rows += [
             (
@@ -90,7 +101,7 @@ class Sweep:
                 job.status,
                 "-" if job.objective is None else f"{job.objective:.4f}",
                 job.folder,
-                " ".join(item for item in job.overrides if item not in shared) or "-",
+                own[number] or "-",
             )
             for number, job in enumerate(self.jobs)
         ]

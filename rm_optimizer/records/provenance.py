@@ -37,11 +37,16 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def num_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> dict[str, str]:
     """Processor, cores and operating system, in words that fit a results table."""
     return {
         "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(num_cores()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 

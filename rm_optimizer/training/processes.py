@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.override_text import in_quotes
+from rm_optimizer.records.provenance import num_cores
 from rm_optimizer.schema import HardwareConfig
 
 FOLDER_KEY = "rm_optimizer/run_dir"
@@ -78,7 +79,7 @@ def require_devices(hardware: HardwareConfig) -> None:
             "start the command with one of them, or set hardware.num_nodes=1"
         )
     if accelerator == "cpu" or (accelerator == "auto" and wanted == 1):
-        found, kind = _num_cores() if wanted > 1 else 1, "processor cores"
+        found, kind = num_cores() if wanted > 1 else 1, "processor cores"
     else:
         import torch
 
@@ -88,13 +89,9 @@ def require_devices(hardware: HardwareConfig) -> None:
                 f"hardware.accelerator={accelerator} (as hardware=h100 sets it) needs a GPU, and torch finds none "
                 "on this machine; write hardware=cpu or hardware=auto, or install a torch with CUDA"
             )
-        found, kind = (num_gpus, "GPUs") if num_gpus else (_num_cores(), "processor cores")
+        found, kind = (num_gpus, "GPUs") if num_gpus else (num_cores(), "processor cores")
     if wanted > found:
         raise ConfigError(f"hardware.devices must be at most {found}, the {kind} of this machine, got {wanted}")
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_overrides(processes: Processes, run_folder: str, overrides: Sequence[str]) -> list[str]:

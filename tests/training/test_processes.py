@@ -114,7 +114,7 @@ def test_example_scripts_start_a_training_whose_options_compose(tmp_path: Path, 
 
 
 def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_num_cores", lambda: 2)
+    monkeypatch.setattr(processes, "num_cores", lambda: 2)
     require_devices(HardwareConfig(accelerator="cpu", devices=2))
     with pytest.raises(ConfigError, match=r"^hardware\.devices must be at most 2, the processor cores .*, got 64$"):
         require_devices(HardwareConfig(accelerator="cpu", devices=64))

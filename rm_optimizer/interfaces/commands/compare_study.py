@@ -92,18 +92,17 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
 
     from rm_optimizer.experiments.study.tasks import training_trial
     from rm_optimizer.interfaces.command_line import checked, planned_sweep
+    from rm_optimizer.interfaces.sweep import own_overrides
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.folder.record import absolute_source
 
     jobs = planned_sweep(overrides).jobs
-    shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     trials = []
-    for job in jobs:
+    for job, own in zip(jobs, own_overrides(jobs), strict=True):
         config = checked(job, TrainConfig, writable=False, sweeps=True)
         sources = {name: absolute_source(getattr(config.data, name)) for name in ("train", "val")}
         config = replace(config, data=replace(config.data, **sources))
-        label = " ".join(item for item in job if item not in shared) or "one trial"
-        trials.append(training_trial(label, config))
+        trials.append(training_trial(own or "one trial", config))
     return trials
 
 
@@ -133,8 +132,9 @@ def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None
 
 def _executor(name: str, workers: int | None) -> Executor:
     from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor, RayExecutor
+    from rm_optimizer.records.provenance import num_cores
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if name == "inline" and workers not in (None, 1):
         raise ConfigError("--executor inline runs one trial at a time; leave out --workers, or take --executor process")
     if name == "inline":
