@@ -142,6 +142,15 @@ def _check_target(source: Path, target: Path) -> None:
     kind = file_kind(target)
     if kind not in (file_kind(source), FileKind.jsonl):
         raise DataError(f"{target}: expected the format of {source.name}, or .jsonl")
+    require_new(target)
+
+
+def require_new(target: Path) -> None:
+    """Refuse a file to write that is there already, or whose folder is not.
+
+    Raises:
+        DataError: saying which.
+    """
     if target.exists():
         raise DataError(f"{target}: is there already; remove it or name another file")
     if not target.parent.is_dir():

@@ -18,7 +18,7 @@ from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
 from rm_optimizer.core.rows.messages import read_prompt
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.score_file import require_finite
+from rm_optimizer.evaluation.score_file import require_finite, require_new
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
@@ -260,10 +260,7 @@ def _to_file(
     """Rank chunk by chunk into a ledger, and write the lines once all are known."""
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a file name ending in .jsonl")
-    if path.exists():
-        raise DataError(f"{path}: is there already; remove it or name another file")
-    if not path.parent.is_dir():
-        raise DataError(f"{path}: its folder does not exist; create {path.parent}")
+    require_new(path)
     whole = digest([scorer_identity(scorer), *identity])
     partial = path.with_name(f"{path.name}.partial")
     with open_ledger(partial, whole, other="responses of another policy, model, seed or number of samples") as log:
