@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.linalg import cho_factor, cho_solve
 
+from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
 
@@ -68,8 +69,8 @@ def conformal_threshold(scores: Float[np.ndarray, " reference"], false_positive_
 
 def halves(num_rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions of two random halves: one to fit with, the other for the threshold."""
-    order = np.random.default_rng([seed, num_rows]).permutation(num_rows)
-    return np.sort(order[: num_rows // 2]), np.sort(order[num_rows // 2 :])
+    first = random_positions(num_rows, num_rows // 2, [seed, num_rows])
+    return first, np.setdiff1d(np.arange(num_rows), first)
 
 
 class MahalanobisDetector:
