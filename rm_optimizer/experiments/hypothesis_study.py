@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.config import Attention
 from rm_optimizer.training.base_model import build_model
 
 ONE_PASS = 10**9
@@ -257,9 +258,9 @@ class HypothesisStudy:
         return rows
 
     def _untrained_model(self, seed: int) -> BradleyTerryRM:
-        config, length = self.arm_config(ARMS[0], seed).model, self.options.batching_length
+        config = self.arm_config(ARMS[0], seed).model
         if config.path:
-            return BradleyTerryRM.from_pretrained(config.path, max_length=length, seed=seed, new_head=True).train()
+            config = replace(config, max_length=self.options.batching_length, attn_implementation=Attention.auto)
         return build_model(config, PreferenceDataset.load(str(self.splits.train)), seed).train()
 
     def _report(self, batching: Sequence[Mapping[str, float]], trials: Mapping[str, list[Trial]]) -> HypothesisReport:

@@ -126,6 +126,5 @@ def test_training_alone_asks_for_a_new_head() -> None:
     assert {str(path.relative_to(root)) for path in asking} == {
         "core/storage/loading.py",
         "errors.py",
-        "experiments/hypothesis_study.py",
         "training/base_model.py",
     }
