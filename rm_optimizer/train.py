@@ -84,9 +84,10 @@ def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path 
         arguments: options and flags as Hydra takes them.
     """
     options = ("hydra.sweep.dir=",) if config is None else ("hydra.run.dir=", "output_dir=")
-    if rank() != 0 or not any(item.startswith(options) and "${" not in item for item in arguments):
+    named = [item for item in arguments if item.startswith(options) and "${" not in item]
+    if rank() != 0 or not named:
         return None
-    return _sweep_folder(arguments) if config is None else Path(config.output_dir)
+    return _sweep_folder(arguments, named[-1]) if config is None else Path(config.output_dir)
 
 
 @contextmanager
@@ -101,15 +102,16 @@ def _held(folder: Path | None, sweep: bool) -> Iterator[None]:
         yield
 
 
-def _sweep_folder(arguments: Sequence[str]) -> Path | None:
-    from rm_optimizer.interfaces.command_line import planned_sweep
+def _sweep_folder(arguments: Sequence[str], named: str) -> Path | None:
     from rm_optimizer.interfaces.flags import only_tells, parse_flags
+    from rm_optimizer.records.recall import override_values
     from rm_optimizer.schema import TrainConfig
 
     flags = parse_flags(arguments, TrainConfig)
     if not flags.multirun or flags.cfg is not None or only_tells(flags):
         return None
-    return planned_sweep(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir).folder
+    (folder,) = override_values([named]).values()
+    return Path(str(folder))
 
 
 def _require_devices(config: TrainConfig) -> None:

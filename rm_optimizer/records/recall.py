@@ -32,7 +32,7 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if an override cannot be read, or the run's pairs are no longer where they were.
     """
-    typed = _typed(overrides)
+    typed = override_values(overrides)
     checkpoint = typed.get("checkpoint")
     run = RunFolder.of(str(checkpoint)) if checkpoint is not None else None
     if run is None:
@@ -94,7 +94,12 @@ def written(value: Any) -> str:
     return in_quotes(str(value))
 
 
-def _typed(overrides: Sequence[str]) -> dict[str, Any]:
+def override_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Values of overrides in Hydra's grammar, by option.
+
+    Raises:
+        ConfigError: if one cannot be read.
+    """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
