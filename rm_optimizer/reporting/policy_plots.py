@@ -90,17 +90,13 @@ def _draw_bars(
     axes: Axes, places: Sequence[float], rewards: Sequence[Estimate], color: str, label: str, line: str
 ) -> None:
     """Points with their intervals."""
-    values = [reward.value for reward in rewards]
-    below = [
-        value - (value if reward.low is None else reward.low) for value, reward in zip(values, rewards, strict=True)
-    ]
-    above = [
-        (value if reward.high is None else reward.high) - value for value, reward in zip(values, rewards, strict=True)
-    ]
+    values = np.array([reward.value for reward in rewards])
+    low = [reward.value if reward.low is None else reward.low for reward in rewards]
+    high = [reward.value if reward.high is None else reward.high for reward in rewards]
     axes.errorbar(
         places,
         values,
-        yerr=[below, above],
+        yerr=[values - low, high - values],
         color=color,
         linestyle=line,
         marker="o",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
@@ -43,17 +43,7 @@ class TransformersPolicy:
         _check_sampling(max_new_tokens, temperature, top_p)
         if samples_at_once < 1:
             raise ConfigError(f"samples_at_once must be positive, got {samples_at_once}")
-        require_language_model(source)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(source))
-            self.model, report = AutoModelForCausalLM.from_pretrained(
-                str(source), dtype=torch.float32, output_loading_info=True
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise CheckpointError(f"{source} cannot be loaded as a policy: {reason}") from error
-        if missing := sorted(report["missing_keys"]):
-            raise CheckpointError(f"{source} lacks weights of a language model, among them {missing[0]}; give another")
+        self.tokenizer, self.model = _loaded(source)
         self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         self._ends = _end_ids(self.tokenizer, self.model.generation_config.eos_token_id, source)
         self._options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
@@ -167,6 +157,20 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collecti
     """The text before the first end token, without special tokens and surrounding blanks."""
     end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return str(tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+
+
+def _loaded(source: str | Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and model of a policy, with every weight of a language model."""
+    require_language_model(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source))
+        model, report = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{source} cannot be loaded as a policy: {reason}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(f"{source} lacks weights of a language model, among them {missing[0]}; give another")
+    return tokenizer, model
 
 
 def require_language_model(source: str | Path) -> None:

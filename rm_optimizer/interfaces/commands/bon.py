@@ -62,12 +62,7 @@ def bon(
     A stopped command goes on when repeated. OUT.curve.json and OUT.curve.png hold the curve; with
     --gold, OUT.overoptimization.json and its picture say where more selection makes responses worse.
     """
-    if (policy is None) == (completions is None):
-        raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
-    if completions is not None and prompts is not None:
-        raise ConfigError("--prompts is for --policy; --completions brings its own prompts")
-    if policy is not None and policy != WORLD and prompts is None:
-        raise ConfigError("--policy MODEL needs --prompts FILE")
+    _require_one_source(policy, prompts, completions)
     if backend not in BACKENDS:
         raise ConfigError(did_you_mean("--backend", backend, BACKENDS))
     from rm_optimizer.core.rows.response_files import read_prompts
@@ -94,6 +89,16 @@ def bon(
     for note in _notes(model, ranked):
         print(f"warning: {note}")
     print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
+
+
+def _require_one_source(policy: str | None, prompts: Path | None, completions: Path | None) -> None:
+    """Refuse any but a policy with its prompts, or saved responses."""
+    if (policy is None) == (completions is None):
+        raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
+    if completions is not None and prompts is not None:
+        raise ConfigError("--prompts is for --policy; --completions brings its own prompts")
+    if policy is not None and policy != WORLD and prompts is None:
+        raise ConfigError("--policy MODEL needs --prompts FILE")
 
 
 def _notes(model: BradleyTerryRM, ranked: Sequence[RankedResponses]) -> list[str]:
