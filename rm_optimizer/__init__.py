@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import Message as Message
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
     from rm_optimizer.core.pairs.pair import Scorer as Scorer
+    from rm_optimizer.data_efficiency import AcquisitionFunction as AcquisitionFunction
+    from rm_optimizer.data_efficiency import UncertaintySampling as UncertaintySampling
     from rm_optimizer.doctor.diagnosis import Diagnosis as Diagnosis
     from rm_optimizer.doctor.doctor import diagnose as diagnose
     from rm_optimizer.errors import CheckpointError as CheckpointError
@@ -75,6 +77,7 @@ PUBLIC_MODULES = (
     "rm_optimizer",
     "rm_optimizer.core",
     "rm_optimizer.core.data_loader",
+    "rm_optimizer.data_efficiency",
     "rm_optimizer.landscape",
     "rm_optimizer.optim",
     "rm_optimizer.rl_coupling",

@@ -27,6 +27,7 @@ CHECKED = (
     "core.model",
     "core.storage",
     "core.tokens",
+    "data_efficiency",
     "doctor",
     "evaluation",
     "experiments",

@@ -1,0 +1,19 @@
+"""Fewer and cleaner labels: choice of pairs to label, order of training, wrong labels, and savings that are measured.
+
+Names load on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rm_optimizer.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
+    from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
+    from rm_optimizer.data_efficiency.pool import Pool as Pool
+    from rm_optimizer.data_efficiency.pool import read_pool as read_pool
+    from rm_optimizer.data_efficiency.rules import acquisition_function as acquisition_function
+
+export_lazily(globals())

@@ -1,0 +1,225 @@
+"""Acquisition functions: scores of unlabeled pairs, and batches of pairs to label."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy.special import expit, xlogy
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.data_efficiency.pool import Pool, read_pool
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+
+_log = logging.getLogger("rm_optimizer")
+
+
+class AcquisitionFunction(ABC):
+    """A rule that says which labels are worth most.
+
+    Attributes:
+        name: name of the rule on the command line.
+    """
+
+    name: ClassVar[str]
+
+    def score(
+        self, pairs: Sequence[PreferencePair], model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
+    ) -> Float[np.ndarray, " pairs"]:
+        """Value of each pair's label alone, in the rule's own unit; larger is better.
+
+        Args:
+            pairs: unlabeled pairs; their labels are not read.
+            model_or_ensemble: the model that the labels are for, or several of them.
+        """
+        return self.scores(read_pool(pairs, model_or_ensemble))
+
+    @abstractmethod
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Value of each pair's label alone, with what the pool's labeled pairs tell already."""
+
+    def select(self, pool: Pool, k: int, *, seed: int = 0) -> NDArray[np.int64]:
+        """Positions of `k` unlabeled pairs to label together, best first; the seed decides between equal ones.
+
+        Args:
+            pool: the pairs.
+            k: pairs to choose, positive.
+            seed: seed of ties and of rules that draw.
+
+        Raises:
+            ConfigError: if the pool has fewer unlabeled pairs, or the rule needs what it does not hold.
+        """
+        left = len(pool.unlabeled)
+        if not 1 <= k <= left:
+            raise ConfigError(f"k must lie in [1, {left}], the unlabeled pairs of the pool, got {k}")
+        return self._batch(pool, k, np.random.default_rng([seed, len(pool)]))
+
+    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        scores = self.scores(pool)[pool.unlabeled]
+        if len(scores) > 1 and scores.min() == scores.max():
+            _log.warning(f"rule '{self.name}' gives every pair the same score, so these pairs are a random draw")
+        return pool.unlabeled[_best(scores, k, generator)]
+
+
+def _best(scores: Float[np.ndarray, " pairs"], k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Places of the `k` largest scores, largest first, equal ones in random order."""
+    shuffled = generator.permutation(len(scores))
+    return shuffled[np.argsort(-scores[shuffled], kind="stable")[:k]]
+
+
+class RandomSampling(AcquisitionFunction):
+    """Pairs at random, the baseline that every other rule must beat."""
+
+    name = "random"
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Zero for every pair."""
+        return np.zeros(len(pool))
+
+    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        return generator.permutation(pool.unlabeled)[:k]
+
+
+class LengthStratified(AcquisitionFunction):
+    """Pairs at random, as many from each tenth of the pool by how far the responses differ in length.
+
+    Args:
+        num_strata: strata of equal size.
+    """
+
+    name = "length_stratified"
+
+    def __init__(self, num_strata: int = 10) -> None:
+        if num_strata < 1:
+            raise ConfigError(f"num_strata must be positive, got {num_strata}")
+        self.num_strata = num_strata
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Zero for every pair."""
+        return np.zeros(len(pool))
+
+    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        shuffled = generator.permutation(pool.unlabeled)
+        by_length = shuffled[np.argsort(np.abs(pool.lengths[shuffled]), kind="stable")]
+        strata = [generator.permutation(stratum) for stratum in np.array_split(by_length, self.num_strata)]
+        rounds = [stratum[turn] for turn in range(len(strata[0])) for stratum in strata if turn < len(stratum)]
+        return np.array(rounds[:k])
+
+
+class MarginSampling(AcquisitionFunction):
+    """Pairs whose mean margin is nearest to 0."""
+
+    name = "margin"
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """``-|mean margin|``."""
+        return np.asarray(-np.abs(pool.margins.mean(axis=0)))
+
+
+class EntropySampling(AcquisitionFunction):
+    """Pairs whose predicted preference is least certain; with one model the order of `margin`."""
+
+    name = "entropy"
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Entropy of the members' mean probability, in nats."""
+        return binary_entropy(expit(pool.margins).mean(axis=0))
+
+
+class UncertaintySampling(AcquisitionFunction):
+    """Pairs on whose margin the members of an ensemble disagree most.
+
+    A constant that is added to all rewards of a member changes nothing. On the preference data that we measured, this
+    rule is not better than a random draw (docs/data-efficiency.md).
+    """
+
+    name = "uncertainty"
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Variance of the margin over members.
+
+        Raises:
+            ConfigError: if there is one member.
+        """
+        if len(pool.margins) < 2:
+            raise ConfigError(
+                "rule 'uncertainty' needs an ensemble, since one model has no variance over members; give several "
+                "models, or take rule 'v_optimal'"
+            )
+        return np.asarray(pool.margins.var(axis=0, ddof=1))
+
+
+class LargeGap(AcquisitionFunction):
+    """Pairs with one clearly better response by an optimistic margin, as DeltaUCB (ActiveUltraFeedback, 2603.09692).
+
+    Args:
+        num_deviations: standard deviations over members that are added to the mean margin.
+    """
+
+    name = "large_gap"
+
+    def __init__(self, num_deviations: float = 1.0) -> None:
+        self.num_deviations = num_deviations
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """``|mean margin| + num_deviations std``."""
+        spread = pool.margins.std(axis=0, ddof=1) if len(pool.margins) > 1 else 0.0
+        return np.asarray(np.abs(pool.margins.mean(axis=0)) + self.num_deviations * spread)
+
+
+class BALD(AcquisitionFunction):
+    """Pairs whose label tells most about which member is right (Houlsby et al., 2011, arXiv:1112.5745).
+
+    The batch is drawn, since the best pairs of one score are alike: probabilities are proportional to
+    ``score^sharpness`` (Kirsch et al., 2023, arXiv:2106.12059, "power").
+
+    Args:
+        sharpness: exponent of the scores; infinite takes the best scores.
+    """
+
+    name = "bald"
+
+    def __init__(self, sharpness: float = 1.0) -> None:
+        if not sharpness > 0:
+            raise ConfigError(f"sharpness must be positive, got {sharpness}")
+        self.sharpness = sharpness
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """``H(mean p) - mean H(p)`` over members, in nats.
+
+        Raises:
+            ConfigError: if there is one member.
+        """
+        if len(pool.margins) < 2:
+            raise ConfigError(
+                "rule 'bald' needs an ensemble, since one model agrees with itself; give several models, or take rule "
+                "'v_optimal'"
+            )
+        chances = expit(pool.margins)
+        information = binary_entropy(chances.mean(axis=0)) - binary_entropy(chances).mean(axis=0)
+        return np.asarray(np.maximum(information, 0.0))
+
+    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        if np.isinf(self.sharpness):
+            return super()._batch(pool, k, generator)
+        with np.errstate(divide="ignore"):
+            scores = self.sharpness * np.log(self.scores(pool)[pool.unlabeled])
+        keys = np.where(np.isneginf(scores), -1e300 * generator.random(len(scores)), scores)
+        return pool.unlabeled[_best(keys + generator.gumbel(size=len(keys)), k, generator)]
+
+
+def binary_entropy(chance: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+    """Entropy of a coin, in nats; 0 at 0 and 1.
+
+    Example:
+        >>> float(binary_entropy(np.array([0.5]))[0]) == np.log(2)
+        True
+    """
+    return np.asarray(-xlogy(chance, chance) - xlogy(1 - chance, 1 - chance))

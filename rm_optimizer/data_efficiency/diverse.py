@@ -1,0 +1,109 @@
+"""Batches of pairs that differ from each other: the k-centre coreset and BADGE."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy.special import expit
+
+from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction
+from rm_optimizer.data_efficiency.pool import Pool, blocks
+
+
+class Coreset(AcquisitionFunction):
+    """Pairs that cover the pool: each is the one farthest from all labeled and chosen ones (Sener and Savarese, 2018).
+
+    A pair and the same pair with its responses exchanged are one point, at the smaller of both distances.
+    """
+
+    name = "coreset"
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Distance of the pair's difference of features to the nearest labeled one; its norm where none is labeled."""
+        differences = pool.require_differences(self.name)
+        squares = _square_norms(differences)
+        nearest = squares.copy()
+        for position in np.flatnonzero(pool.is_labeled):
+            nearest = np.minimum(nearest, _square_distances(differences, squares, int(position), up_to_sign=True))
+        return np.asarray(np.sqrt(nearest))
+
+    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        differences = pool.require_differences(self.name)
+        squares, nearest = _square_norms(differences), self.scores(pool) ** 2
+        order = generator.permutation(len(pool))
+        is_taken, chosen = pool.is_labeled.copy(), []
+        for _ in range(k):
+            best = int(order[np.argmax(np.where(is_taken, -1.0, nearest)[order])])
+            is_taken[best] = True
+            chosen.append(best)
+            nearest = np.minimum(nearest, _square_distances(differences, squares, best, up_to_sign=True))
+        return np.array(chosen)
+
+
+class BADGE(AcquisitionFunction):
+    """Pairs whose gradients are long and point apart (Ash et al., 2020, arXiv:1906.03671).
+
+    With the predicted preference as its label, a pair's gradient of the last layer is ``-min(p, 1-p) sign(margin) z``.
+    The batch is drawn by k-means++: each next pair with a probability proportional to the squared distance of its
+    gradient to the nearest one chosen. The first is the longest.
+    """
+
+    name = "badge"
+
+    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
+        """Norm of the gradient."""
+        return np.asarray(np.sqrt(_square_norms(pool.require_differences(self.name))) * np.abs(_residuals(pool)))
+
+    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        differences, factors = pool.require_differences(self.name), _residuals(pool)
+        squares = _square_norms(differences) * factors**2
+        nearest, is_taken = squares.copy(), pool.is_labeled.copy()
+        chosen: list[int] = []
+        for _ in range(k):
+            left = np.where(is_taken, 0.0, nearest)
+            if not chosen:
+                best = int(np.argmax(np.where(is_taken, -1.0, squares)))
+            elif left.sum() > 0:
+                best = int(generator.choice(len(left), p=left / left.sum()))
+            else:  # every gradient left is one that was chosen
+                best = int(generator.choice(np.flatnonzero(~is_taken)))
+            is_taken[best] = True
+            chosen.append(best)
+            nearest = np.minimum(nearest, _square_distances(differences, squares, best, factors))
+        return np.array(chosen)
+
+
+def _residuals(pool: Pool) -> Float[np.ndarray, " pairs"]:
+    """Derivative of the loss by the margin if the predicted preference is the label."""
+    margins = pool.margins.mean(axis=0)
+    return np.asarray(-np.where(margins >= 0, 1.0, -1.0) * expit(-np.abs(margins)))
+
+
+def _square_norms(rows: Float[np.ndarray, "pairs hidden"]) -> Float[np.ndarray, " pairs"]:
+    return np.concatenate([np.einsum("nd,nd->n", block, block, dtype=np.float64) for _, block in blocks(rows)])
+
+
+def _square_distances(
+    rows: Float[np.ndarray, "pairs hidden"],
+    squares: Float[np.ndarray, " pairs"],
+    position: int,
+    factors: Float[np.ndarray, " pairs"] | None = None,
+    *,
+    up_to_sign: bool = False,
+) -> Float[np.ndarray, " pairs"]:
+    """Squared distances of the rows, times their factors, to the one at a position.
+
+    Args:
+        rows: one for each pair.
+        squares: squared norms of the rows times their factors.
+        position: place of the row to compare with.
+        factors: factor of each row; None is 1.
+        up_to_sign: take the nearer of the row and its negative.
+    """
+    products = np.concatenate([np.asarray(block @ rows[position], dtype=np.float64) for _, block in blocks(rows)])
+    if factors is not None:
+        products *= factors * factors[position]
+    if up_to_sign:
+        products = np.abs(products)
+    return np.asarray(np.maximum(squares + squares[position] - 2 * products, 0.0))

@@ -1,0 +1,184 @@
+"""Pools of unlabeled pairs: what a model or an ensemble says of them, computed once and kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float
+from numpy.typing import NDArray
+
+from rm_optimizer.core.model.features import scored_features
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.score_file import require_finite
+from rm_optimizer.records.ledger import open_ledger
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+
+BLOCK_PAIRS = 2048
+"""Pairs computed between two entries on disk: what a kill costs at most."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pairs to choose from, and those that are labeled already, as acquisition functions see them.
+
+    Which response of a pair stands first has no meaning: exchanging the two changes the signs of its margins and of
+    its difference, and no choice.
+
+    Args:
+        margins: reward of the first response less that of the second, by each member.
+        lengths: characters of the first response less those of the second.
+        is_labeled: pairs whose label is known; they are never chosen, but count as information.
+        differences: features of the first response less those of the second, as `features` gives them; None where the
+            rule reads none.
+
+    Raises:
+        ValueError: if the arrays are not of one number of pairs.
+        DataError: if a margin or a feature is not finite.
+    """
+
+    margins: Float[np.ndarray, "members pairs"]
+    lengths: Float[np.ndarray, " pairs"]
+    is_labeled: Bool[np.ndarray, " pairs"]
+    differences: Float[np.ndarray, "pairs hidden"] | None = None
+
+    def __post_init__(self) -> None:
+        counts = {self.margins.shape[1], len(self.lengths), len(self.is_labeled)}
+        counts |= set() if self.differences is None else {len(self.differences)}
+        if len(counts) > 1:
+            raise ValueError(f"expected arrays of one number of pairs, got {sorted(counts)}")
+        for name, rows in (("margin", self.margins.T), ("feature", self.differences)):
+            for start, block in blocks(rows if rows is not None else np.zeros((0, 0))):
+                if len(broken := np.flatnonzero(~np.isfinite(block).all(axis=1))):
+                    raise DataError(
+                        f"pair {start + broken[0] + 1} of the pool has a {name} that is not finite: the model's "
+                        "weights are broken, or overflow; give another model"
+                    )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def unlabeled(self) -> NDArray[np.int64]:
+        """Positions of the pairs that may be chosen, ascending."""
+        return np.flatnonzero(~self.is_labeled)
+
+    def of(self, positions: NDArray[np.int64]) -> Pool:
+        """The pool of these pairs alone."""
+        differences = None if self.differences is None else self.differences[positions]
+        return Pool(self.margins[:, positions], self.lengths[positions], self.is_labeled[positions], differences)
+
+    def require_differences(self, rule: str) -> Float[np.ndarray, "pairs hidden"]:
+        """Differences of features.
+
+        Raises:
+            ConfigError: if the pool has none.
+        """
+        if self.differences is None:
+            raise ConfigError(
+                f"rule '{rule}' compares features of the last layer, which an ensemble or a server does not give; name "
+                "one saved model, or a rule that reads margins: uncertainty, bald"
+            )
+        return self.differences
+
+
+def blocks(rows: np.ndarray, size: int = 65_536) -> Iterator[tuple[int, np.ndarray]]:
+    """Rows in blocks with the position of each block's first row, so that a mapped array is read piece by piece."""
+    for start in range(0, len(rows), size):
+        yield start, rows[start : start + size]
+
+
+def read_pool(
+    pairs: Sequence[PreferencePair],
+    model: BradleyTerryRM | RewardModelEnsemble,
+    *,
+    is_labeled: Bool[np.ndarray, " pairs"] | None = None,
+    folder: Path | None = None,
+    token_budget: int = 16384,
+    on_progress: Callable[[int], None] = lambda pairs: None,
+) -> Pool:
+    """Score the pairs, and compute their features where the scorer is one model in this process.
+
+    Args:
+        pairs: the pairs; their labels are not read.
+        model: a reward model, or an ensemble of them.
+        is_labeled: pairs that are labeled already; None for none.
+        folder: folder to keep what is computed in, mapped into memory; the same call goes on there after a kill. None
+            keeps all in memory.
+        token_budget: tokens, padding included, of one forward pass.
+        on_progress: called with the pairs done so far.
+
+    Raises:
+        DataError: if there are no pairs, or the folder holds part of another pool.
+        CheckpointError: if a reward is not finite.
+    """
+    if not pairs:
+        raise DataError("a pool needs at least one pair, got none")
+    lengths = np.array([len(pair.chosen) - len(pair.rejected) for pair in pairs], dtype=float)
+    known = np.zeros(len(pairs), dtype=bool) if is_labeled is None else is_labeled
+    if isinstance(model, RewardModelEnsemble):
+        predictions = model.predict_margins(*_sides(pairs))
+        margins = np.array([found.individual_margins for found in predictions]).T
+        on_progress(len(pairs))
+        return Pool(margins, lengths, known)
+    if folder is None:
+        kept = np.zeros((len(pairs), model.reward_head.in_features), dtype=np.float32)
+        found = _scored_blocks(pairs, model, kept, 0, token_budget, on_progress)
+        return Pool(np.concatenate([*found])[None], lengths, known, kept)
+    return _kept_pool(pairs, model, lengths, known, folder, token_budget, on_progress)
+
+
+def _sides(pairs: Sequence[PreferencePair]) -> tuple[list[Prompt], list[str], list[str]]:
+    return [pair.prompt for pair in pairs], [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+
+
+def _kept_pool(
+    pairs: Sequence[PreferencePair],
+    model: BradleyTerryRM,
+    lengths: np.ndarray,
+    is_labeled: np.ndarray,
+    folder: Path,
+    token_budget: int,
+    on_progress: Callable[[int], None],
+) -> Pool:
+    """The pool with its differences in `differences.npy` and its margins in `margins.jsonl` of a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = digest([scorer_digest(model), [pair.pair_id for pair in pairs]])
+    other = "features of other pairs or another model"
+    remedy = f"name another folder, or remove {folder}"
+    with open_ledger(folder / "margins.jsonl", identity, other=other, num_wanted=len(pairs), remedy=remedy) as ledger:
+        margins = [margin for block in ledger.values() for margin in block]
+        path, shape = folder / "differences.npy", (len(pairs), model.reward_head.in_features)
+        kept = np.lib.format.open_memmap(path, mode="r+" if margins else "w+", dtype=np.float32, shape=shape)
+        for block in _scored_blocks(pairs, model, kept, len(margins), token_budget, on_progress):
+            kept.flush()
+            ledger.append(block.tolist())
+            margins.extend(block.tolist())
+    return Pool(np.array(margins)[None], lengths, is_labeled, np.load(path, mmap_mode="r"))
+
+
+def _scored_blocks(
+    pairs: Sequence[PreferencePair],
+    model: BradleyTerryRM,
+    differences: Float[np.ndarray, "pairs hidden"],
+    start: int,
+    token_budget: int,
+    on_progress: Callable[[int], None],
+) -> Iterator[Float[np.ndarray, " block"]]:
+    """Margins of the pairs from `start` on, block by block; their differences are written into `differences`."""
+    on_progress(start)
+    for first in range(start, len(pairs), BLOCK_PAIRS):
+        block = pairs[first : first + BLOCK_PAIRS]
+        prompts, ones, others = _sides(block)
+        encodings = model.encode([*prompts, *prompts], [*ones, *others])
+        vectors = np.zeros((len(encodings), differences.shape[1]))
+        rewards = scored_features(model, [one.ids for one in encodings], vectors, token_budget=token_budget)
+        require_finite(rewards.tolist(), lambda index: f"pair {first + index % len(block) + 1} of the pool")  # noqa: B023
+        differences[first : first + len(block)] = vectors[: len(block)] - vectors[len(block) :]
+        yield rewards[: len(block)] - rewards[len(block) :]
+        on_progress(first + len(block))

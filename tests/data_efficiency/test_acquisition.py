@@ -1,0 +1,222 @@
+"""Choice of pairs to label: invariances, closed forms, and greedy designs against brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rm_optimizer import PreferencePair, RewardModelEnsemble
+from rm_optimizer.core.pairs.pair import Scorer
+from rm_optimizer.data_efficiency import Pool, UncertaintySampling, acquisition_function, pool, read_pool
+from rm_optimizer.data_efficiency.acquisition import BALD, LengthStratified
+from rm_optimizer.data_efficiency.optimal_design import DOptimal, LastLayerInformation, VOptimal
+from rm_optimizer.data_efficiency.rules import RULES
+from rm_optimizer.errors import ConfigError, DataError
+from tests.builders import tiny_reward_model
+
+PAIRS = [PreferencePair(f"question {n % 5}", f"answer {n}", f"reply {n * n} at length") for n in range(14)]
+
+
+def random_pool(num: int = 60, hidden: int = 5, members: int = 4, seed: int = 0) -> Pool:
+    generator = np.random.default_rng(seed)
+    differences = generator.normal(size=(num, hidden)) * generator.exponential(size=hidden)
+    margins = differences @ generator.normal(size=(hidden, members)) + generator.normal(size=(num, members))
+    return Pool(margins.T, generator.normal(size=num), generator.random(num) < 0.2, differences)
+
+
+def exchanged(pool: Pool, signs: np.ndarray) -> Pool:
+    assert pool.differences is not None
+    return Pool(pool.margins * signs, pool.lengths * signs, pool.is_labeled, pool.differences * signs[:, None])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_order_of_a_pairs_responses_changes_no_choice(name):
+    rule, found = acquisition_function(name), random_pool()
+    signs = np.random.default_rng(1).choice([-1.0, 1.0], size=len(found))
+    chosen = rule.select(found, 12, seed=3)
+    assert chosen.tolist() == rule.select(exchanged(found, signs), 12, seed=3).tolist()
+    assert rule.scores(found) == pytest.approx(rule.scores(exchanged(found, signs)))
+    assert len(set(chosen.tolist())) == 12
+    assert not found.is_labeled[chosen].any()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_choice_of_all_is_all_and_more_is_refused(name):
+    rule, found = acquisition_function(name), random_pool(num=9)
+    left = len(found.unlabeled)
+    assert sorted(rule.select(found, left)) == found.unlabeled.tolist()
+    with pytest.raises(ConfigError, match=rf"k must lie in \[1, {left}\]"):
+        rule.select(found, left + 1)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_seed_alone_decides_what_is_random(name):
+    found = random_pool()
+    first = acquisition_function(name).select(found, 8, seed=5)
+    assert first.tolist() == acquisition_function(name).select(found, 8, seed=5).tolist()
+
+
+@pytest.mark.parametrize(("rule", "criterion"), [(DOptimal(0.3), "logdet"), (VOptimal(0.3), "trace")])
+def test_a_greedy_design_is_that_of_brute_force(rule, criterion):
+    found = random_pool(num=40)
+    z = found.differences
+    chance = 1 / (1 + np.exp(-found.margins.mean(axis=0)))
+    weight = chance * (1 - chance)
+    moments = z.T @ z / len(z)
+
+    def value(members: list[int]) -> float:
+        information = 0.3 * np.trace(moments) / z.shape[1] * np.eye(z.shape[1])
+        information = information + (z[members] * weight[members, None]).T @ z[members]
+        if criterion == "logdet":
+            return float(np.linalg.slogdet(information)[1])
+        return -float(np.trace(moments @ np.linalg.inv(information)))
+
+    members, expected = np.flatnonzero(found.is_labeled).tolist(), []
+    for _ in range(10):
+        gains = [value([*members, j]) if j not in members else -np.inf for j in range(len(z))]
+        members.append(int(np.argmax(gains)))
+        expected.append(members[-1])
+    assert rule.select(found, 10).tolist() == expected
+
+
+def test_rank_one_updates_are_those_of_a_new_inverse():
+    found = random_pool(num=30)
+    information = LastLayerInformation(found, found.differences)
+    added = found.unlabeled[:6]
+    for position in added:
+        information.add(int(position))
+    known = found.is_labeled.copy()
+    known[added] = True
+    anew = LastLayerInformation(replace(found, is_labeled=known), found.differences)
+    np.testing.assert_allclose(information.variances, anew.variances, rtol=1e-10)
+    np.testing.assert_allclose(information.reductions, anew.reductions, rtol=1e-9)
+
+
+def test_a_coreset_is_that_of_brute_force_up_to_sign():
+    found = random_pool(num=40)
+    z, centers, expected = found.differences, np.flatnonzero(found.is_labeled).tolist(), []
+    for _ in range(8):
+        far = [
+            -1 if j in centers else min(np.linalg.norm(row - sign * z[c]) for c in centers for sign in (1, -1))
+            for j, row in enumerate(z)
+        ]
+        centers.append(int(np.argmax(far)))
+        expected.append(centers[-1])
+    assert acquisition_function("coreset").select(found, 8).tolist() == expected
+
+
+def test_bald_is_log_two_where_members_are_sure_of_opposite_answers_and_zero_where_they_agree():
+    margins = np.array([[50.0, 0.3, -2.0], [-50.0, 0.3, -2.0]])
+    found = Pool(margins, np.zeros(3), np.zeros(3, dtype=bool))
+    assert BALD().scores(found) == pytest.approx([np.log(2), 0, 0])
+    assert BALD(np.inf).select(found, 1).tolist() == [0]
+
+
+def test_powered_bald_draws_in_proportion_to_its_scores():
+    margins = np.array([[3.0, 1.0, 0.5], [-3.0, -1.0, -0.5]])
+    found = Pool(margins, np.zeros(3), np.zeros(3, dtype=bool))
+    scores = BALD().scores(found)
+    firsts = np.bincount([BALD().select(found, 1, seed=seed)[0] for seed in range(4000)], minlength=3) / 4000
+    assert firsts == pytest.approx(scores / scores.sum(), abs=4 * 0.5 / 4000**0.5)
+
+
+def test_badge_takes_no_copy_while_something_else_is_left():
+    z = np.repeat(np.eye(3), 5, axis=0)
+    found = Pool(np.zeros((1, 15)), np.zeros(15), np.zeros(15, dtype=bool), z)
+    chosen = acquisition_function("badge").select(found, 3)
+    assert sorted(chosen // 5) == [0, 1, 2]
+
+
+def test_length_strata_give_the_same_number_each():
+    found = Pool(np.zeros((1, 100)), np.arange(100.0), np.zeros(100, dtype=bool))
+    chosen = LengthStratified(10).select(found, 20)
+    assert np.bincount(chosen // 10).tolist() == [2] * 10
+
+
+def test_equal_scores_are_drawn_and_said(caplog):
+    found = Pool(np.ones((2, 50)), np.zeros(50), np.zeros(50, dtype=bool))
+    chosen = UncertaintySampling().select(found, 5)
+    assert "every pair the same score" in caplog.text
+    assert chosen.tolist() != UncertaintySampling().select(found, 5, seed=1).tolist()
+
+
+@pytest.mark.parametrize("name", ["uncertainty", "bald"])
+def test_rules_over_members_refuse_one(name):
+    found = random_pool(members=1)
+    with pytest.raises(ConfigError, match="needs an ensemble"):
+        acquisition_function(name).select(found, 2)
+
+
+@pytest.mark.parametrize("name", ["d_optimal", "v_optimal", "coreset", "badge"])
+def test_rules_over_features_refuse_a_pool_without(name):
+    with pytest.raises(ConfigError, match="name one saved model"):
+        acquisition_function(name).select(replace(random_pool(), differences=None), 2)
+
+
+def test_what_is_not_finite_is_refused_by_the_pairs_number():
+    found = random_pool()
+    found.margins[1, 7] = np.nan
+    with pytest.raises(DataError, match="pair 8 of the pool has a margin that is not finite"):
+        replace(found, lengths=found.lengths)
+    clean = random_pool()
+    clean.differences[3, 0] = np.inf
+    with pytest.raises(DataError, match="pair 4 of the pool has a feature"):
+        replace(clean, lengths=clean.lengths)
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(ConfigError, match="did you mean 'v_optimal'"):
+        acquisition_function("v_optimum")
+
+
+class Lengths(Scorer):
+    """Reward by the length of the response, on a scale and from a zero of its own."""
+
+    def __init__(self, scale: float, shift: float) -> None:
+        self.scale, self.shift = scale, shift
+
+    def score(self, prompts, responses):
+        return torch.tensor([self.scale * len(text) + self.shift for text in responses])
+
+
+def test_uncertainty_is_of_margins_and_a_members_constant_changes_nothing():
+    plain = RewardModelEnsemble([Lengths(1.0, 0.0), Lengths(2.0, 0.0)])
+    shifted = RewardModelEnsemble([Lengths(1.0, 0.0), Lengths(2.0, 64.0)])
+    rule = UncertaintySampling()
+    gaps = np.array([len(pair.chosen) - len(pair.rejected) for pair in PAIRS])
+    assert rule.score(PAIRS, plain) == pytest.approx(gaps**2 / 2)
+    assert rule.score(PAIRS, plain).tolist() == rule.score(PAIRS, shifted).tolist()
+
+
+def test_margins_of_a_pool_are_the_heads_of_its_differences(tmp_path):
+    model = tiny_reward_model("llama")
+    found = read_pool(PAIRS, model, folder=tmp_path / "pool")
+    scores = model.score([p.prompt for p in PAIRS], [p.chosen for p in PAIRS])
+    others = model.score([p.prompt for p in PAIRS], [p.rejected for p in PAIRS])
+    assert found.margins[0] == pytest.approx((scores - others).numpy(), abs=1e-5)
+    weight = model.reward_head.weight.detach().numpy()[0]
+    assert found.differences @ weight == pytest.approx(found.margins[0], abs=1e-5)
+
+
+def test_a_pool_goes_on_after_a_kill_and_computes_nothing_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "BLOCK_PAIRS", 5)
+    model, done = tiny_reward_model("llama"), []
+
+    def stop(pairs: int) -> None:
+        done.append(pairs)
+        if pairs == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_pool(PAIRS, model, folder=tmp_path / "pool", on_progress=stop)
+    with pytest.raises(DataError, match="holds part of features of other pairs or another model"):
+        read_pool(PAIRS[1:], model, folder=tmp_path / "pool")
+    found = read_pool(PAIRS, model, folder=tmp_path / "pool", on_progress=done.append)
+    whole = read_pool(PAIRS, model)
+    assert done == [0, 5, 10, 10, 14]
+    np.testing.assert_array_equal(found.margins, whole.margins)
+    np.testing.assert_array_equal(found.differences, whole.differences)
+    assert isinstance(found.differences, np.memmap)
