@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
+from rm_optimizer.rl_coupling.ensemble_members import SavedMembers
 from rm_optimizer.rl_coupling.out_of_distribution import OODDetection, conformal_threshold, detection, halves
 
 _log = logging.getLogger("rm_optimizer")
@@ -100,8 +102,8 @@ class RewardModelEnsemble(Scorer):
         aggregation: `mean`, `min` or `uwo`, what `score` returns.
         penalty: factor of the standard deviation in `uwo`, not negative; 0 is the mean.
         reference: scales of the members from an earlier `fit_reference`.
-        memory_bytes: bytes of weights of saved models to keep; the others are loaded in turn for each call. None keeps
-            all.
+        memory_bytes: bytes of weights of saved models to keep; the others are loaded in turn for each call. Adapters
+            on one base count it once. None keeps all.
         load: loader of a saved model.
         token_budget: tokens, padding included, of one pass of a model in this process.
 
@@ -138,10 +140,9 @@ class RewardModelEnsemble(Scorer):
         self.penalty = penalty
         self.reference = reference
         self._models = list(models)
-        self._memory_bytes = memory_bytes
-        self._load = load
+        self._saved = SavedMembers(load, memory_bytes)
+        self._lock = threading.RLock()
         self._token_budget = token_budget
-        self._kept: dict[int, BradleyTerryRM] = {}
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -161,11 +162,14 @@ class RewardModelEnsemble(Scorer):
             ConfigError: if a member is no model of this process, whose weights are not known.
         """
         digests = []
-        for number in range(len(self)):
-            member = self._member(number)
-            if not isinstance(member, BradleyTerryRM):
-                raise ConfigError(f"the weights of a {type(member).__name__} are not known; give models or their paths")
-            digests.append(scorer_digest(member))
+        with self._lock:
+            for number in range(len(self)):
+                member = self._member(number)
+                if not isinstance(member, BradleyTerryRM):
+                    kind = type(member).__name__
+                    raise ConfigError(f"the weights of a {kind} are not known; give models or their paths")
+                digests.append(scorer_digest(member))
+            self._saved.release()
         return digest([digests, json_values(self.reference), self.aggregation.value, self.penalty])
 
     def member_rewards(
@@ -189,16 +193,12 @@ class RewardModelEnsemble(Scorer):
             )
         rewards = np.zeros((len(self), len(responses)))
         is_cut = np.zeros((2, len(responses)), dtype=bool)
-        for number in range(len(self)):
-            member = self._member(number)
-            if isinstance(member, BradleyTerryRM):
-                encodings = member.encode(prompts, responses)
-                found = member.score_encoded(encodings, token_budget=self._token_budget)
-                for place, encoding in enumerate(encodings):
-                    is_cut[:, place] |= (encoding.prompt_cut > 0, encoding.response_cut > 0)
+        for number, source in enumerate(self._models):
+            if isinstance(source, str | Path | BradleyTerryRM):
+                with self._lock:
+                    found = self._local_rewards(number, prompts, responses, is_cut)
             else:
-                found = member.score(prompts, responses)
-            del member  # one that is not kept goes before the next is loaded
+                found = source.score(prompts, responses)
             rewards[number] = found.double().numpy()
             broken = np.flatnonzero(~np.isfinite(rewards[number]))
             if len(broken):
@@ -206,7 +206,24 @@ class RewardModelEnsemble(Scorer):
                     f"member {number + 1} of the ensemble ({self._name(number)}) gives response {broken[0] + 1} the "
                     f"reward {rewards[number, broken[0]]}; leave the member out or give another checkpoint"
                 )
+        with self._lock:
+            self._saved.release()
         return rewards, is_cut
+
+    def _local_rewards(
+        self,
+        number: int,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        is_cut: Bool[np.ndarray, "sides sequences"],
+    ) -> Float[Tensor, " sequences"]:
+        """Raw rewards by a member in this process, which adds what it has cut to `is_cut`."""
+        member = self._member(number)
+        assert isinstance(member, BradleyTerryRM)
+        encodings = member.encode(prompts, responses)
+        for place, encoding in enumerate(encodings):
+            is_cut[:, place] |= (encoding.prompt_cut > 0, encoding.response_cut > 0)
+        return member.score_encoded(encodings, token_budget=self._token_budget)
 
     def fit_reference(
         self,
@@ -333,17 +350,9 @@ class RewardModelEnsemble(Scorer):
         return np.asarray((rewards - means[:, None]) / stds[:, None])
 
     def _member(self, number: int) -> Scorer:
-        """A member, loaded where it is not; a caller that drops it lets go of one that is not kept."""
+        """A member, loaded where it is not; valid until the next is asked for."""
         source = self._models[number]
-        if not isinstance(source, str | Path):
-            return source
-        if number in self._kept:
-            return self._kept[number]
-        model = self._load(str(source))
-        held = sum(map(_weight_bytes, self._kept.values()))
-        if self._memory_bytes is None or held + _weight_bytes(model) <= self._memory_bytes:
-            self._kept[number] = model
-        return model
+        return self._saved.model(str(source)) if isinstance(source, str | Path) else source
 
     def _name(self, number: int) -> str:
         model = self._models[number]
@@ -364,7 +373,3 @@ def aggregate(
         return np.asarray(rewards.min(axis=0))
     mean = rewards.mean(axis=0)
     return np.asarray(mean if aggregation == Aggregation.mean else mean - penalty * rewards.std(axis=0, ddof=1))
-
-
-def _weight_bytes(model: BradleyTerryRM) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,16 @@ def scorer_digest(model: BradleyTerryRM) -> str:
 
     It does not depend on the model's path, so that new weights under an old path are recognized.
     """
+    return digest([weights_digest(model.model), *_reading(model)])
+
+
+def reading_digest(model: BradleyTerryRM) -> str:
+    """`scorer_digest` without the weights: models that have it in common differ in weights alone."""
+    return digest([type(model.model).__name__, *_reading(model)])
+
+
+def _reading(model: BradleyTerryRM) -> list[Any]:
+    """Configuration, rendering and padding as JSON values."""
     config = json.loads(model.model.config.to_json_string(use_diff=False))
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    return digest([weights_digest(model.model), kept, model.renderer.identity(), json_values(model.pad_choice)])
+    return [kept, model.renderer.identity(), json_values(model.pad_choice)]

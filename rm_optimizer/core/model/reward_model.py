@@ -143,7 +143,7 @@ class BradleyTerryRM(BaseRewardModel):
         if loaded.identity:
             reward_model._recall(loaded.identity)
         if loaded.certificate is not None:
-            reward_model._require_parity(loaded.certificate, source)
+            reward_model.require_certified(loaded.certificate, source)
         return reward_model
 
     @classmethod
@@ -379,7 +379,12 @@ class BradleyTerryRM(BaseRewardModel):
         if recorded.token_id == self.pad_choice.token_id:
             self.pad_choice = recorded
 
-    def _require_parity(self, certificate: ParityCertificate, source: str | Path) -> None:
+    def require_certified(self, certificate: ParityCertificate, source: str | Path) -> None:
+        """Compare with the shortest rewards of a certificate.
+
+        Raises:
+            CheckpointError: if a reward differs by more than rounding; the message names the source.
+        """
         ids = [score.input_ids for score in certificate.shortest()]
         with self.inference():
             rewards = SequenceScorer(self, 1).padded(ids)

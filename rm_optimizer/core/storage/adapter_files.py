@@ -169,17 +169,26 @@ def load_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig, recor
     if not is_under(head_name(model), modules_named(model, config.modules_to_save or ())):
         raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
     attach(model, config, seed=0)
-    stored, names = load_file(folder / WEIGHTS_FILE), _file_names(model)
-    wrong = sorted(stored.keys() ^ set(names.values()))
-    if wrong:
-        examples = f"{len(wrong)} tensors, such as {wrong[0]}"
-        raise CheckpointError(f"the adapter in {folder} does not fit its base: {examples}")
-    model.load_state_dict({name: stored[key] for name, key in names.items()}, strict=False)
+    model.load_state_dict(adapter_tensors(model, folder), strict=False)
     if recorded_base and base_fingerprint(model) != recorded_base["fingerprint"]:
         raise CheckpointError(
             f"the adapter in {folder} belongs to other weights than {recorded_base['source']} holds now; "
             "restore that base model"
         )
+
+
+def adapter_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """Tensors of a stored adapter, head-side modules included, by their names in an adapted classifier.
+
+    Raises:
+        CheckpointError: if a tensor is missing or unknown.
+    """
+    stored, names = load_file(folder / WEIGHTS_FILE), _file_names(model)
+    wrong = sorted(stored.keys() ^ set(names.values()))
+    if wrong:
+        examples = f"{len(wrong)} tensors, such as {wrong[0]}"
+        raise CheckpointError(f"the adapter in {folder} does not fit its base: {examples}")
+    return {name: stored[key] for name, key in names.items()}
 
 
 def merged_model(model: PreTrainedModel) -> PreTrainedModel:
