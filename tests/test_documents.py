@@ -200,6 +200,24 @@ WAYS: dict[str, Way] = {
         prints="2 rows scored by 2 members",
         slow=True,
     ),
+    "rm-opt select pool.jsonl --model outputs/run/best --k 100 --out to_label.csv": Way(
+        'sed -e "s/\\"chosen\\"/\\"response_a\\"/; s/\\"rejected\\"/\\"response_b\\"/" pairs.jsonl > pool.jsonl && '
+        "rm-opt select pool.jsonl --model outputs/run/best --k 6 --out to_label.csv",
+        prints="6 of 80 unlabeled pairs",
+        slow=True,
+    ),
+    "rm-opt label-import to_label.csv --out labels.jsonl": Way(
+        "sed -i -E '2,$s/,\\r?$/,A/' to_label.csv && rm-opt label-import to_label.csv --out labels.jsonl",
+        prints="6 pairs of 6 answers",
+        slow=True,
+    ),
+    "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Way(prints="pairs stay: kept.jsonl"),
+    "rm-opt study labels outputs/labels --data pairs.jsonl --splits 100 --budget 512": Way(
+        "rm-opt study labels outputs/labels --data pairs.jsonl --splits 2 --budget 16 --start 8 --batch 8",
+        prints="labels saved at 16 labels",
+        slow=True,
+    ),
+    "rm-opt study labels outputs/labels": Way("rm-opt study labels --help", prints="--flips"),
     "rm-opt doctor outputs/run/best --data pairs.jsonl": Way(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",
@@ -258,8 +276,8 @@ def test_the_front_page_of_the_manual_links_every_page():
 
 
 def test_the_front_page_of_the_manual_names_every_command():
-    names = {command.__name__ for group in COMMANDS.values() for command, _ in group}
-    assert names <= set(re.findall(r"`rm-opt (\w+)", DOCUMENTS["doc.md"]))
+    names = {command.__name__.replace("_", "-") for group in COMMANDS.values() for command, _ in group}
+    assert names <= set(re.findall(r"`rm-opt ([\w-]+)", DOCUMENTS["doc.md"]))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

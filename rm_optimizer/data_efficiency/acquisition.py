@@ -175,21 +175,9 @@ class LargeGap(AcquisitionFunction):
 
 
 class BALD(AcquisitionFunction):
-    """Pairs whose label tells most about which member is right (Houlsby et al., 2011, arXiv:1112.5745).
-
-    The batch is drawn, since the best pairs of one score are alike: probabilities are proportional to
-    ``score^sharpness`` (Kirsch et al., 2023, arXiv:2106.12059, "power").
-
-    Args:
-        sharpness: exponent of the scores; infinite takes the best scores.
-    """
+    """Pairs whose label tells most about which member is right (Houlsby et al., 2011, arXiv:1112.5745)."""
 
     name = "bald"
-
-    def __init__(self, sharpness: float = 1.0) -> None:
-        if not sharpness > 0:
-            raise ConfigError(f"sharpness must be positive, got {sharpness}")
-        self.sharpness = sharpness
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
         """``H(mean p) - mean H(p)`` over members, in nats.
@@ -199,16 +187,31 @@ class BALD(AcquisitionFunction):
         """
         if len(pool.margins) < 2:
             raise ConfigError(
-                "rule 'bald' needs an ensemble, since one model agrees with itself; give several models, or take rule "
-                "'v_optimal'"
+                f"rule '{self.name}' needs an ensemble, since one model agrees with itself; give several models, "
+                "or take rule 'v_optimal'"
             )
         chances = expit(pool.margins)
         information = binary_entropy(chances.mean(axis=0)) - binary_entropy(chances).mean(axis=0)
         return np.asarray(np.maximum(information, 0.0))
 
+
+class StochasticBALD(BALD):
+    """Pairs drawn with probabilities proportional to ``score^sharpness`` of BALD, since the best pairs are alike.
+
+    "Power" acquisition of Kirsch et al. (2023, arXiv:2106.12059).
+
+    Args:
+        sharpness: exponent of the scores, positive.
+    """
+
+    name = "stochastic_bald"
+
+    def __init__(self, sharpness: float = 1.0) -> None:
+        if not 0 < sharpness < np.inf:
+            raise ConfigError(f"sharpness must be positive and finite, got {sharpness}")
+        self.sharpness = sharpness
+
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        if np.isinf(self.sharpness):
-            return super()._batch(pool, k, generator)
         with np.errstate(divide="ignore"):
             scores = self.sharpness * np.log(self.scores(pool)[pool.unlabeled])
         keys = np.where(np.isneginf(scores), -1e300 * generator.random(len(scores)), scores)
@@ -219,7 +222,7 @@ def binary_entropy(chance: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*s
     """Entropy of a coin, in nats; 0 at 0 and 1.
 
     Example:
-        >>> float(binary_entropy(np.array([0.5]))[0]) == np.log(2)
+        >>> bool(binary_entropy(np.array([0.5]))[0] == np.log(2))
         True
     """
     return np.asarray(-xlogy(chance, chance) - xlogy(1 - chance, 1 - chance))

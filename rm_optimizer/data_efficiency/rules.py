@@ -12,6 +12,7 @@ from rm_optimizer.data_efficiency.acquisition import (
     LengthStratified,
     MarginSampling,
     RandomSampling,
+    StochasticBALD,
     UncertaintySampling,
 )
 from rm_optimizer.data_efficiency.diverse import BADGE, Coreset
@@ -26,6 +27,7 @@ RULES: dict[str, Callable[[], AcquisitionFunction]] = {
         Coreset,
         BADGE,
         BALD,
+        StochasticBALD,
         UncertaintySampling,
         EntropySampling,
         MarginSampling,

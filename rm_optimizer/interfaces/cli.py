@@ -17,6 +17,9 @@ from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
 from rm_optimizer.interfaces.commands.evaluate import evaluate
 from rm_optimizer.interfaces.commands.info import info
+from rm_optimizer.interfaces.commands.labels.clean import data_clean
+from rm_optimizer.interfaces.commands.labels.select import label_import, select
+from rm_optimizer.interfaces.commands.labels.study import study_labels
 from rm_optimizer.interfaces.commands.params import params
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
@@ -38,6 +41,7 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
     "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {})],
     "Couple to a policy": [(bon, {})],
+    "Labels": [(select, {}), (label_import, {})],
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
 }
@@ -46,6 +50,7 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)
 data_app = typer.Typer(cls=Commands, help="Look at preference data.", add_completion=False, **QUIET)
 data_app.command("check")(with_field_flags(data_check))
+data_app.command("clean")(with_field_flags(data_clean))
 app.add_typer(data_app, name="data", rich_help_panel="Data")
 ensemble_app = typer.Typer(
     cls=Commands, help="Several reward models as one that knows its uncertainty.", add_completion=False, **QUIET
@@ -64,6 +69,9 @@ for study_command in (compare_study.plan, compare_study.run, compare_study.statu
 compare_app.command("report")(compare_study.report)
 compare_app.command(DEFAULT)(compare)
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
+study_app = typer.Typer(cls=Commands, help="Studies of what rm-opt claims.", add_completion=False, **QUIET)
+study_app.command("labels")(with_field_flags(study_labels))
+app.add_typer(study_app, name="study", rich_help_panel="Labels")
 for panel, commands in GROUPS.items():
     for command, settings in commands:
         app.command(rich_help_panel=panel, **settings)(with_field_flags(command))

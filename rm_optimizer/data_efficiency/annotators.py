@@ -1,0 +1,98 @@
+"""Agreement of annotators, and the accuracy that no model can exceed because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
+from rm_optimizer.errors import DataError
+from rm_optimizer.records.codec import JsonRecord
+
+_SIMULATED = 200_000
+"""Pairs of simulated groups of annotators."""
+
+
+@dataclass(frozen=True)
+class NoiseCeiling(JsonRecord):
+    """Agreement of several annotators of the same pairs. Votes for a tie do not count.
+
+    Args:
+        num_pairs: pairs with at least two votes.
+        agreement: probability that two annotators of a pair give the same answer.
+        one_by_others: accuracy of the other annotators' majority at predicting one annotator; a tie counts half. On
+            labels that are single votes a good model may well stay below it.
+        majority: share of pairs whose majority a second group of as many annotators would probably repeat, by a
+            Beta-binomial fit of the votes; the ceiling on labels that are majorities.
+    """
+
+    num_pairs: int
+    agreement: Estimate
+    one_by_others: Estimate
+    majority: float
+
+
+def noise_ceiling(
+    votes_for: Float[np.ndarray, " pairs"],
+    votes_against: Float[np.ndarray, " pairs"],
+    prompts: Sequence[str],
+    *,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
+) -> NoiseCeiling:
+    """Agreement of annotators over pairs, with intervals over prompts.
+
+    Args:
+        votes_for: votes for the first response of each pair.
+        votes_against: votes for the other one.
+        prompts: prompt of each pair.
+        num_bootstrap: resamples of prompts.
+        seed: seed of the resamples, and of the simulated second group.
+
+    Raises:
+        DataError: if no pair has two votes.
+    """
+    total = votes_for + votes_against
+    kept = total >= 2
+    if not kept.any():
+        raise DataError("agreement needs pairs with at least two votes, but there is none")
+    yes, no, both = votes_for[kept], votes_against[kept], total[kept]
+    agreement = (yes * (yes - 1) + no * (no - 1)) / (both * (both - 1))
+    right = (yes * _majority(yes - 1 - no) + no * _majority(no - 1 - yes)) / both
+    columns = np.stack([agreement, right, np.ones(len(both))], axis=1)
+    names = [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if is_kept]
+
+    def ratios(totals: np.ndarray) -> np.ndarray:
+        return np.asarray(totals[..., :2] / totals[..., 2:])
+
+    found = cluster_bootstrap(cluster_totals(columns, names), ratios, num_bootstrap=num_bootstrap, seed=seed)
+    return NoiseCeiling(int(kept.sum()), found[0], found[1], _repeated_majority(yes, both, seed))
+
+
+def _majority(lead: np.ndarray) -> np.ndarray:
+    """Credit of the others' majority for an annotator's answer, by their lead for it; one half where they are split."""
+    return np.asarray(0.5 + 0.5 * np.sign(lead))
+
+
+def _repeated_majority(yes: np.ndarray, both: np.ndarray, seed: int) -> float:
+    """Share of pairs on which two groups drawn from the fitted Beta-binomial have one majority; a split counts half."""
+    spread = _beta_size(yes, both)
+    generator = np.random.default_rng([seed, 5])
+    chances = generator.beta(spread, spread, size=(max(1, _SIMULATED // len(both)), len(both)))
+    first, second = (generator.binomial(both.astype(int), chances) for _ in range(2))
+    sides = np.sign(2 * first - both) * np.sign(2 * second - both)
+    return float((0.5 + 0.5 * sides).mean())
+
+
+def _beta_size(yes: np.ndarray, both: np.ndarray) -> float:
+    """Parameter a of Beta(a, a) from the agreement of two votes, which it makes ``(a + 1) / (2 a + 1)``.
+
+    Which response stands first has no meaning, so the distribution is symmetric.
+    """
+    agreement = float((yes * (yes - 1) + (both - yes) * (both - yes - 1)).sum() / (both * (both - 1)).sum())
+    agreement = min(max(agreement, 0.5 + 1e-6), 1 - 1e-6)
+    return (1 - agreement) / (2 * agreement - 1)

@@ -1,0 +1,133 @@
+"""Pools of labeled pairs to try acquisition functions on: three synthetic ones with a known oracle, and real pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import expit
+
+from rm_optimizer.core.pairs.conversations import conversation_groups
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.errors import DataError
+from rm_optimizer.records.files import replacing
+
+NUM_FEATURES, NUM_POOL, NUM_TEST, NUM_PROTOTYPES = 24, 3000, 2000, 100
+"""Size of a synthetic pool."""
+NOISE = 0.1
+"""Deviation of a pair from its prototype in a redundant pool, as a share of a feature's own."""
+MARGIN_STD = 2.0
+"""Standard deviation of the oracle's margins over independent pairs."""
+
+
+class SyntheticPool(StrEnum):
+    """Pools whose oracle is a linear Bradley-Terry model of Gaussian features with variances 1, 1/2, 1/3, ….
+
+    `iid` has independent pairs. In `redundant` every pair is close to one of 100 prototypes, the r-th as often as 1/r;
+    its test pairs are drawn alike. `shifted` has that pool, and independent test pairs.
+    """
+
+    iid = "iid"
+    redundant = "redundant"
+    shifted = "shifted"
+
+
+@dataclass(frozen=True)
+class LabelSplit:
+    """Pairs to choose from, with labels that are there when asked for, and pairs to test on.
+
+    Args:
+        differences: features of the first response less those of the second, of the pool.
+        labels: 1 where the first response of a pair was preferred, else 0.
+        test_differences: the same of the test pairs.
+        test_chances: probability that the first response of a test pair is preferred.
+    """
+
+    differences: Float[np.ndarray, "pool features"]
+    labels: Float[np.ndarray, " pool"]
+    test_differences: Float[np.ndarray, "test features"]
+    test_chances: Float[np.ndarray, " test"]
+
+    def flipped(self, share: float, seed: int) -> LabelSplit:
+        """The split with this share of the pool's labels turned around, at random."""
+        is_wrong = np.random.default_rng([seed, 2]).random(len(self.labels)) < share
+        return LabelSplit(
+            self.differences, np.where(is_wrong, 1 - self.labels, self.labels), self.test_differences, self.test_chances
+        )
+
+
+def synthetic_split(pool: SyntheticPool, seed: int) -> LabelSplit:
+    """A synthetic pool with labels of its oracle; each seed is another oracle."""
+    generator = np.random.default_rng([seed, 0])
+    scales = np.arange(1, NUM_FEATURES + 1) ** -0.5
+    weights = generator.normal(size=NUM_FEATURES)
+    weights *= MARGIN_STD / np.linalg.norm(weights * scales)
+    prototypes = generator.normal(size=(NUM_PROTOTYPES, NUM_FEATURES)) * scales
+    often = 1 / np.arange(1, NUM_PROTOTYPES + 1)
+
+    def near_prototypes(num: int) -> np.ndarray:
+        drawn = prototypes[generator.choice(NUM_PROTOTYPES, size=num, p=often / often.sum())]
+        return np.asarray(drawn + NOISE * scales * generator.normal(size=drawn.shape))
+
+    def independent(num: int) -> np.ndarray:
+        return np.asarray(generator.normal(size=(num, NUM_FEATURES)) * scales)
+
+    differences = independent(NUM_POOL) if pool == SyntheticPool.iid else near_prototypes(NUM_POOL)
+    test = near_prototypes(NUM_TEST) if pool == SyntheticPool.redundant else independent(NUM_TEST)
+    labels = (generator.random(NUM_POOL) < expit(differences @ weights)).astype(float)
+    return LabelSplit(differences, labels, test, expit(test @ weights))
+
+
+@dataclass(frozen=True)
+class LabeledFeatures:
+    """Real pairs as features.
+
+    Args:
+        differences: features of the chosen response less those of the rejected one.
+        groups: number of each pair's conversation; pairs of one conversation are on one side of every split.
+    """
+
+    differences: Float[np.ndarray, "pairs features"]
+    groups: np.ndarray
+
+    @classmethod
+    def of(cls, pairs: Sequence[PreferencePair], differences: Float[np.ndarray, "pairs features"]) -> LabeledFeatures:
+        """Features of these pairs, which must be plain preferences.
+
+        Raises:
+            DataError: if a label is not 1.
+        """
+        for number, pair in enumerate(pairs):
+            if pair.label != 1:
+                raise DataError(f"pair {number + 1} has the label {pair.label}; the study needs plain preferences")
+        numbers: dict[int, int] = {}
+        found = conversation_groups([pair.prompt for pair in pairs])
+        return cls(differences, np.array([numbers.setdefault(group, len(numbers)) for group in found]))
+
+    def write(self, path: Path) -> None:
+        """Write the features into an `.npz` file, whole or not at all."""
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, differences=self.differences, groups=self.groups)
+
+    @classmethod
+    def read(cls, path: Path) -> LabeledFeatures:
+        """The features of a file that `write` made."""
+        with np.load(path) as arrays:
+            return cls(arrays["differences"], arrays["groups"])
+
+    def split(self, seed: int, *, test_share: float = 0.3) -> LabelSplit:
+        """Random split of the conversations into pool and test, each pair's responses in random order."""
+        num_groups = int(self.groups.max()) + 1
+        tested = np.isin(self.groups, random_positions(num_groups, round(test_share * num_groups), [seed, 0]))
+        differences, labels = self.turned(seed)
+        return LabelSplit(differences[~tested], labels[~tested], differences[tested], labels[tested])
+
+    def turned(self, seed: int) -> tuple[Float[np.ndarray, "pairs features"], Float[np.ndarray, " pairs"]]:
+        """Differences with each pair's responses in random order, and 1 where the chosen one comes first, else 0."""
+        first = np.random.default_rng([seed, 1]).integers(0, 2, size=len(self.groups)).astype(float)
+        return self.differences * (2 * first - 1)[:, None], first

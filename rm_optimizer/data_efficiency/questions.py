@@ -1,0 +1,206 @@
+"""Files of questions for people who label pairs, and their answers as training pairs.
+
+A question shows two responses in random order, so that a habit of the first place favors no side. Its file is CSV, JSON
+Lines (also the records that Argilla logs), or tasks of Label Studio. Answers are read from any of them, and from what
+Argilla (`records.to_list(flatten=True)`) and Label Studio (JSON) export.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.core.rows.columns import renamed
+from rm_optimizer.core.rows.messages import as_messages, read_prompt
+from rm_optimizer.core.rows.readers import read_rows, row_unit
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.files import replacing
+
+SUFFIXES = (".csv", ".jsonl", ".json")
+"""Files of questions: CSV, JSON Lines, and tasks of Label Studio."""
+_WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
+_ANSWER = "label"
+_ARGILLA = ("label.responses", "preference.responses")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Two responses to compare.
+
+    Args:
+        pair_id: identity of prompt and both responses, whichever stands first; 16 hexadecimal digits.
+        prompt: text or messages.
+        response_a: response that is shown first.
+        response_b: the other one.
+        rank: place in the rule's choice, counted from 1.
+    """
+
+    pair_id: str
+    prompt: Prompt
+    response_a: str
+    response_b: str
+    rank: int
+
+    def row(self) -> dict[str, str | int]:
+        """Cells of the question; messages as JSON text."""
+        prompt = self.prompt
+        text = prompt if isinstance(prompt, str) else json.dumps([message.to_dict() for message in prompt])
+        sides = {"response_a": self.response_a, "response_b": self.response_b}
+        return {"pair_id": self.pair_id, "rank": self.rank, "prompt": text, **sides, _ANSWER: ""}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Training pairs of answered questions.
+
+    Args:
+        pairs: one a question; several answers to one question give their mean as its label.
+        num_answers: answers that decide for a side or a tie.
+        num_skipped: questions without one.
+        num_repeated: further answers to a question that agree with the first.
+        num_contradicted: questions whose answers differ.
+    """
+
+    pairs: tuple[PreferencePair, ...]
+    num_answers: int
+    num_skipped: int
+    num_repeated: int
+    num_contradicted: int
+
+
+def question_id(prompt: Prompt, responses: Iterable[str]) -> str:
+    """Identity of a question, the same for either order of the responses."""
+    return digest([[message.to_dict() for message in as_messages(prompt)], sorted(responses)])
+
+
+def questions_of(pairs: Sequence[PreferencePair], positions: NDArray[np.int64], *, seed: int) -> list[Question]:
+    """Questions of the pairs at these positions, in this order, each with its responses in random order."""
+    turned = np.random.default_rng([seed, len(pairs), 1]).random(len(positions)) < 0.5
+    found = []
+    for rank, (position, is_turned) in enumerate(zip(positions.tolist(), turned.tolist(), strict=True), start=1):
+        pair = pairs[position]
+        sides = (pair.rejected, pair.chosen) if is_turned else (pair.chosen, pair.rejected)
+        found.append(Question(question_id(pair.prompt, sides), pair.prompt, *sides, rank))
+    return found
+
+
+def write_questions(questions: Sequence[Question], path: Path) -> None:
+    """Write a file of questions in the form of its suffix, whole or not at all.
+
+    Raises:
+        ConfigError: if the suffix is none of `SUFFIXES`.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"questions go into a file that ends in {', '.join(SUFFIXES)}, got '{path.name}'")
+    rows = [question.row() for question in questions]
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".csv":
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        elif path.suffix == ".jsonl":
+            file.writelines(json.dumps({"id": row["pair_id"], **row}, ensure_ascii=False) + "\n" for row in rows)
+        else:
+            json.dump([{"data": row} for row in rows], file, ensure_ascii=False, indent=1)
+
+
+def read_answers(path: Path) -> Answers:
+    """Training pairs of a file of answered questions.
+
+    An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is the better one.
+
+    Raises:
+        DataError: if the file cannot be read, an answer is none of these, or a question's texts were changed.
+    """
+    found: dict[str, list[float]] = {}
+    texts: dict[str, tuple[Prompt, str, str]] = {}
+    for number, row in renamed(_rows(path), {}):
+        where = f"{path}, {row_unit(path)} {number}"
+        question, chances = _answered(row, where)
+        first = texts.setdefault(question.pair_id, (question.prompt, question.response_a, question.response_b))
+        is_turned = first[1] != question.response_a
+        found.setdefault(question.pair_id, []).extend(1 - chance if is_turned else chance for chance in chances)
+    if not found:
+        raise DataError(f"{path}: there are no questions")
+    pairs = [_pair(key, texts[key], chances) for key, chances in found.items() if chances]
+    decided = [chances for chances in found.values() if chances]
+    contradicted = [chances for chances in decided if len(set(chances)) > 1]
+    return Answers(
+        tuple(pairs),
+        num_answers=sum(map(len, decided)),
+        num_skipped=len(found) - len(decided),
+        num_repeated=sum(len(chances) - 1 for chances in decided if len(set(chances)) == 1),
+        num_contradicted=len(contradicted),
+    )
+
+
+def _pair(key: str, texts: tuple[Prompt, str, str], chances: Sequence[float]) -> PreferencePair:
+    prompt, first, second = texts
+    chance = fmean(chances)
+    sides = (first, second) if chance >= 0.5 else (second, first)
+    metadata = {"id": key, "num_answers": len(chances)}
+    return PreferencePair(prompt, *sides, label=max(chance, 1 - chance), metadata=metadata)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of the file; a task of Label Studio becomes a row with a list of answers."""
+
+    def refuse(number: int, reason: str) -> None:
+        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
+
+    for number, row in read_rows(path, refuse):
+        if isinstance(row.get("data"), Mapping):
+            yield number, {**row["data"], _ANSWER: _label_studio(row)}
+        else:
+            yield number, dict(row)
+
+
+def _label_studio(task: Mapping[str, Any]) -> list[Any]:
+    """Answers of a task: a choice `A`, `B`, `tie`, or the side that a pairwise control selected."""
+    found: list[Any] = []
+    for annotation in task.get("annotations") or []:
+        results = [] if annotation.get("was_cancelled") else annotation.get("result") or []
+        for result in results:
+            value = result.get("value") or {}
+            found += value.get("choices") or [value.get("selected", "")]
+    return found
+
+
+def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float]]:
+    """The question of a row, and the probabilities that its answers give response A."""
+    missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
+    if missing:
+        raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
+    prompt = read_prompt(row["prompt"])
+    sides = (str(row["response_a"]), str(row["response_b"]))
+    key = question_id(prompt, sides)
+    if row.get("pair_id") not in (None, "", key):
+        raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
+    answer = next((row[name] for name in (*_ARGILLA, _ANSWER) if row.get(name) is not None), None)
+    answers = answer if isinstance(answer, list) else [answer]
+    chances = [_chance(one, where) for one in answers]
+    return Question(key, prompt, *sides, 0), [chance for chance in chances if chance is not None]
+
+
+def _chance(answer: object, where: str) -> float | None:
+    """Probability that response A is the better one; None where the answer is left open."""
+    word = "" if answer is None else str(answer).strip().lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        chance = float(word)
+    except ValueError:
+        chance = math.nan
+    if not 0 <= chance <= 1:
+        raise DataError(f"{where}: label must be A, B, tie, skip or a probability of A in [0, 1], got '{answer}'")
+    return chance

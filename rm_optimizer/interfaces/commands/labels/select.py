@@ -1,0 +1,147 @@
+"""`rm-opt select` and `rm-opt label-import`: pairs that are worth a label, and the labels that people gave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from rm_optimizer.errors import ConfigError, Interrupted
+from rm_optimizer.interfaces.pairs import PairOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.data_efficiency.pool import Pool
+    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+
+DEFAULT_RULE = "v_optimal"
+
+
+def select(
+    source: PairOptions,
+    pool: Annotated[str, Argument(help="Unlabeled pairs: columns prompt, response_a and response_b; or any pairs.")],
+    model: Annotated[
+        str, Option("--model", help="Saved reward model that the labels are for, or an ensemble's folder.")
+    ],
+    k: Annotated[int, Option("--k", min=1, help="Pairs to choose.")],
+    out: Annotated[Path, Option("--out", help="Questions: .csv, .jsonl (also for Argilla), .json (Label Studio).")],
+    rule: Annotated[str, Option("--rule", help="Acquisition function.")] = DEFAULT_RULE,
+    labeled: Annotated[list[str], Option("--labeled", help="Pairs that are labeled already; may be repeated.")] = [],  # noqa: B006
+    subsample: Annotated[int | None, Option("--subsample", min=1, help="Choose among so many random pairs.")] = None,
+    cache: Annotated[
+        Path | None, Option("--cache", help="Folder to keep features in; a stopped command goes on there.")
+    ] = None,
+    max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of ties, draws and the order of responses.")] = 0,
+) -> None:
+    """Choose the pairs whose labels are worth most, and write them as questions for people, here or in Argilla."""
+    from rm_optimizer.data_efficiency.questions import SUFFIXES, questions_of, write_questions
+    from rm_optimizer.data_efficiency.rules import acquisition_function
+    from rm_optimizer.evaluation.score_file import require_new
+
+    acquire = acquisition_function(rule)
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"--out must end in {', '.join(SUFFIXES)}, got '{out.name}'")
+    require_new(out)
+    pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
+    if k > (left := int((~is_labeled).sum())):
+        raise ConfigError(f"--k must be at most {left:,}, the unlabeled pairs to choose from, got {k:,}")
+    found = acquire.select(_read(pairs, is_labeled, model, max_length, cache), k, seed=seed)
+    questions = questions_of(pairs, found, seed=seed)
+    write_questions(questions, out)
+    print(f"{k:,} of {left:,} unlabeled pairs by rule {rule}: {out}")
+    print(f"rm-opt label {out} asks them here; rm-opt label-import {out} --out FILE reads the answers")
+
+
+def label_import(
+    answers: Annotated[Path, Argument(help="Answered questions: CSV, JSONL, or an export of Argilla or Label Studio.")],
+    out: Annotated[Path, Option("--out", help="JSON Lines of preference pairs, for `data.train`.")],
+) -> None:
+    """Turn answered questions into training pairs: several answers to one question give their mean as its label."""
+    import json
+
+    from rm_optimizer.data_efficiency.questions import read_answers
+    from rm_optimizer.evaluation.score_file import require_new
+    from rm_optimizer.records.files import write_text
+
+    require_new(out)
+    found = read_answers(answers)
+    if not found.pairs:
+        raise ConfigError(f"{answers} holds {found.num_skipped:,} questions and no answer; answer some first")
+    rows = [{**pair.to_dict(), **pair.metadata} for pair in found.pairs]
+    for row in rows:
+        del row["metadata"], row["margin"]
+    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"{len(found.pairs):,} pairs of {found.num_answers:,} answers: {out}")
+    print(f"questions skipped: {found.num_skipped:,}; answers that repeat another: {found.num_repeated:,}")
+    if found.num_contradicted:
+        print(f"questions with different answers: {found.num_contradicted:,}; their label is the answers' mean")
+
+
+def _pool(
+    source: PairOptions, pool: str, labeled: list[str], subsample: int | None, seed: int
+) -> tuple[PreferenceDataset, np.ndarray]:
+    """Pairs to choose from, then those that are labeled, and which these are."""
+    import numpy as np
+
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.pairs.orders import random_positions
+    from rm_optimizer.data_efficiency.questions import question_id
+
+    pairs = _unlabeled(source, pool)
+    known = [] if not labeled else [*source.load(labeled)]
+    ids = {question_id(pair.prompt, (pair.chosen, pair.rejected)) for pair in known}
+    left = [pair for pair in pairs if question_id(pair.prompt, (pair.chosen, pair.rejected)) not in ids]
+    if subsample is not None and subsample < len(left):
+        print(f"choosing among {subsample:,} random pairs of {len(left):,}")
+        left = [left[position] for position in random_positions(len(left), subsample, [seed, 2])]
+    is_labeled = np.arange(len(left) + len(known)) >= len(left)
+    return PreferenceDataset.from_pairs([*left, *known]), is_labeled
+
+
+def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
+    """Pairs of the pool's file; `response_a` and `response_b` are its sides where it names no better one."""
+    from rm_optimizer.core.rows.readers import read_rows
+
+    if Path(pool).is_file() and not source.columns:
+        _, first = next(read_rows(pool, lambda number, reason: None), (0, {}))
+        if {"response_a", "response_b"} <= first.keys() and not {"chosen", "winner"} & first.keys():
+            return replace(source, columns=["chosen=response_a", "rejected=response_b"], label=0.5).load(pool)
+    return source.load(pool)
+
+
+def _read(
+    pairs: PreferenceDataset, is_labeled: np.ndarray, model: str, max_length: int | None, cache: Path | None
+) -> Pool:
+    from rm_optimizer.data_efficiency.pool import read_pool
+    from rm_optimizer.records.progress import progress
+
+    try:
+        with progress("reading the pool", "pairs") as show:
+            return read_pool(
+                pairs,
+                _scorer(model, max_length),
+                is_labeled=is_labeled,
+                folder=cache,
+                on_progress=lambda done: show(done, len(pairs)),
+            )
+    except KeyboardInterrupt:
+        again = "goes on from the pairs read so far" if cache is not None else "starts again; --cache DIR keeps them"
+        raise Interrupted(f"stopped; the same command {again}") from None
+
+
+def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelEnsemble:
+    from rm_optimizer.interfaces.saved_model import SavedModel
+    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+
+    def load(checkpoint: str) -> BradleyTerryRM:
+        return SavedModel(checkpoint, max_length).load()
+
+    if (Path(model) / "ensemble.json").is_file():
+        return load_ensemble(Path(model), load=load)
+    return load(model)

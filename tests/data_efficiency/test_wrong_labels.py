@@ -1,0 +1,141 @@
+"""Wrong labels, training dynamics and annotators: known worlds, stated rates, closed forms."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from scipy.special import expit
+from sklearn.metrics import roc_auc_score
+from typer.testing import CliRunner
+
+from rm_optimizer.data_efficiency.annotators import noise_ceiling
+from rm_optimizer.data_efficiency.label_pools import SyntheticPool, synthetic_split
+from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
+from rm_optimizer.data_efficiency.wrong_labels import Cartography, held_out_chances, suspected_labels, with_flips
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.interfaces.cli import app
+
+
+def world(seed: int, num: int = 1500):
+    """Pairs whose right label is the better response, a fifth of them turned around."""
+    split = synthetic_split(SyntheticPool.iid, seed)
+    weights = fit_linear_reward(split.differences, split.labels, ridge=1.0).weights
+    right = (split.differences[:num] @ weights > 0).astype(float)
+    label, is_wrong = with_flips(right, 0.2, seed)
+    return split.differences[:num], label, is_wrong
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_wrong_labels_of_a_synthetic_world_are_found(seed):
+    differences, label, is_wrong = world(seed)
+    found = held_out_chances(differences, label, np.arange(len(label)), num_repeats=2)
+    assert roc_auc_score(is_wrong, -found.confidence) >= 0.95
+    suspects = suspected_labels(found.confidence, false_positive_rate=0.05)
+    flagged = np.isin(np.arange(len(label)), suspects.positions)
+    assert flagged[~is_wrong].mean() <= 0.05
+    assert flagged[is_wrong].mean() >= 0.4
+    assert 0.7 * is_wrong[flagged].sum() < suspects.num_wrong <= is_wrong[flagged].sum()  # flips are no logistic noise
+
+
+def test_filtered_training_is_better_at_a_fifth_of_wrong_labels():
+    gains = []
+    for seed in range(3):
+        differences, label, _ = world(seed, num=400)
+        suspects = suspected_labels(
+            held_out_chances(differences, label, np.arange(400), num_repeats=2).confidence, false_positive_rate=0.1
+        )
+        kept = ~np.isin(np.arange(400), suspects.positions)
+        test, test_label, test_wrong = world(seed, num=3000)
+        truth = np.where(test_wrong, 1 - test_label, test_label)[1500:]
+
+        def accuracy(rows: np.ndarray) -> float:
+            model = fit_linear_reward(differences[rows], label[rows], ridge=1.0)  # noqa: B023
+            return float(((model.margins(test[1500:]) > 0) == (truth > 0.5)).mean())  # noqa: B023
+
+        gains.append(accuracy(kept) - accuracy(np.ones(400, dtype=bool)))
+    assert np.mean(gains) > 0.01
+
+
+def test_probabilities_are_of_models_that_have_not_seen_the_conversation():
+    generator = np.random.default_rng(0)
+    label = (generator.random(60) < 0.5).astype(float)
+    groups = np.arange(60) // 2
+    differences = np.eye(30)[groups]  # a feature a conversation: nothing can be known of one that was not seen
+    found = held_out_chances(differences, label, groups, num_repeats=1)
+    np.testing.assert_allclose(found.chances, 0.5)
+
+
+def test_dynamics_have_their_closed_forms():
+    found = Cartography(np.array([[0.9, 0.2, 0.5], [0.7, 0.6, 0.5]]))
+    assert found.confidence == pytest.approx([0.8, 0.4, 0.5])
+    assert found.variability == pytest.approx([0.1, 0.2, 0.0])
+    assert found.correctness == pytest.approx([1.0, 0.5, 0.5])
+    with pytest.raises(DataError, match="finite probability"):
+        Cartography(np.array([[np.nan]]))
+
+
+def test_no_label_is_suspected_that_is_more_probable_than_not():
+    assert suspected_labels(np.array([0.6, 0.9]), false_positive_rate=0.9).positions == ()
+    with pytest.raises(ConfigError, match="false_positive_rate"):
+        suspected_labels(np.array([0.5]), false_positive_rate=0.0)
+
+
+def test_agreement_is_unbiased_and_the_ceilings_are_those_of_the_votes():
+    generator = np.random.default_rng(1)
+    chances = generator.beta(0.5, 0.5, size=8000)
+    yes = generator.binomial(5, chances).astype(float)
+    found = noise_ceiling(yes, 5 - yes, [str(n) for n in range(8000)], num_bootstrap=0)
+    assert found.agreement.value == pytest.approx(np.mean(chances**2 + (1 - chances) ** 2), abs=0.01)
+    assert found.one_by_others.value <= np.mean(np.maximum(chances, 1 - chances)) + 0.005
+    again = generator.binomial(5, chances)
+    same = 0.5 + 0.5 * np.sign(2 * yes - 5) * np.sign(2 * again - 5)
+    assert found.majority == pytest.approx(same.mean(), abs=0.02)
+
+
+def test_annotators_who_agree_and_who_guess():
+    every = noise_ceiling(np.array([3.0, 0.0]), np.array([0.0, 3.0]), ["a", "b"], num_bootstrap=0)
+    assert every.agreement.value == every.one_by_others.value == 1.0
+    assert every.majority == pytest.approx(1.0, abs=1e-3)
+    votes = np.random.default_rng(0).binomial(4, 0.5, size=5000).astype(float)
+    guess = noise_ceiling(votes, 4 - votes, [str(n) for n in range(5000)], num_bootstrap=0)
+    assert guess.agreement.value == pytest.approx(0.5, abs=0.02)
+    assert guess.majority == pytest.approx(0.5, abs=0.02)
+    with pytest.raises(DataError, match="at least two votes"):
+        noise_ceiling(np.array([1.0]), np.array([0.0]), ["a"])
+
+
+def test_calibrated_probabilities_hold_the_rate_of_right_labels():
+    generator = np.random.default_rng(3)
+    chances = expit(generator.normal(0.8, 1.5, size=50_000))
+    is_right = generator.random(50_000) < chances
+    for rate in (0.01, 0.05, 0.2):
+        found = suspected_labels(chances, false_positive_rate=rate)
+        flagged = np.isin(np.arange(50_000), found.positions)
+        assert flagged[is_right].mean() == pytest.approx(found.false_positive_rate, abs=0.004)
+        assert found.false_positive_rate <= rate
+
+
+def test_data_clean_takes_flipped_pairs_out_and_says_how_many(tmp_path):
+    generator = np.random.default_rng(0)
+    rows = []
+    for number in range(240):
+        sides = [f"polite answer {generator.integers(50)} please", f"rude answer {generator.integers(50)} idiot"]
+        turned = number % 10 == 0
+        chosen, rejected = sides[::-1] if turned else sides
+        rows.append({"prompt": f"ask {number}", "chosen": chosen, "rejected": rejected})
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["data", "clean", str(data), "--out", str(tmp_path / "kept.jsonl")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    suspects = [json.loads(line) for line in (tmp_path / "kept.jsonl.suspects.jsonl").read_text().splitlines()]
+    assert len(kept) + len(suspects) == 240
+    found, wrong = {row["prompt"] for row in suspects}, {f"ask {number}" for number in range(0, 240, 10)}
+    assert wrong <= found
+    assert len(found - wrong) <= 0.05 * 216
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2
+    assert "is there already" in again.stderr
