@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.audit import DataAudit, audit_pairs
+from rm_optimizer.core.pairs.conversations import folded_prompt_id
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
-from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, folded_prompt_id
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 

@@ -1,30 +1,33 @@
 """Prompts of one conversation: a prompt that continues another one holds that one's responses.
 
-Two prompts are the same if their text is, case and blanks aside. A prompt continues another one if its lines begin with
-all lines of the other. In multi-turn data the later prompt quotes the response that the earlier pair is judged by, so
-that training on one and validating on the other leaks.
+Two prompts are the same if their words are, whatever their case and the blanks and line breaks between them. A prompt
+continues another one if its first lines have all words of the other. In multi-turn data the later prompt quotes the
+response that the earlier pair is judged by, so that training on one and validating on the other leaks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.rows.messages import Prompt, as_messages
 
 
 def _line_keys(prompt: Prompt) -> Iterator[int]:
-    """A key for the prompt up to and with each of its lines; the last stands for the whole prompt."""
-    key = 0
+    """A key for the prompt up to and with each of its lines that has words; the last stands for the whole prompt."""
+    key = b""
     for message in as_messages(prompt):
-        key = hash((key, message.role))
-        for words in _folded_lines(message.content):
-            key = hash((key, *words))
-            yield key
+        words_so_far = blake2b(key + f"{message.role}\n".encode("utf-8", "surrogatepass"), digest_size=8)
+        for line in message.content.splitlines():
+            if words := folded_words(line):
+                words_so_far.update("".join(f"{word} " for word in words).encode("utf-8", "surrogatepass"))
+                key = words_so_far.digest()
+                yield int.from_bytes(key)
 
 
 def prompt_keys(prompts: Iterable[Prompt]) -> list[int]:
-    """A key of each prompt, equal for prompts that differ in case and blanks only; valid in this process alone."""
+    """A key of each prompt, equal where its `folded_prompt_id` is."""
     return [_whole_key(prompt) for prompt in prompts]
 
 
@@ -36,18 +39,19 @@ def _whole_key(prompt: Prompt) -> int:
 
 
 def folded_prompt_id(prompt: Prompt) -> str:
-    r"""16 hexadecimal digits, equal for prompts that differ in case and blanks only; valid in every process.
+    r"""Identity of a prompt that ignores case, blanks, line breaks and messages without words; 16 hexadecimal digits.
 
     Example:
-        >>> folded_prompt_id("Why  so?\n") == folded_prompt_id("why so?")
+        >>> folded_prompt_id("Why\n so?\n") == folded_prompt_id("why so?")
         True
     """
-    return digest([[message.role, _folded_lines(message.content)] for message in as_messages(prompt)])
+    folded = [(message.role, folded_words(message.content)) for message in as_messages(prompt)]
+    return digest([message for message in folded if message[1]])
 
 
-def _folded_lines(text: str) -> list[list[str]]:
-    """The words of each line that has any."""
-    return [words for line in text.casefold().splitlines() if (words := line.split())]
+def folded_words(text: str) -> list[str]:
+    """Words of a text without regard to case."""
+    return text.casefold().split()
 
 
 def conversation_groups(prompts: Sequence[Prompt]) -> list[int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, as_messages, digest
+from rm_optimizer.core.pairs.conversations import folded_prompt_id, folded_words
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.locations import BEST_FOLDER
@@ -22,21 +23,12 @@ TRAINED_PAIRS_FILE = "trained_pairs.npz"
 """In a run folder and in its exported model: the fingerprints of the training pairs."""
 
 
-def folded_prompt_id(prompt: Prompt) -> str:
-    """Identity of a prompt that ignores case and spacing; 16 hexadecimal digits."""
-    return digest([(message.role, _folded(message.content)) for message in as_messages(prompt)])
-
-
-def _folded(text: str) -> list[str]:
-    return text.casefold().split()
-
-
 def pair_fingerprints(pairs: Iterable[PreferencePair]) -> NDArray[np.uint64]:
     """Fingerprint of each pair and of its prompt, shape (pairs, 2)."""
     rows = []
     for pair in pairs:
         prompt = folded_prompt_id(pair.prompt)
-        responses = sorted([_folded(pair.chosen), _folded(pair.rejected)])
+        responses = sorted([folded_words(pair.chosen), folded_words(pair.rejected)])
         rows.append((int(digest([prompt, responses]), 16), int(prompt, 16)))
     return np.array(rows, dtype=np.uint64).reshape(-1, 2)
 
