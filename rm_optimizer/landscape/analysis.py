@@ -50,7 +50,7 @@ from rm_optimizer.landscape.surface.results import (
     trajectory_grid,
 )
 from rm_optimizer.records.codec import from_values
-from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig
+from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig, SpectrumMethod
 
 
 def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
@@ -167,7 +167,7 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         trace_method=config.trace_method,
         density_probes=config.num_probes if is_density else 0,
         density_steps=config.probe_steps,
-        num_sampled=config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k),
+        num_sampled=_num_sampled(config),
         sam_rho=config.sam_rho,
         state_file=context.folder / STATE_FILE,
     )
@@ -185,6 +185,13 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
     if is_partial and not spectrum.eigenvalues:
         raise KeyboardInterrupt
     return AnalysisResult(spectrum, is_partial, is_kept=(context.folder / STATE_FILE).exists())
+
+
+def _num_sampled(config: LandscapeConfig) -> int:
+    """Eigenvalues to cross-fit, where the method can."""
+    if config.type == AnalysisType.gauss_newton and config.method != SpectrumMethod.gauss_newton_exact:
+        return 0
+    return config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k)
 
 
 def _identity_of_directions(context: AnalysisContext, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ class SpectrumComparison(JsonRecord):
     """Changes from one spectrum to another.
 
     Args:
-        ratios: eigenvalues of the second over those of the first, from the top; NaN over an eigenvalue of 0.
+        ratios: largest eigenvalues of the second over those of the first; NaN over an eigenvalue of 0.
+        bottom_ratios: likewise of the smallest ones, the smallest first.
         trace_ratio: likewise of the traces; None where either is missing or the first is 0.
         subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
             k / parameters for independent spaces; None if eigenvectors were not kept.
@@ -25,6 +27,7 @@ class SpectrumComparison(JsonRecord):
     """
 
     ratios: tuple[float, ...]
+    bottom_ratios: tuple[float, ...]
     trace_ratio: float | None
     subspace_overlap: float | None
     num_compared: int
@@ -37,28 +40,33 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
     Args:
         first: the reference, such as an earlier step of a run.
         second: of the same matrix over the same parameters.
-        top_k: eigenvalues compared; None takes as many as both have.
+        top_k: eigenvalues compared from each end; None takes as many as both have from it.
 
     Raises:
-        ConfigError: if they are of different matrices or parameters, or have no k eigenvalues each.
+        ConfigError: if they are of different matrices or parameters, or have no k of the largest eigenvalues each.
     """
     kinds = [(spectrum.matrix, spectrum.params, spectrum.num_parameters) for spectrum in (first, second)]
     if kinds[0] != kinds[1]:
         raise ConfigError(
             f"spectra to compare must be of the same matrix and parameters, got {kinds[0]} and {kinds[1]}"
         )
-    available = min(len(first.eigenvalues), len(second.eigenvalues))
+    available = min(first.num_top, second.num_top)
     count = available if top_k is None else top_k
     if not 1 <= count <= available:
-        raise ConfigError(f"top_k must lie in [1, {available}], the eigenvalues that both spectra have, got {count}")
-    values = zip(second.eigenvalues[:count], first.eigenvalues[:count], strict=True)
+        raise ConfigError(f"top_k must lie in [1, {available}], the largest eigenvalues of both spectra, got {count}")
+    at_bottom = min(first.num_bottom, second.num_bottom, count)
     return SpectrumComparison(
-        ratios=tuple(new / old if old else float("nan") for new, old in values),
+        ratios=_ratios(second.eigenvalues[:count], first.eigenvalues[:count]),
+        bottom_ratios=_ratios(second.eigenvalues[::-1][:at_bottom], first.eigenvalues[::-1][:at_bottom]),
         trace_ratio=_trace_ratio(first, second),
         subspace_overlap=_overlap(first, second, count),
         num_compared=count,
         num_pairs=(first.num_pairs, second.num_pairs),
     )
+
+
+def _ratios(new: Sequence[float], old: Sequence[float]) -> tuple[float, ...]:
+    return tuple(after / before if before else float("nan") for after, before in zip(new, old, strict=True))
 
 
 def _trace_ratio(first: HessianSpectrum, second: HessianSpectrum) -> float | None:

@@ -27,6 +27,7 @@ from rm_optimizer.landscape.solve import (
     check_choices,
     known_ends,
     make_operator,
+    of_known_rank,
     solve,
 )
 from rm_optimizer.landscape.solvers.krylov import KrylovState
@@ -103,9 +104,13 @@ class HessianAnalyzer:
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
         options, began = options or SpectrumOptions(), time.perf_counter()
         check_choices(method, kind, options)
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
         with self._measuring(pairs, num_pairs) as (objective, known_prompts):
             clusters = clusters_of(objective.batches, prompts or known_prompts)
             _warn_of_few(objective.num_pairs, clusters, options)
+            if kind != "hessian":
+                options, top_k = of_known_rank(objective, options, top_k)
             operator = make_operator(objective, kind, options)
             if method != "lanczos":
                 operator.on_product = on_product
@@ -115,7 +120,8 @@ class HessianAnalyzer:
             )
             operator.on_product = on_product
             add_estimates(operator, found, options, seed=seed, clusters=clusters)
-            spectrum = self._spectrum(operator, kind, method, options.which, found, time.perf_counter() - began)
+            seconds = found.seconds_before + time.perf_counter() - began
+            spectrum = self._spectrum(operator, kind, method, options.which, found, seconds)
         if options.state_file is not None and not found.is_interrupted:
             KrylovState.remove(options.state_file)
         return spectrum
@@ -149,7 +155,7 @@ class HessianAnalyzer:
             is_exhaustive=found.is_exhaustive,
             trace=found.trace,
             density=found.density,
-            sampling=found.sampling,
+            sampling=tuple(found.sampling),
             cross_fit=found.cross_fit,
             geometry=found.geometry,
             matrix=matrix,

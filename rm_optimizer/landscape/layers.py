@@ -21,7 +21,7 @@ class BlockCurvature:
     """Curvature over the parameters of one layer, all others held.
 
     Args:
-        block: `embeddings`, `layer 1` … or `head`.
+        block: `embeddings`, `layer 1` … or `output`, whatever follows the layers.
         num_parameters: numbers in it.
         top_eigenvalue: largest algebraic eigenvalue of the block.
         error_bound: bound on the error of the eigenvalue.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.density import Combine, Terms
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 
@@ -27,10 +27,12 @@ class Quantity:
         estimate: the number. From a trace or density that was estimated it has a standard error. From eigenvalues alone
             it has none, and an interval as wide as their error bounds allow; its `num_samples` is then 0.
         reason: reason why there is none.
+        note: what the number is of, where that depends on the spectrum.
     """
 
     estimate: Estimate | None
     reason: str | None = None
+    note: str | None = None
 
     @property
     def value(self) -> float | None:
@@ -39,19 +41,23 @@ class Quantity:
 
 
 def condition_number(spectrum: HessianSpectrum) -> Quantity:
-    """`|lambda|max` over the smallest resolved magnitude among the eigenvalues computed.
+    """`|lambda|_1 / |lambda|_k`, eigenvalues by magnitude and `k` the last one whose rank is known.
 
-    An eigenvalue is resolved if its magnitude is more than twice its error bound. The smallest of all is not meant:
-    with more parameters than the data constrain it is 0 to rounding, and the ratio to it is meaningless.
+    Where `|lambda|_k` is not larger than twice its error bound, the ratio is known to exceed a limit: the estimate is
+    that limit, with no upper end.
     """
     largest = _largest(spectrum)
     if isinstance(largest, str):
         return Quantity(None, largest)
-    pairs = zip(spectrum.eigenvalues, spectrum.error_bounds, strict=True)
-    resolved = [(abs(value), bound) for value, bound in pairs if abs(value) > 2 * bound]
-    if len(resolved) < 2:
-        return Quantity(None, "fewer than two eigenvalues are larger than twice their error bounds")
-    return Quantity(_divided(_within(*largest), *min(resolved)))
+    ranked = _ranked(spectrum)
+    if len(ranked) < 2:
+        return Quantity(None, f"needs two eigenvalues whose rank by magnitude is known, got {len(ranked)}; raise top_k")
+    (size, bound), note = ranked[-1], f"|lambda|_1 / |lambda|_k, k = {len(ranked)}"
+    if size <= 2 * bound:
+        limit = (largest[0] - largest[1]) / (size + bound)
+        why = "error bound" if _is_rough(spectrum) else f"limit of {spectrum.dtype}"
+        return Quantity(Estimate(limit, None, 0, limit, None, IntervalKind.bounds), note=f"{note}, {why}")
+    return Quantity(_divided(_within(*largest), size, bound), note=note)
 
 
 def top_ratio(spectrum: HessianSpectrum) -> Quantity:
@@ -77,23 +83,23 @@ def flatness(spectrum: HessianSpectrum) -> Quantity:
 def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
     """`lambda_max / trace`: the share of the total curvature that one direction has.
 
-    Its standard error is that of the trace, and the eigenvalue's error bound is added to it.
+    Its standard error and interval are those of the trace, the interval widened by the eigenvalue's error bound.
     """
     trace, top = spectrum.trace, _top(spectrum)
     if trace is None:
         return Quantity(None, "no trace was estimated; set trace_products or density_probes")
-    error = trace.standard_error
-    if error is None:
-        return Quantity(None, "the trace has no standard error; raise trace_products or density_probes")
-    if trace.value <= 2 * error:
-        return Quantity(
-            None, "the trace is not positive beyond twice its standard error, so a share of it is not defined"
-        )
     if not top:
         return Quantity(None, _NO_TOP)
+    if trace.standard_error is None or trace.low is None or trace.high is None:
+        return Quantity(None, "the trace has no interval; raise trace_products or density_probes")
+    if trace.low <= 0:
+        return Quantity(None, "the interval of the trace is not all positive, so a share of it is not defined")
     largest, bound = top[0]
     score = largest / trace.value
-    return Quantity(Estimate(score, (abs(score) * error + bound) / trace.value, trace.num_samples))
+    ends = [(largest + side * bound) / end for side in (-1, 1) for end in (trace.low, trace.high)]
+    error = abs(score) * trace.standard_error / trace.value
+    kind = IntervalKind.bounds if trace.kind == IntervalKind.exact else trace.kind
+    return Quantity(Estimate(score, error, trace.num_samples, min(ends), max(ends), kind))
 
 
 def entropy_rank(spectrum: HessianSpectrum) -> Quantity:
@@ -103,14 +109,16 @@ def entropy_rank(spectrum: HessianSpectrum) -> Quantity:
         size, weighted_log = totals
         return np.asarray(np.exp(np.log(size) - weighted_log / size))
 
-    return _of_all(
-        spectrum, lambda v: np.stack([np.abs(v), np.abs(v) * np.log(np.maximum(np.abs(v), 1e-300))]), combine
+    return _resolved(
+        _of_all(spectrum, lambda v: np.stack([np.abs(v), np.abs(v) * np.log(np.maximum(np.abs(v), 1e-300))]), combine)
     )
 
 
 def participation_rank(spectrum: HessianSpectrum) -> Quantity:
     """`(sum |lambda|)^2 / sum lambda^2`: how many eigenvalues of one size would spread alike."""
-    return _of_all(spectrum, lambda v: np.stack([np.abs(v), v**2]), lambda totals: totals[0] ** 2 / totals[1])
+    return _resolved(
+        _of_all(spectrum, lambda v: np.stack([np.abs(v), v**2]), lambda totals: totals[0] ** 2 / totals[1])
+    )
 
 
 def stable_rank(spectrum: HessianSpectrum) -> Quantity:
@@ -135,7 +143,8 @@ def negative_share(spectrum: HessianSpectrum) -> Quantity:
 
 def effective_parameters(spectrum: HessianSpectrum, threshold: float) -> Quantity:
     """`sum |lambda| / (|lambda| + z)`: how many directions are curved beyond a threshold `z` (MacKay, 1992)."""
-    return _of_all(spectrum, lambda v: (np.abs(v) / (np.abs(v) + threshold))[None], lambda totals: totals[0])
+    count = _of_all(spectrum, lambda v: (np.abs(v) / (np.abs(v) + threshold))[None], lambda totals: totals[0])
+    return _resolved(count)
 
 
 def num_above(spectrum: HessianSpectrum, threshold: float) -> Quantity:
@@ -178,6 +187,25 @@ def _has_all(spectrum: HessianSpectrum) -> bool:
 
 def _listed(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
     return list(zip(spectrum.eigenvalues, spectrum.error_bounds, strict=True))
+
+
+def _ranked(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
+    """Magnitudes of which none larger is missing, descending, with their error bounds.
+
+    Unlisted eigenvalues lie between the last of the top and the first of the bottom, so none of them is larger than the
+    larger magnitude of these two.
+    """
+    sizes = sorted(((abs(value), bound) for value, bound in _listed(spectrum)), reverse=True)
+    if _has_all(spectrum) or spectrum.method in _BY_MAGNITUDE:
+        return sizes
+    inner = [spectrum.eigenvalues[spectrum.num_top - 1]] if spectrum.num_top else []
+    inner += [spectrum.eigenvalues[-spectrum.num_bottom]] if spectrum.num_bottom else []
+    return [(size, bound) for size, bound in sizes if size >= max(map(abs, inner))]
+
+
+def _is_rough(spectrum: HessianSpectrum) -> bool:
+    """True if eigenvalues were iterated to a tolerance, rather than computed to rounding."""
+    return spectrum.method not in ("full", "gauss_newton_exact")
 
 
 def _top(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
@@ -226,18 +254,33 @@ def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quan
     if isinstance(largest, str):
         return Quantity(None, largest)
     total = _of_all(spectrum, terms, lambda totals: totals[0])
-    return total if total.estimate is None else Quantity(_divided(total.estimate, *largest, power=power))
+    return total if total.estimate is None else _resolved(Quantity(_divided(total.estimate, *largest, power=power)))
+
+
+def _resolved(rank: Quantity) -> Quantity:
+    """The rank, or n/a where its error is more than half of it."""
+    found = rank.estimate
+    if found is None:
+        return rank
+    ends = (found.low, found.high)
+    half = 0.0 if None in ends else (ends[1] - ends[0]) / 2  # type: ignore[operator]
+    error = half if found.standard_error is None else found.standard_error
+    if error <= found.value / 2:
+        return rank
+    remedy = "raise num_probes and probe_steps" if found.num_samples else "compute in float64"
+    return Quantity(None, f"not resolved, {found.value:.3g} with an error of {error:.2g}; {remedy}")
 
 
 def _divided(number: Estimate, size: float, bound: float, *, power: int = 1) -> Estimate:
     """`number / size^power` for a positive size known within a bound."""
     value = number.value / size**power
-    if number.low is not None and number.high is not None:
-        return _between(value, number.low / (size + bound) ** power, number.high / (size - bound) ** power)
-    if number.standard_error is None:
+    if number.low is None or number.high is None:
         return Estimate(value, None, number.num_samples)
+    low, high = number.low / (size + bound) ** power, number.high / (size - bound) ** power
+    if number.standard_error is None or number.kind in (IntervalKind.bounds, IntervalKind.exact):
+        return _between(value, low, high)
     error = number.standard_error / size**power + power * abs(value) * bound / size
-    return Estimate(value, error, number.num_samples)
+    return Estimate(value, error, number.num_samples, min(low, value), max(high, value), number.kind)
 
 
 def _within(value: float, bound: float) -> Estimate:
@@ -246,4 +289,5 @@ def _within(value: float, bound: float) -> Estimate:
 
 def _between(value: float, low: float, high: float) -> Estimate:
     """A number that was not sampled, and lies between two others."""
-    return Estimate(value, 0.0 if low == high else None, 0, low, high)
+    kind = IntervalKind.exact if low == high else IntervalKind.bounds
+    return Estimate(value, 0.0 if low == high else None, 0, low, high, kind)

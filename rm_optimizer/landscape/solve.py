@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.estimates.density import SpectralDensity
@@ -39,7 +40,8 @@ class SpectrumOptions:
     """Quantities to compute, and their accuracy.
 
     Args:
-        which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each.
+        which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each, of a Gauss-Newton or Fisher
+            matrix the largest alone, since its smallest are 0.
         tolerance: residual of each eigenvalue, relative to it.
         max_products: most products of the solver; None is its own.
         trace_products: products for the trace; 0 estimates none.
@@ -61,7 +63,7 @@ class SpectrumOptions:
     trace_products: int = 0
     trace_method: str = TraceMethod.deflated
     density_probes: int = 0
-    density_steps: int = 5
+    density_steps: int = 25
     num_sampled: int = 0
     sam_rho: float = 0.0
     state_file: Path | None = None
@@ -79,11 +81,12 @@ class Solution:
         is_exhaustive: True if all unlisted eigenvalues are 0.
         is_interrupted: True if the user stopped it.
         searched: end of the spectrum that Lanczos iterated to the tolerance; None if it did not, or another method did.
-        trace: exact trace, if the method gives it, or an estimate.
+        trace: trace of the pairs, with its interval over pairs where that was requested, or an estimate.
         sampling: the first eigenvalues with their spread over resampled pairs.
         cross_fit: the same eigenvalues cross-fitted.
         density: estimated density.
         geometry: gradient and sharpness at the point.
+        seconds_before: seconds of an earlier process that this one continues from.
     """
 
     pairs: Eigenpairs
@@ -91,10 +94,11 @@ class Solution:
     is_interrupted: bool = False
     searched: End | None = None
     trace: Estimate | None = None
-    sampling: tuple[Estimate, ...] = ()
+    sampling: Sequence[Estimate] = ()
     cross_fit: CrossFit | None = None
     density: SpectralDensity | None = None
     geometry: LocalGeometry | None = None
+    seconds_before: float = 0.0
 
 
 def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
@@ -103,9 +107,16 @@ def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
     Raises:
         ConfigError: if they do not.
     """
-    for name, got, known in (("method", method, tuple(SpectrumMethod)), ("matrix", matrix, get_args(Matrix))):
+    choices: tuple[tuple[str, str, Sequence[str]], ...] = (
+        ("method", method, tuple(SpectrumMethod)),
+        ("matrix", matrix, get_args(Matrix)),
+        ("which", options.which, get_args(End)),
+    )
+    for name, got, known in choices:
         if got not in known:
             raise ConfigError(did_you_mean(name, got, known))
+    if not 0 < options.tolerance < 1:
+        raise ConfigError(f"tolerance must lie in (0, 1), got {options.tolerance:g}")
     if method == "gauss_newton_exact" and matrix == "hessian":
         raise ConfigError(
             "method=gauss_newton_exact is of matrix=gauss_newton or fisher, got hessian; use method=lanczos"
@@ -120,6 +131,16 @@ def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
 
 def _warn(option: str, by: str, remedy: str) -> None:
     warnings.warn(f"{option} is not used by {by}; {remedy}", stacklevel=4)
+
+
+def of_known_rank(objective: PairObjective, options: SpectrumOptions, top_k: int) -> tuple[SpectrumOptions, int]:
+    """Options and `top_k` for a positive semidefinite matrix, whose smallest eigenvalues are 0.
+
+    Its rank is at most the number of pairs, or twice that with a regularizer of the rewards.
+    """
+    rank = objective.num_pairs * (2 if objective.loss.center_rewards or objective.loss.reward_l2 else 1)
+    which: End = "largest" if options.which == "both" else options.which
+    return replace(options, which=which), top_k if objective.group is not None else max(1, min(top_k, rank))
 
 
 def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, int]:
@@ -186,7 +207,7 @@ def _by_gram(
     found = Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=_exact(gram.trace, operator.objective))
     if options.num_sampled:
         count = min(options.num_sampled, len(gram.values))
-        found.sampling = gram.bootstrap(count, clusters=clusters, seed=seed)[:-1]
+        *found.sampling, found.trace = gram.bootstrap(count, clusters=clusters, seed=seed)
         found.cross_fit = cross_fit_gram(gram, count, clusters=clusters, seed=seed)
     return found
 
@@ -200,7 +221,7 @@ def _gram_pairs(gram: GramSpectrum, operator: OutputOperator) -> Eigenpairs:
     bounds = torch.full_like(values, rounding(operator.dtype, gram.values))
     ratios = values[:1] / values.clamp(min=torch.finfo(values.dtype).tiny)
     residuals = torch.minimum(bounds * ratios.sqrt(), values[:1])
-    return Eigenpairs(values, gram.vectors, residuals, bounds, (True,) * len(values), 0, 0.0)
+    return Eigenpairs(values, gram.vectors, residuals, bounds, tuple((values > bounds).tolist()), 0, 0.0)
 
 
 def _by_lanczos(
@@ -214,8 +235,11 @@ def _by_lanczos(
     file = options.state_file
     matrix = SupportedOperator(operator)
     state = KrylovState() if file is None else _kept_state(operator, matrix.support, file, seed)
+    operator.num_products += state.num_products
+    seconds_before, began = state.wall_seconds, time.perf_counter()
 
     def after(progress: Progress) -> None:
+        state.wall_seconds = seconds_before + time.perf_counter() - began
         if file is not None and state.num_products % SAVE_EVERY == 0:
             state.save(file)
         if on_iteration is not None:
@@ -241,11 +265,14 @@ def _by_lanczos(
             state.save(file)
         operator.release()
         found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
-        return Solution(matrix.widened(found), is_interrupted=True)
+        return Solution(matrix.widened(found), is_interrupted=True, seconds_before=seconds_before)
     if file is not None:
         state.save(file)
     state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
-    return Solution(matrix.widened(pairs), searched=options.which if all(pairs.converged) else None)
+    is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products, where nothing converges
+    is_done |= torch.tensor(pairs.converged)
+    searched = options.which if bool(is_done.all()) else None
+    return Solution(matrix.widened(pairs), searched=searched, seconds_before=seconds_before)
 
 
 def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int) -> KrylovState:
@@ -258,4 +285,4 @@ def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int)
 
 
 def _exact(value: float, objective: PairObjective) -> Estimate:
-    return Estimate(value, 0.0, objective.num_pairs, value, value)
+    return Estimate(value, 0.0, objective.num_pairs, value, value, IntervalKind.exact)

@@ -33,13 +33,15 @@ class HessianSpectrum(JsonRecord, indent=2):
         residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
         error_bounds: distance from each within which an eigenvalue lies: the residual, or `residual^2 / gap` where the
             gap to the other values is resolved; rounding included.
-        converged: True for each value whose residual is within the tolerance; rounding is the rest of the bound.
+        converged: True for each value whose residual is within the tolerance and whose magnitude is above what rounding
+            of products may move it by.
         num_top: number of the first values that are the largest of all, with none missing between them.
         num_bottom: number of the last values that are the smallest of all, with none missing between them.
         num_overlooked: values that a search beside those of Lanczos added, such as copies; None where it did not take
             place, and copies may be missing.
         is_exhaustive: True if every unlisted eigenvalue is 0.
-        trace: with its standard error over random vectors, 0 where it is exact; None where it was not estimated.
+        trace: estimate from random vectors, or the trace of the pairs with its interval over pairs; its `kind` tells.
+            None where it was not estimated.
         density: of all eigenvalues; None where it was not estimated.
         sampling: the first eigenvalues with their spread over resampled pairs, as many as requested.
         cross_fit: the first eigenvalues cross-fitted; None where no error over pairs was requested, or of few prompts.

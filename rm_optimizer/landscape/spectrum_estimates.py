@@ -54,7 +54,13 @@ def _estimate(
     removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
     sampled = min(options.num_sampled, len(pairs.vectors))
     if sampled and not found.sampling and isinstance(operator, HessianOperator):
-        found.sampling = sampling_error(operator.objective, pairs.vectors[:sampled], clusters=clusters, seed=seed)
+        found.sampling = sampling_error(
+            operator.objective,
+            pairs.vectors[:sampled],
+            quotients=pairs.values[:sampled].tolist(),
+            clusters=clusters,
+            seed=seed,
+        )
         if options.which != "smallest":
             found.cross_fit = cross_fit_hessian(
                 operator, sampled, top=float(pairs.values[0]), sampling=found.sampling, clusters=clusters, seed=seed
@@ -66,5 +72,10 @@ def _estimate(
         found.trace = found.trace or found.density.moment(1)
     if found.trace is None and options.trace_products:
         found.trace = estimate_trace(
-            operator, options.trace_method, options.trace_products, seed=seed + 1, found=removable
+            operator,
+            options.trace_method,
+            options.trace_products,
+            seed=seed + 1,
+            found=removable,
+            is_semidefinite=not is_hessian,
         )

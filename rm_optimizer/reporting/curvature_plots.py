@@ -234,7 +234,8 @@ def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, 
     steps = [float(row["step"] or 0) for row in rows]
     values = [float(row[value] or math.nan) for row in rows]
     errors = [float(row.get(error) or math.nan) for row in rows]
-    axes.errorbar(steps, values, yerr=np.nan_to_num(errors), color=color, marker="o", markersize=4, linewidth=1.6,
+    bars = errors if np.isfinite(errors).any() else None
+    axes.errorbar(steps, values, yerr=bars, color=color, marker="o", markersize=4, linewidth=1.6,
                   elinewidth=1.0, capsize=2, label=label)  # fmt: skip
     axes.axhline(0.0, color=GRAY, linewidth=0.8)
     count_ticks(axes.xaxis)

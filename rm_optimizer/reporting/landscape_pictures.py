@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.density import density_curve
+from rm_optimizer.landscape.estimates.density import SPREAD, density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
@@ -118,7 +118,8 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
     files.append(_write_quantities(result, folder / "quantities.json"))
     if result.density is not None:
         curve = density_curve(result.density)
-        probes = f"{len(result.density.nodes)} probes; {caption}"
+        steps = max(map(len, result.density.nodes), default=0)
+        probes = f"{len(result.density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
         title = f"{matrix}: spectral density"
         figure = plot_density(curve, top=result.density.exact, title=title, caption=probes)
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
@@ -139,7 +140,7 @@ def _write_quantities(result: HessianSpectrum, path: Path) -> Path:
     """Each derived number with its error, or why there is none, and whether what it is made of is whole."""
     content: dict[str, object] = {"status": result.status}
     for name, quantity in summarize(result).items():
-        content[name] = {"estimate": json_values(quantity.estimate), "reason": quantity.reason}
+        content[name] = json_values(quantity)
     return write_text(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -187,9 +188,12 @@ def _quantity(quantity: Quantity) -> str:
     estimate = quantity.estimate
     if estimate is None:
         return f"n/a: {quantity.reason}"
+    note = f" ({quantity.note})" if quantity.note else ""
+    if estimate.low is not None and estimate.high is None:
+        return f"> {estimate.low:.4g}{note}"
     ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
     is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
-    return f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}"
+    return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
 
 
 def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:

@@ -153,10 +153,10 @@ class HessianConfig(Options, group="training.hessian"):
 
     every: int | None = within("[1, inf)", None)
     """Optimizer steps between measurements of the Hessian's top eigenvalue and trace; null measures none."""
-    num_pairs: int = within("[1, inf)", 64)
+    num_pairs: int = within("[1, inf)", 32)
     """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
-    num_products: int = within("[1, 2]", 1)
-    """Hessian-vector products of a measurement: 2 follow an eigenvalue that overtakes, for a third more time."""
+    num_products: int = within("[1, 2]", 2)
+    """Hessian-vector products of a measurement, more while its residual is large; 1 sees a new top one later."""
 
 
 @dataclass(kw_only=True)

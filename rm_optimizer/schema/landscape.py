@@ -85,7 +85,7 @@ class LandscapeConfig(Options, group="landscape"):
     """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra)."""
     top_k: int = within("[1, inf)", 20)
     """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
-    num_sampled: int = within("[0, inf)", 0)
+    num_sampled: int = within("[0, inf)", 3)
     """Eigenvalues from the top that are cross-fitted; the Hessian's need a model with forward derivatives."""
     tolerance: float = within("(0, 1)", 1e-3)
     """Residual, relative to the eigenvalue, at which it is done."""
@@ -97,7 +97,7 @@ class LandscapeConfig(Options, group="landscape"):
     """deflated, hutchinson, hutchpp or xtrace, with `num_probes` products; a density gives its own trace."""
     sam_rho: float = within("[0, inf)", 0.0)
     """Radius of SAM's ascent step for sharpness, and the gradient's norm and alignment beside it; 0 leaves them out."""
-    probe_steps: int = within("[2, inf)", 5)
+    probe_steps: int = within("[2, inf)", 25)
     """Lanczos steps of each probe of the density."""
     directions: DirectionKind = DirectionKind.random
     """Slices and surfaces run along filter-normalized random directions, or along the top eigenvectors."""

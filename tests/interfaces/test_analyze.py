@@ -176,7 +176,7 @@ def test_an_adapter_that_is_gone_is_said_with_what_is_left(lora_run, tmp_path):
 def test_what_a_type_ignores_is_said_once(run_dir, tmp_path, caplog):
     options = ["landscape.method=full", "landscape.top_k=7", "landscape.num_points=3", "landscape.num_directions=1"]
     analyzed(run_dir, "landscape=slices", *options, f"output_dir={tmp_path / 'slices'}")
-    others = ["landscape.method=lanczos", "landscape.top_k=1", "landscape.num_probes=2"]
+    others = ["landscape.method=lanczos", "landscape.top_k=1", "landscape.num_probes=2", "landscape.num_sampled=5"]
     analyzed(run_dir, "landscape=gauss_newton", *others, f"output_dir={tmp_path / 'spectrum'}")
     assert [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()] == [
         "landscape=slices (method=full) does not use landscape.method=full, landscape.top_k=7",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates import sampling
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve, spectral_density
@@ -273,6 +273,14 @@ def test_the_density_on_a_grid_integrates_to_one_and_survives_json() -> None:
     assert SpectralDensity.from_json(density.to_json()) == density
 
 
+def test_the_curve_has_no_gaps_between_the_nodes_of_a_rule() -> None:
+    density = spectral_density(operator("flat"), num_probes=2, num_steps=6, seed=0)
+    curve = density_curve(density)
+    inside = (curve.grid > 1.1) & (curve.grid < 1.9)  # the eigenvalues lie evenly between 1 and 2
+    assert float(curve.density[inside].min()) > 0.2
+    assert float(np.trapezoid(curve.density, curve.grid)) == pytest.approx(1, abs=1e-2)
+
+
 def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
     model = reward_model("llama")
     with measuring(model, micro_batches(model, 120), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
@@ -355,3 +363,13 @@ def test_gram_intervals_of_equal_eigenvalues_hold_the_estimate() -> None:
     gram = GramSpectrum(np.eye(64) / 64, np.arange(64), np.ones(64), np.full(64, 1 / 64), torch.empty(0, 64), 1)
     estimate = gram.bootstrap(1)[0]
     assert estimate.low <= estimate.value <= estimate.high  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("rank", "products"), [(1, 4), (1, 12), (3, 6), (10, 6)])
+def test_trace_intervals_of_semidefinite_matrices_of_low_rank_hold_the_trace(rank: int, products: int) -> None:
+    values = torch.cat([5.0 / torch.arange(1, rank + 1, dtype=torch.float64), torch.zeros(SIZE - rank)])
+    basis = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(2)).double())[0]
+    matrix = MatrixOperator((basis * values) @ basis.T)
+    truth = float(values.sum())
+    assert coverage(lambda seed: hutchinson_trace(matrix, products, seed=seed, is_semidefinite=True), truth) >= 0.9
+    assert hutchinson_trace(matrix, products, seed=0, is_semidefinite=True).kind == IntervalKind.chi_squared

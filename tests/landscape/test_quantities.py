@@ -12,10 +12,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.stats import t as student_t
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.operators.base import MatrixOperator
@@ -48,7 +47,7 @@ def spectrum(
 ) -> HessianSpectrum:
     bounds = (1e-6,) * len(values)
     num_top, num_bottom = ends or (len(values), len(values))
-    trace = Estimate(sum(values), 0.0, 64) if is_exhaustive else None
+    trace = Estimate(sum(values), 0.0, 64, sum(values), sum(values), IntervalKind.exact) if is_exhaustive else None
     return HessianSpectrum(
         eigenvalues=values,
         residuals=bounds,
@@ -96,7 +95,7 @@ def test_quantities_of_a_known_spectrum() -> None:
     size = np.abs(VALUES)
     share = size / size.sum()
     expected = {
-        condition_number: 8 / 0.5,  # 1e-9 is not resolved
+        condition_number: (8 - 1e-6) / (1e-9 + 1e-6),  # 1e-9 is not resolved: a limit
         top_ratio: 16.0,
         flatness: 1 / 8,
         sharpness_score: 8 / sum(VALUES),
@@ -128,14 +127,37 @@ def test_what_cannot_be_known_says_why() -> None:
     for name in ("entropy_rank", "participation_rank", "stable_rank", "intrinsic_dimension", "negative_share"):
         assert "needs all eigenvalues or a density" in reasons[name]  # type: ignore[operator]
     assert "do not reach below 1" in num_above(part, 1.0).reason  # type: ignore[operator]
-    noisy = replace(part, trace=Estimate(1.0, 2.0, 10))
-    assert "not positive beyond twice its standard error" in sharpness_score(noisy).reason  # type: ignore[operator]
+    noisy = replace(part, trace=Estimate(1.0, 2.0, 10, -3.0, 5.0, IntervalKind.student))
+    assert "the interval of the trace is not all positive" in sharpness_score(noisy).reason  # type: ignore[operator]
     alone = replace(part, trace=Estimate(1.0, None, 1))
-    assert "the trace has no standard error" in sharpness_score(alone).reason  # type: ignore[operator]
+    assert "the trace has no interval" in sharpness_score(alone).reason  # type: ignore[operator]
     flat = spectrum((-1.0, -2.0), is_exhaustive=False, ends=(1, 1))
     assert "not positive" in flatness(flat).reason  # type: ignore[operator]
-    assert "fewer than two" in condition_number(spectrum((1.0, 0.0))).reason  # type: ignore[operator]
     assert "every eigenvalue is 0" in entropy_rank(spectrum((0.0, 0.0))).reason  # type: ignore[operator]
+
+
+def test_a_condition_number_names_its_rank_or_its_limit() -> None:
+    both = spectrum((8.0, 4.0, 2.0, -0.5, -3.0), is_exhaustive=False, ends=(3, 2))
+    assert condition_number(both).note == "|lambda|_1 / |lambda|_k, k = 4"  # -0.5 may be followed by others up to 2
+    assert condition_number(both).value == pytest.approx(4.0)
+    limit = condition_number(spectrum((8.0, 0.0)))
+    assert limit.estimate is not None
+    assert (limit.estimate.low, limit.estimate.high) == (pytest.approx(8e6), None)
+    assert limit.note == "|lambda|_1 / |lambda|_k, k = 2, limit of float32"
+    assert "needs two eigenvalues" in condition_number(spectrum((8.0,))).reason  # type: ignore[operator]
+
+
+def test_a_rank_that_its_density_does_not_resolve_is_not_given() -> None:
+    rough = estimated("decaying", num_probes=2, num_steps=2, seed=0)
+    density = replace(rough.density, exact=(), nodes=((0.1, 5.0), (0.1, 9.0)), weights=((149.0, 1.0), (60.0, 90.0)))  # type: ignore[type-var]
+    reason = entropy_rank(replace(rough, density=density)).reason
+    assert reason is not None
+    assert reason.startswith("not resolved, ")
+    assert "raise num_probes and probe_steps" in reason
+    for kind, quantity in (("bounds", condition_number), ("student", frobenius_norm)):
+        estimate = quantity(estimated("decaying", num_probes=4, num_steps=20, seed=0)).estimate
+        assert estimate is not None
+        assert estimate.kind == kind
 
 
 def test_what_rests_on_an_end_that_was_not_computed_is_not_known() -> None:
@@ -233,9 +255,8 @@ def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int) -> 
         lambda each: effective_parameters(each, 0.1),
     ):
         truth, estimates = quantity(whole).value, [quantity(part).estimate for part in parts]
-        width = float(student_t.ppf(0.975, num_probes - 1))
-        held = [abs(each.value - truth) <= width * each.standard_error + 1e-9 for each in estimates]  # type: ignore
-        assert np.mean(held) >= 0.85  # 0.95 less three standard errors of 40 repetitions
+        held = [each.low - 1e-9 <= truth <= each.high + 1e-9 for each in estimates if each]  # type: ignore
+        assert not held or np.mean(held) >= 0.85  # 0.95 less three standard errors of 40 repetitions
 
 
 def test_a_density_does_not_count_eigenvalues() -> None:

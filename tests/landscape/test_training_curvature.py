@@ -14,7 +14,7 @@ from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperato
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.solvers.reference import dense_matrix
-from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, measure_curvature
+from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, NUM_PROBES, measure_curvature
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 
 
@@ -26,7 +26,7 @@ def test_readings_follow_the_weights() -> None:
     batches = micro_batches(model)
     measure: MeasureCurvature = measure_curvature
     read = measure(model, batches, EVERYTHING)
-    for step in range(3):
+    for _ in range(3):
         reading = read()
         with measuring(model, batches, EVERYTHING) as objective:
             matrix = dense_matrix(HessianOperator(objective, product="kept_graph"))
@@ -35,9 +35,9 @@ def test_readings_follow_the_weights() -> None:
         assert abs(reading.top_eigenvalue - float(values[-1])) < 0.1 * float(values[-1])
         deviation = float((2 * values[:-1].square().sum()).sqrt())  # at most, of one probe with the top taken out
         assert abs(reading.trace.value - float(values.sum())) < 4 * deviation
-        assert (reading.trace.standard_error is None) == (step == 0)
+        assert reading.trace.num_samples == NUM_PROBES
         assert reading.num_pairs == 8
-        assert reading.num_products <= (FIRST_PRODUCTS if step == 0 else 1)
+        assert reading.num_products <= FIRST_PRODUCTS
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 1.01
@@ -79,15 +79,28 @@ def test_numbers_from_the_loss_alone_are_those_of_the_exact_products() -> None:
         assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
-def test_standard_errors_are_the_spread_of_the_probes_where_nothing_moves() -> None:
+def test_readings_of_one_matrix_have_one_trace_and_intervals_that_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.linspace(-1, 3, 200, dtype=torch.float64)
+    matrix = Moving(rotated(values))
+    monkeypatch.setattr(training_curvature, "GradientDifferences", lambda objective: matrix)
     model = reward_model("llama")
     batches = micro_batches(model)
-    read = measure_curvature(model, batches, EVERYTHING)
-    readings = [read() for _ in range(60)][10:]  # the first ones still turn towards the top eigenvector
-    spread = torch.tensor([reading.trace.value for reading in readings]).std()
-    errors = torch.tensor([reading.trace.standard_error for reading in readings])
-    # 50 readings, 8 of them in each error: both are known to about 15 %
-    assert 0.6 < float(errors.square().mean().sqrt() / spread) < 1.6
+    held = []
+    for seed in range(40):
+        read = measure_curvature(model, batches, EVERYTHING, seed=seed)
+        first, second = read().trace, read().trace
+        assert first == second
+        held.append(first.low <= float(values.sum()) <= first.high)  # type: ignore[operator]
+    assert sum(held) >= 34  # 0.95 less three standard errors of 40 repetitions
+
+
+def test_a_top_eigenvector_that_turned_by_half_is_found_in_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    bulk = torch.linspace(-6, 6, 296, dtype=torch.float64)
+    before = rotated(torch.cat([bulk, bulk.new_tensor([6.0, 6.2, 6.4, 7.7])]))
+    direction = torch.randn(300, generator=torch.Generator().manual_seed(1)).double() / 300**0.5
+    after = before + 12 * direction.outer(direction)
+    found = readings_of(monkeypatch, [before, before, after])
+    assert found[-1] == pytest.approx(float(torch.linalg.eigvalsh(after)[-1]), rel=0.1)
 
 
 def test_readings_do_not_depend_on_what_was_drawn_before() -> None:

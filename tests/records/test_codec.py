@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs, response_metrics
 from rm_optimizer.core.pairs.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import Message
@@ -34,7 +34,7 @@ STORED = Path(__file__).with_name("stored_results.json")
 """Text of each result, as it was written before there was a codec."""
 
 NAN = math.nan
-ESTIMATE = Estimate(0.75, 0.1, 4, low=0.5, high=1.0)
+ESTIMATE = Estimate(0.75, 0.1, 4, low=0.5, high=1.0, kind=IntervalKind.resampled)
 UNKNOWN = Estimate(NAN, None, 0)
 MEASURED = GridDescription(
     method="random", names=("a", "b"), values=None, params="all", num_parameters=9, num_pairs=4, num_prompts=3, seed=0
@@ -144,8 +144,8 @@ RESULTS = {
     "diagnosis": Diagnosis("m", 0, {"train": 4}, {"train": 4}, {"train": 2}, 1.5, CHECKS),
     "spectrum": SPECTRUM,
     "density": DENSITY,
-    "comparison": SpectrumComparison((1.0, NAN), None, 0.5, 2, (4, 5)),
-    "layers": LayerCurvature((BlockCurvature("head", 9, 2.0, 0.5, True, ESTIMATE, 3),), ("layer 1",), 4, 3, 0),
+    "comparison": SpectrumComparison((1.0, NAN), (1.0,), None, 0.5, 2, (4, 5)),
+    "layers": LayerCurvature((BlockCurvature("output", 9, 2.0, 0.5, True, ESTIMATE, 3),), ("layer 1",), 4, 3, 0),
     "slice": Slice(MEASURED, (-1.0, 1.0), POINTS),
     "surface": SURFACE,
     "trajectory": Trajectory(SURFACE, (1, 2), ((0.5, 1.0), (0.0, 0.0)), (0.5, 0.0), POINTS[0]),

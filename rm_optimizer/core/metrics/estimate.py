@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rm_optimizer.records.codec import JsonRecord
 
 CONFIDENCE = 0.95
 """Probability with which an interval is meant to hold the truth."""
+
+
+class IntervalKind(StrEnum):
+    """Origin of an interval."""
+
+    resampled = "resampled"
+    """Bootstrap over prompts, pairs or runs drawn anew."""
+    student = "student"
+    """Student's interval of a mean over independent draws, such as random vectors or seeds."""
+    wilson = "wilson"
+    """Wilson's interval of a bounded value."""
+    normal = "normal"
+    """Normal interval from an estimate of the variance."""
+    chi_squared = "chi_squared"
+    """Interval of a sum of squares, from its mean and variance over independent draws."""
+    bounds = "bounds"
+    """Limits from error bounds of what the number is made of; no probability belongs to them."""
+    exact = "exact"
+    """No error but rounding."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,7 @@ class Estimate(JsonRecord):
         num_samples: independent samples behind it (prompts, where pairs share prompts).
         low: lower end of the 95 % interval, or None where there is none.
         high: upper end of the 95 % interval.
+        kind: origin of the interval; None where there is no interval.
 
     Example:
         >>> str(Estimate(0.7312, 0.0094, 2100, low=0.7121, high=0.7493))
@@ -34,6 +55,7 @@ class Estimate(JsonRecord):
     num_samples: int
     low: float | None = None
     high: float | None = None
+    kind: IntervalKind | None = None
 
     def __format__(self, spec: str) -> str:
         spec = spec or ".3f"

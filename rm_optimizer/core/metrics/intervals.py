@@ -17,13 +17,13 @@ from jaxtyping import Float
 from scipy.special import ndtr, ndtri
 from scipy.stats import t as student_t
 
-from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 """From totals `(…, terms)` to statistics `(…, statistics)`, along the last axis; NaN where undefined."""
 
-IntervalKind = Literal["bca", "basic"]
+BootstrapInterval = Literal["bca", "basic"]
 
 _RESAMPLED_CLUSTERS_AT_ONCE = 4_000_000
 _TAILS = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -89,14 +89,21 @@ def crossed_mean(per_seed: Float[np.ndarray, " seeds"], prompt_error: float, num
         return Estimate(value, None, num_prompts)
     a, b = float(per_seed.var(ddof=1)) / num_seeds, prompt_error**2
     if a + b == 0:
-        return Estimate(value, 0.0, num_prompts, value, value)
+        return Estimate(value, 0.0, num_prompts, value, value, IntervalKind.student)
     others = b**2 / (num_prompts - 1) if num_prompts > 1 else 0.0
     return _student(value, math.sqrt(a + b), (a + b) ** 2 / (a**2 / (num_seeds - 1) + others), num_prompts)
 
 
+def with_student_interval(estimate: Estimate) -> Estimate:
+    """The estimate with Student's interval from its standard error and samples; without an error it stays as it is."""
+    if estimate.standard_error is None or estimate.num_samples < 2:
+        return estimate
+    return _student(estimate.value, estimate.standard_error, estimate.num_samples - 1, estimate.num_samples)
+
+
 def _student(value: float, error: float, freedom: float, num_samples: int) -> Estimate:
     half = float(student_t.ppf(0.5 + CONFIDENCE / 2, freedom)) * error
-    return Estimate(value, error, num_samples, value - half, value + half)
+    return Estimate(value, error, num_samples, value - half, value + half, IntervalKind.student)
 
 
 def with_honest_width(
@@ -119,7 +126,7 @@ def with_honest_width(
     """
     if estimate.standard_error is None or estimate.standard_error > 1e-12 * max(1.0, abs(estimate.value)):
         return estimate
-    bare = replace(estimate, standard_error=None, low=None, high=None)
+    bare = replace(estimate, standard_error=None, low=None, high=None, kind=None)
     if bounds is None or np.count_nonzero(cluster_weight) < 2:
         return bare
     floor, span = bounds[0], bounds[1] - bounds[0]
@@ -128,7 +135,8 @@ def with_honest_width(
     error = span * (high - low) / (2 * float(ndtri(0.5 + CONFIDENCE / 2)))
     if estimate.low is None:
         return replace(bare, standard_error=error)
-    return replace(bare, standard_error=error, low=floor + span * low, high=floor + span * high)
+    low, high = floor + span * low, floor + span * high
+    return replace(bare, standard_error=error, low=low, high=high, kind=IntervalKind.wilson)
 
 
 def cluster_bootstrap(
@@ -137,7 +145,7 @@ def cluster_bootstrap(
     *,
     num_bootstrap: int,
     seed: int,
-    kind: IntervalKind = "bca",
+    kind: BootstrapInterval = "bca",
 ) -> tuple[Estimate, ...]:
     """Estimates of statistics of clustered data, with 95 % intervals from resampling whole clusters.
 
@@ -233,7 +241,8 @@ def _bootstrap_estimate(
     if math.isnan(value) or defined.size < 2:
         return Estimate(float(value), None, num_clusters)
     low, high = interval(defined)
-    return Estimate(float(value), float(defined.std(ddof=1)), num_clusters, float(low), float(high))
+    error = float(defined.std(ddof=1))
+    return Estimate(float(value), error, num_clusters, float(low), float(high), IntervalKind.resampled)
 
 
 def _bca_tails(value: float, left_out: np.ndarray, replicates: np.ndarray) -> np.ndarray:

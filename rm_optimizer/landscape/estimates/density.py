@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy.linalg import eigh_tridiagonal, hessenberg
 
-from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, student_mean
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, student_mean, with_student_interval
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, length
@@ -44,7 +44,7 @@ class SpectralDensity(JsonRecord):
     num_products: int
 
     def statistic(self, terms: Terms, combine: Combine) -> Estimate:
-        """A function of totals over all eigenvalues, with a standard error for random vectors and quadrature together.
+        """A function of totals over all eigenvalues, with Student's interval for random vectors and quadrature.
 
         Totals of polynomials of degree below twice the steps are unbiased; others, such as `|lambda|`, the rules only
         approximate (Golub & Meurant, 2010), all vectors in the same way. The error over vectors is the jackknife's, the
@@ -57,12 +57,13 @@ class SpectralDensity(JsonRecord):
             return np.asarray(combine(np.moveaxis(totals[..., :-1] / totals[..., -1:] + known, -1, 0)))[..., None]
 
         if not self.nodes:
-            return Estimate(float(combine(known)), 0.0, 0)
+            value = float(combine(known))
+            return Estimate(value, 0.0, 0, value, value, IntervalKind.exact)
         estimate = cluster_bootstrap(self._totals(terms), of_totals, num_bootstrap=0, seed=0)[0]
         if estimate.standard_error is None:
             return estimate
         change = estimate.value - float(of_totals(self._one_step_less()._totals(terms).sum(axis=0))[0])
-        return replace(estimate, standard_error=math.hypot(estimate.standard_error, change))
+        return with_student_interval(replace(estimate, standard_error=math.hypot(estimate.standard_error, change)))
 
     def moment(self, power: int) -> Estimate:
         """`sum_i lambda_i^power`: the trace for 1, the square of the Frobenius norm for 2.
@@ -72,7 +73,7 @@ class SpectralDensity(JsonRecord):
         """
         known = float(sum(value**power for value in self.exact))
         if not self.nodes:
-            return Estimate(known, 0.0, 0, known, known)
+            return Estimate(known, 0.0, 0, known, known, IntervalKind.exact)
 
         def samples(density: SpectralDensity) -> np.ndarray:
             return density._totals(lambda values: values[None] ** power)[:, 0] + known
@@ -93,17 +94,23 @@ class SpectralDensity(JsonRecord):
         return replace(self, nodes=nodes, weights=weights)
 
     def on_grid(self, grid: Float[np.ndarray, " points"], *, width: float) -> Float[np.ndarray, " points"]:
-        """Density at points, each eigenvalue spread as a normal of standard deviation `width`; integrates to 1."""
+        """Density at points; integrates to 1.
+
+        Each eigenvalue is spread as a normal of standard deviation `width`. A node that stands for many of them is
+        spread by half the distance to the farther one of its neighbors where that is more, as a rule says nothing of
+        what lies between its nodes.
+        """
         nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
         share = max(len(self.nodes), 1)
         weights = np.array([*np.ones(len(self.exact)), *(w / share for rule in self.weights for w in rule)])
-        bumps = np.exp(-0.5 * ((np.asarray(grid)[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
+        widths = np.concatenate([np.full(len(self.exact), width), *(_widths(rule, width) for rule in self.nodes)])
+        bumps = np.exp(-0.5 * ((np.asarray(grid)[:, None] - nodes) / widths) ** 2) / (widths * np.sqrt(2 * np.pi))
         density: np.ndarray = bumps @ (weights / weights.sum())
         return density
 
 
 def spectral_density(
-    operator: SymmetricOperator, *, num_probes: int = 20, num_steps: int = 5, seed: int, found: Eigenpairs | None = None
+    operator: SymmetricOperator, *, num_probes: int = 4, num_steps: int = 25, seed: int, found: Eigenpairs | None = None
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature (Ubaru, Chen & Saad, 2017; Ghorbani, Krishnan & Xiao, 2019, arXiv:1901.10159).
 
@@ -161,9 +168,18 @@ def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tupl
     return theta, sum(weights) * vectors[0] ** 2
 
 
+def _widths(nodes: tuple[float, ...], least: float) -> Float[np.ndarray, " nodes"]:
+    """Half the distance of each node to the farther one of its neighbors, at least `least`; nodes ascend."""
+    gaps = np.diff(nodes)
+    farther = np.maximum(np.concatenate([gaps[:1], gaps]), np.concatenate([gaps, gaps[-1:]]))
+    return np.maximum(farther / 2, least) if len(gaps) else np.full(len(nodes), least)
+
+
 _POINTS = 400
 _WIDTH = 0.01
 """Standard deviation that an eigenvalue is spread by, relative to the range of all."""
+SPREAD = "each node spread by half the way to its neighbors, at least 1 % of the range"
+"""Width of the picture's kernel, for its caption."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,7 @@ class DensityCurve:
         density: share of all eigenvalues per unit at each; integrates to 1.
         standard_error: over random vectors, without the quadrature's own error; NaN where there is one vector only, 0
             where every eigenvalue is known.
-        width: standard deviation of the normal that stands for one eigenvalue.
+        width: standard deviation of the normal that stands for one eigenvalue; nodes are as wide as their distance.
     """
 
     grid: Float[np.ndarray, " points"]
@@ -185,11 +201,12 @@ class DensityCurve:
 
 
 def density_curve(density: SpectralDensity) -> DensityCurve:
-    """The density over the range of everything known of the eigenvalues, each one spread by 1 % of it."""
+    """The density over the range of everything known of the eigenvalues, which are spread by 1 % of it or more."""
     known = np.array([*density.exact, *(node for rule in density.nodes for node in rule)])
     low, high = float(known.min()), float(known.max())
     width = _WIDTH * (high - low) or _WIDTH * max(abs(high), 1.0)
-    grid = np.linspace(low - 5 * width, high + 5 * width, _POINTS)
+    spread = np.concatenate([np.full(len(density.exact), width), *(_widths(rule, width) for rule in density.nodes)])
+    grid = np.linspace(float((known - 4 * spread).min()), float((known + 4 * spread).max()), _POINTS)
     rules = list(zip(density.nodes, density.weights, strict=True))
     curves = [replace(density, nodes=(n,), weights=(w,)).on_grid(grid, width=width) for n, w in rules]
     if len(curves) > 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOperator, SymmetricOperator
@@ -20,16 +22,21 @@ XTRACE_WIDENING = 1.3
 """Factor on XTrace's own standard error, which treats its estimates as independent and so covers too little."""
 
 
-def hutchinson_trace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
+def hutchinson_trace(
+    operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False
+) -> Estimate:
     """Mean of `z^T A z` over vectors of random signs (Hutchinson, 1990).
 
-    The interval is Student's. From one vector the variance is bounded by `2 ||A z||^2`, whose mean is `2 ||A||_F^2`.
+    The interval is Student's. From one vector the variance is bounded by `2 ||A z||^2`, whose mean is `2 ||A||_F^2`. Of
+    a positive semidefinite matrix it is `_chi_squared`'s, since the mean of few squares is skewed.
     """
     _require_products(num_products, 1, "hutchinson")
-    return _mean_of_probes(operator, RandomVectors(operator, seed), num_products)
+    return _mean_of_probes(operator, RandomVectors(operator, seed), num_products, is_semidefinite=is_semidefinite)
 
 
-def deflated_trace(operator: SymmetricOperator, found: Eigenpairs, num_products: int, *, seed: int) -> Estimate:
+def deflated_trace(
+    operator: SymmetricOperator, found: Eigenpairs, num_products: int, *, seed: int, is_semidefinite: bool = False
+) -> Estimate:
     """Trace with approximate eigenpairs taken out: `tr(V A V^T) + mean (P z)^T A (P z)` with `P = 1 - V^T V`.
 
     Exact in expectation for any orthonormal rows `V` with their Rayleigh quotients, and of less variance the nearer
@@ -37,10 +44,14 @@ def deflated_trace(operator: SymmetricOperator, found: Eigenpairs, num_products:
     """
     _require_products(num_products, 1, "hutchinson")
     rest = DeflatedOperator(operator, found.vectors)
-    return _mean_of_probes(rest, RandomVectors(operator, seed), num_products, known=float(found.values.sum()))
+    known = float(found.values.sum())
+    random = RandomVectors(operator, seed)
+    return _mean_of_probes(rest, random, num_products, known=known, is_semidefinite=is_semidefinite)
 
 
-def hutchpp_trace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
+def hutchpp_trace(
+    operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False
+) -> Estimate:
     """`tr(Q^T A Q)` for a sketch `Q` of the range of `A`, and Hutchinson's estimate of the rest.
 
     A third of the products each for sketch, its trace and the rest (Meyer, Musco, Musco & Woodruff, 2021,
@@ -51,16 +62,17 @@ def hutchpp_trace(operator: SymmetricOperator, num_products: int, *, seed: int) 
     basis = _orthonormal(operator.apply(random.signs(third)))
     known = float((basis.double() * operator.apply(basis).double()).sum())
     rest = DeflatedOperator(operator, basis)
-    return _mean_of_probes(rest, random, num_products - 2 * third, known=known)
+    return _mean_of_probes(rest, random, num_products - 2 * third, known=known, is_semidefinite=is_semidefinite)
 
 
-def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
+def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False) -> Estimate:
     """Mean over vectors of Hutch++ estimates whose sketch leaves that vector out, all from the same products.
 
     With test vectors `omega_i` and `Q_i` an orthonormal basis of all `A omega_j` but the i-th, the i-th estimate is
     `tr(Q_i^T A Q_i) + omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i` (Epperly, Tropp & Webber, 2024,
     arXiv:2301.07825, Algorithm 1, without its normalization). Names are the paper's. Deviation: the estimates are
-    correlated, so their standard error is widened by `XTRACE_WIDENING` and the interval is Student's.
+    correlated, so their standard error is widened by `XTRACE_WIDENING` and the interval is Student's, clipped at 0 of a
+    semidefinite matrix.
     """
     _require_products(num_products, 6, "xtrace")
     Omega = RandomVectors(operator, seed).signs(min(num_products // 2, operator.dimension)).T.double()
@@ -75,7 +87,8 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Esti
     X = W - S * (S * W).sum(dim=0)
     traces = H.trace() - (S * (H @ S)).sum(dim=0)
     rests = (Omega * Y).sum(dim=0) - 2 * (X * T).sum(dim=0) + (X * (H @ X)).sum(dim=0)
-    return student_mean((traces + rests).cpu().numpy(), widening=XTRACE_WIDENING)
+    found = student_mean((traces + rests).cpu().numpy(), widening=XTRACE_WIDENING)
+    return replace(found, low=max(found.low, 0.0)) if is_semidefinite and found.low is not None else found
 
 
 TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
@@ -83,7 +96,13 @@ TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "x
 
 
 def estimate_trace(
-    operator: SymmetricOperator, method: str, num_products: int, *, seed: int, found: Eigenpairs | None
+    operator: SymmetricOperator,
+    method: str,
+    num_products: int,
+    *,
+    seed: int,
+    found: Eigenpairs | None,
+    is_semidefinite: bool = False,
 ) -> Estimate:
     """Trace by the method of that name.
 
@@ -93,6 +112,7 @@ def estimate_trace(
         num_products: products to spend; `hutchpp` and `xtrace` need 6.
         seed: of the random vectors.
         found: eigenpairs that `deflated` takes out, with None nothing; the other methods do not use them.
+        is_semidefinite: True if no eigenvalue is negative.
 
     Raises:
         ConfigError: if the method is unknown, or the products are too few for it.
@@ -100,8 +120,9 @@ def estimate_trace(
     if method not in tuple(TraceMethod):
         raise ConfigError(did_you_mean("trace_method", method, tuple(TraceMethod)))
     if method == "deflated" and found is not None:
-        return deflated_trace(operator, found, num_products, seed=seed)
-    return TRACE_ESTIMATORS.get(method, hutchinson_trace)(operator, num_products, seed=seed)
+        return deflated_trace(operator, found, num_products, seed=seed, is_semidefinite=is_semidefinite)
+    estimator = TRACE_ESTIMATORS.get(method, hutchinson_trace)
+    return estimator(operator, num_products, seed=seed, is_semidefinite=is_semidefinite)
 
 
 def _columns_times(operator: SymmetricOperator, columns: Tensor) -> Tensor:
@@ -122,18 +143,38 @@ def _sketch(images: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
     return left[:, :rank], torch.nn.functional.normalize(rows / values[:rank, None], dim=0) * adds
 
 
-def _mean_of_probes(operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0) -> Estimate:
+def _mean_of_probes(
+    operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0, is_semidefinite: bool = False
+) -> Estimate:
     forms = list[tuple[float, float]]()
     for start in range(0, count, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
         probes = random.signs(min(VECTORS_AT_ONCE, count - start))
         each = zip(probes, operator.apply(probes), strict=True)
         forms += [(inner(probe, image), inner(image, image)) for probe, image in each]
-    quadratic = known + np.array([form for form, _ in forms])
+    quadratic, squares = (np.array(column) for column in zip(*forms, strict=True))
+    if is_semidefinite and quadratic.mean() > 0:
+        return _chi_squared(quadratic, squares, known)
+    quadratic = known + quadratic
     if count > 1:
         return student_mean(quadratic)
     error = math.sqrt(2 * forms[0][1])
     value, half = float(quadratic[0]), 1.96 * error
-    return Estimate(value, error, 1, value - half, value + half)
+    return Estimate(value, error, 1, value - half, value + half, IntervalKind.normal)
+
+
+def _chi_squared(quadratic: np.ndarray, squares: np.ndarray, known: float) -> Estimate:
+    """Interval `[n v m / q_high, n v m / q_low]` of a trace of mean `m`, with quantiles of chi-squared of `n v`.
+
+    `z^T A z` is a weighted sum of squares, and close to a scaled chi-squared of `v = 2 tr(A)^2 / variance` degrees of
+    freedom (Satterthwaite, 1946, doi:10.2307/3002019). The variance is the larger one of the sample's and of its bound
+    `2 ||A||_F^2`; no semidefinite matrix has fewer than one degree of freedom.
+    """
+    count, mean = len(quadratic), float(quadratic.mean())
+    variance = max(2 * float(squares.mean()), float(quadratic.var(ddof=1)) if count > 1 else 0.0)
+    freedom = count * max(1.0, 2 * mean**2 / variance)
+    tails = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
+    low, high = (known + freedom * mean / float(chi2.ppf(tail, freedom)) for tail in tails)
+    return Estimate(known + mean, math.sqrt(variance / count), count, low, high, IntervalKind.chi_squared)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rm_optimizer.optim.param_groups import partition
 TRAINABLE, HEAD, LORA = "trainable", "head", "lora"
 """Names of subsets; anything else is a pattern of parameter names such as `*.layer.0.*`."""
 _WILDCARDS = frozenset("*?[")
+_log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,11 @@ def select_parameters(model: BradleyTerryRM, which: str | Sequence[str] = TRAINA
 
 
 def parameter_blocks(model: BradleyTerryRM) -> dict[str, ParameterSubset]:
-    """The trainable parameters block by block: `embeddings`, `layer 1` … and `head`, whatever follows the layers."""
+    """The trainable parameters block by block: `embeddings`, `layer 1` … and `output`, whatever follows the layers."""
     head = model.head_parameter_names()
     members: dict[str, list[str]] = defaultdict(list)
     for item in partition(model, head_names=head).parameters:
-        block = "head" if item.layer is None else f"layer {item.layer}" if item.layer else "embeddings"
+        block = "output" if item.layer is None else f"layer {item.layer}" if item.layer else "embeddings"
         members[block].append(item.name)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return {
@@ -98,6 +100,8 @@ def _names(model: BradleyTerryRM, which: str | Sequence[str]) -> list[str]:
         found = _matching(model, named, item)
         if not found and not _WILDCARDS.intersection(item):
             raise ConfigError(_nothing(item, list(named)))
+        if not found and len(wanted) > 1:
+            _log.warning("params: the pattern '%s' matches no parameter and selects nothing", item)
         chosen.update(found)
     return [name for name in named if name in chosen]
 

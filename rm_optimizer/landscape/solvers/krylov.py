@@ -88,6 +88,7 @@ class KrylovState:
         off_diagonal: below it; its last entry belongs to the vector that comes next.
         num_products: products spent.
         num_restarts: times that the space was exhausted and a random vector was drawn.
+        wall_seconds: seconds of the iteration, in all processes that continued it.
         identity: names the matrix, so that a saved iteration is not continued on another.
         num_saved: vectors that `save` has written.
     """
@@ -97,6 +98,7 @@ class KrylovState:
     off_diagonal: list[float] = field(default_factory=list)
     num_products: int = 0
     num_restarts: int = 0
+    wall_seconds: float = 0.0
     identity: str = ""
     num_saved: int = 0
 
@@ -165,7 +167,7 @@ class KrylovState:
         _rows_file(path).unlink(missing_ok=True)
 
 
-_NUMBERS = ("diagonal", "off_diagonal", "num_products", "num_restarts", "identity")
+_NUMBERS = ("diagonal", "off_diagonal", "num_products", "num_restarts", "wall_seconds", "identity")
 
 
 def _rows_file(path: Path) -> Path:

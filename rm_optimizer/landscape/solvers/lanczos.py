@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.landscape.operators.base import SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, orthogonality_loss, unit
 from rm_optimizer.landscape.solvers.krylov import KrylovState
@@ -55,7 +56,8 @@ class Eigenpairs:
             what is written.
         error_bounds: distance within which an eigenvalue lies: residual, or `r^2 / gap` where the gap is resolved, and
             `rounding`.
-        converged: True for each value whose residual is within the requested tolerance.
+        converged: True for each value whose residual is within the requested tolerance and that `rounding` of products
+            does not exceed.
         num_products: products spent.
         orthogonality_loss: largest entry of `Q Q^T - I` of the basis.
         is_orthonormal: True if vectors are orthonormal and values their Rayleigh quotients, as deflation requires.
@@ -186,6 +188,8 @@ def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVector
     along = inner(product, state.basis.last())
     rest = state.basis.orthogonalize(product)
     norm = length(rest)
+    if not math.isfinite(norm):
+        raise TrainingDiverged(f"curvature along a unit vector overflows {operator.dtype}; use dtype=float64")
     scale = max(map(abs, (*state.diagonal, *state.off_diagonal, along)))
     exhausted = norm <= (_BREAKDOWN if operator.dtype == torch.float32 else 1e-12) * scale or norm == 0
     is_full = len(state.basis) == operator.dimension
@@ -302,7 +306,7 @@ def _eigenpairs(operator: SymmetricOperator, state: KrylovState, ritz: _Ritz, to
         vectors=state.basis.combine(weights),
         residuals=torch.from_numpy(ritz.residuals[selected] + rounded),
         error_bounds=torch.from_numpy(ritz.errors[selected] + ritz.rounded + rounded),
-        converged=tuple((ritz.relative[selected] <= tolerance).tolist()),
+        converged=tuple(((ritz.relative[selected] <= tolerance) & (np.abs(ritz.values[selected]) > rounded)).tolist()),
         num_products=state.num_products,
         orthogonality_loss=orthogonality_loss(state.basis.rows()),
     )

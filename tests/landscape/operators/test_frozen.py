@@ -157,7 +157,7 @@ def test_subsets_are_those_named() -> None:
     layer = select_parameters(model, ["*.layer.0.attention.*", "*.classifier.bias"])
     assert len(layer.names) == 11
     blocks = parameter_blocks(model)
-    assert list(blocks) == ["embeddings", "layer 1", "head"]
+    assert list(blocks) == ["embeddings", "layer 1", "output"]
     named = [name for block in blocks.values() for name in block.names]
     assert sorted(named) == sorted(select_parameters(model).names)
 

@@ -36,3 +36,8 @@ def test_names_and_patterns_join_in_a_list(model):
 def test_a_name_that_is_none_is_refused(model, which, sentence):
     with pytest.raises(ConfigError, match=sentence):
         select_parameters(model, which)
+
+
+def test_a_pattern_of_a_list_that_selects_nothing_is_named(model, caplog):
+    assert select_parameters(model, ["head", "*nothing*"]) == select_parameters(model, "head")
+    assert "the pattern '*nothing*' matches no parameter" in caplog.text

@@ -195,8 +195,8 @@ def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
         for folder in (tmp_path / "whole", tmp_path / "cut")
     ]
     assert [list(each) for each in products] == [["0", "2", "4"]] * 2
-    assert [each["2"] for each in products] == [1, 1]
-    assert products[0]["4"] == 1 < products[1]["4"]
+    assert products[0]["2"] == products[1]["2"]
+    assert 2 <= products[0]["4"] < products[1]["4"]
 
 
 def test_the_run_the_analysis_and_the_analyzer_draw_the_same_pairs(small_config: Build, tmp_path: Path) -> None:
