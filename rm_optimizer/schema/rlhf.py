@@ -61,7 +61,7 @@ class RLHFConfig(Options, group="rlhf"):
     """Divisor of the policy's logits, in training and when it is measured."""
     measure_every: int = within("[1, inf)", MISSING)
     """Optimizer steps between checkpoints, each of which is measured."""
-    measured_prompts: int = within("[4, inf)", 128)
+    measured_prompts: int = within("[4, inf)", 256)
     """Prompts, none of them trained on, that every checkpoint answers."""
     measured_samples: int = within("[2, inf)", 2)
     """Fresh responses of each checkpoint to each of them."""

@@ -371,7 +371,7 @@ ROWS: list[tuple[str, str]] = [
     ("rlhf r --policy broken/empty --prompts pairs.jsonl", "holds no config.json"),
     ("rlhf r --policy causal", "rlhf.prompts must name a file, or data.train pairs"),
     ("rlhf r --policy causal --prompts nowhere.jsonl", "nowhere.jsonl"),
-    ("rlhf r --policy causal --prompts pairs.jsonl", "must leave prompts to train on, got 128 of the 12"),
+    ("rlhf r --policy causal --prompts pairs.jsonl", "must leave prompts to train on, got 256 of the 12"),
     ("rlhf r --prompts pairs.jsonl rlhf.measured_prompts=4", "topics"),
     ("rlhf r rlhf.num_generations=1", "rlhf.num_generations must be at least 2, got 1"),
     ("rlhf r --steps 0", "rlhf.steps must be at least 1, got 0"),
