@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.compare import OptimizerComparison as OptimizerComparison
     from rm_optimizer.core.data_loader import PairOrder as PairOrder
     from rm_optimizer.core.data_loader import PreferenceDataset as PreferenceDataset
     from rm_optimizer.core.data_loader import PreferenceWorld as PreferenceWorld

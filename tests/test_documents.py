@@ -161,6 +161,18 @@ WAYS: dict[str, Way] = {
     ),
     "rm-opt compare status outputs/study": Way(prints="2 finished", slow=True),
     "rm-opt compare report outputs/study": Way(prints="paired by prompt and seed", slow=True),
+    "rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --model minilm --plan": Way(
+        f"{PAIRS} && rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --plan "
+        "--pairs 16 --val-pairs 8 --test-pairs 8 --output outputs/planned",
+        prints="30 runs",
+        slow=True,
+    ),
+    "rm-opt compare --optimizers adam,adamw,sgd,muon,lion --seeds 3 --data pairs.jsonl": Way(
+        "rm-opt compare --optimizers adamw,sgd --seeds 2 --data pairs.jsonl --budget smoke --executor inline "
+        "--pairs 16 --val-pairs 8 --test-pairs 8 --curvature-pairs 0",
+        prints="NLL less reference",
+        slow=True,
+    ),
     "rm-opt compare outputs/sweep": Way(prints="paired by prompt and seed", slow=True),
     "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon": Way(
         "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon && ls outputs/adamw-muon",
@@ -186,15 +198,6 @@ WAYS: dict[str, Way] = {
         prints="prompts: 1, each with 2 ranked responses",
         slow=True,
     ),
-    "pip install 'rm-optimizer[rl]'": Way("python -c 'import trl'"),
-    "rm-opt rlhf outputs/rlhf": Way("rm-opt rlhf --help", prints="--algorithm"),
-    "rm-opt rlhf outputs/mine --policy MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo": Way(
-        "! rm-opt rlhf outputs/mine --policy ./MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo 2>&1",
-        prints="error: ./MODEL cannot be loaded as a policy",
-        slow=True,
-    ),
-    "rm-opt rlhf outputs/served --policy MODEL --prompts prompts.jsonl --reward-model outputs/run/best "
-    "--server http://127.0.0.1:8000": Way("rm-opt rlhf --help", prints="--server"),
     "rm-opt ensemble train --seeds 5 --output outputs/ensemble": Way(
         f"rm-opt ensemble train --seeds 2 --output outputs/ensemble --false-positive-rate 0.3 {FEW}",
         prints="2 members, standardized on 16 responses",

@@ -12,6 +12,7 @@ from rm_optimizer.interfaces.commands import compare_study
 from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.compare import compare
+from rm_optimizer.interfaces.commands.compare_optimizers import compare_optimizers
 from rm_optimizer.interfaces.commands.data_check import data_check
 from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
@@ -21,12 +22,11 @@ from rm_optimizer.interfaces.commands.labels.clean import data_clean
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
 from rm_optimizer.interfaces.commands.labels.study import study_labels
 from rm_optimizer.interfaces.commands.params import params
-from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
-from rm_optimizer.interfaces.groups import DEFAULT, Commands, DefaultCommands, HydraCommand, RootCommands
+from rm_optimizer.interfaces.groups import DEFAULT, OF_OPTIMIZERS, Commands, DefaultCommands, HydraCommand, RootCommands
 
 QUIET: dict[str, Any] = {
     "no_args_is_help": True,
@@ -41,7 +41,7 @@ HYDRA: dict[str, Any] = {
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
     "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {})],
-    "Couple to a policy": [(bon, {}), (rlhf, HYDRA)],
+    "Couple to a policy": [(bon, {})],
     "Labels": [(select, {}), (label_import, {})],
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
@@ -61,7 +61,7 @@ ensemble_app.command("join")(with_field_flags(ensemble_join))
 app.add_typer(ensemble_app, name="ensemble", rich_help_panel="Couple to a policy")
 compare_app = typer.Typer(
     cls=DefaultCommands,
-    help="Compare finished runs (`rm-opt compare RUN RUN`), or run a study of many.",
+    help="Compare finished runs (`rm-opt compare RUN RUN`) or optimizers (`--optimizers A,B`), or run a study.",
     add_completion=False,
     **QUIET,
 )
@@ -69,6 +69,7 @@ for study_command in (compare_study.plan, compare_study.run, compare_study.statu
     compare_app.command()(study_command)
 compare_app.command("report")(compare_study.report)
 compare_app.command(DEFAULT)(compare)
+compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 study_app = typer.Typer(cls=Commands, help="Studies of what rm-opt claims.", add_completion=False, **QUIET)
 study_app.command("labels")(with_field_flags(study_labels))

@@ -45,10 +45,12 @@ class Commands(TyperGroup):
 
 DEFAULT = "side-by-side"
 """Command of `rm-opt compare` that runs where none is named."""
+OF_OPTIMIZERS = "optimizers"
+"""Command of `rm-opt compare` that runs where none is named and `--optimizers` is given."""
 
 
 class DefaultCommands(Commands):
-    """A group with a command that may be left out: `compare RUN RUN` is `compare side-by-side RUN RUN`."""
+    """A group whose command may be left out: `compare RUN RUN`, and `compare --optimizers A,B`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the command where none is named.
@@ -59,7 +61,8 @@ class DefaultCommands(Commands):
         if args and args[0] in self.commands and Path(args[0]).is_dir():
             raise ConfigError(f"'{args[0]}' is a command and a folder here; write ./{args[0]} for the folder")
         if args and args[0] not in (*self.commands, "-h", "--help"):
-            args = [DEFAULT, *args]
+            is_of_optimizers = any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args)
+            args = [OF_OPTIMIZERS if is_of_optimizers else DEFAULT, *args]
         return super().parse_args(ctx, args)
 
 

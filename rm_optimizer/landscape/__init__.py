@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.compare import OptimizerComparison as OptimizerComparison
     from rm_optimizer.landscape.comparison import SpectrumComparison as SpectrumComparison
     from rm_optimizer.landscape.comparison import compare_spectra as compare_spectra
     from rm_optimizer.landscape.hessian import HessianAnalyzer as HessianAnalyzer

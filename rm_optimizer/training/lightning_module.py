@@ -85,6 +85,7 @@ class RewardModelLightning(pl.LightningModule):
         self.last_checkpoint: Path | None = None
         self.step_metrics: dict[str, float | int] = {}
         self.pairs_seen = 0
+        self.passes_made = 0
         self.validation_metrics: dict[str, float] = {}
 
     def configure_model(self) -> None:
@@ -130,6 +131,7 @@ class RewardModelLightning(pl.LightningModule):
         self.step_metrics["train/lr"] = learning_rate
         self.step_metrics["train/num_pairs"] = len(batch.pair_index)
         self.pairs_seen += len(batch.pair_index)
+        self.passes_made += len(passes)
 
     def pair_losses(self, batch: AnyPairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
         """Loss and margin of each pair of a micro-batch."""

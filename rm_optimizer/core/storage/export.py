@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.core.tokens.written_template import writes_the_sequence
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
-from rm_optimizer.records.files import replacing_folder
 from rm_optimizer.records.locations import EXPORT_FILE
 
 FORMAT_VERSION = 1
@@ -278,12 +278,21 @@ def _no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def _written_aside(folder: Path) -> Iterator[Path]:
-    """`replacing_folder` for a folder that is an export of ours, empty or not there."""
+    """A new folder beside `folder` that takes its name when the block ends well, and vanishes when it does not."""
     folder = folder.expanduser().resolve()
     if folder.exists() and not _is_replaceable(folder):
         raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
-    with replacing_folder(folder) as aside:
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
+    try:
+        aside.mkdir(parents=True)
         yield aside
+        if folder.exists():
+            os.replace(folder, earlier)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _is_replaceable(folder: Path) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rm_optimizer.errors import MissingExtra
+from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
 from rm_optimizer.experiments.study.trial import OUTPUT_FILE, STOPPED, Trial
+from rm_optimizer.records.provenance import num_cores
 
 _MODULE = "rm_optimizer.experiments.study.trial"
 
@@ -169,6 +170,37 @@ class RayExecutor:
         for task in self._running:
             self._ray.cancel(task, force=True)
         self._running.clear()
+
+
+def executor_named(name: str, workers: int | None) -> Executor:
+    """An executor by its name, with the cores and GPUs of this machine shared out.
+
+    Args:
+        name: inline, process or ray.
+        workers: trials at a time; None is one a GPU, else one.
+
+    Raises:
+        ConfigError: if there is none of that name, or `inline` is given several workers.
+    """
+    cores = num_cores()
+    if name == "inline" and workers not in (None, 1):
+        raise ConfigError("--executor inline runs one trial at a time; leave out --workers, or take --executor process")
+    if name == "inline":
+        return InlineExecutor()
+    if name == "process":
+        devices = _devices()
+        slots = workers or max(1, len(devices))
+        return ProcessExecutor(slots, max(1, cores // slots), devices[:slots])
+    if name == "ray":
+        return RayExecutor(max(1, cores // (workers or 1)), gpus=1.0 if _devices() else 0.0)
+    raise ConfigError(did_you_mean("--executor", name, ("inline", "process", "ray")))
+
+
+def _devices() -> list[str]:
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _measure(folder: str, threads: int) -> int:

@@ -16,6 +16,8 @@ from rm_optimizer.records.provenance import commit, machine, versions
 
 PLAN_FILE = "plan.json"
 """In the folder of the study."""
+FROZEN_FILE = "frozen.json"
+"""In the folder of a comparison of optimizers, a study whose later trials follow from its first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

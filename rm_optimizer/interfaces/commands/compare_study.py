@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rm_optimizer.experiments.study.driver import StudyStatus
-    from rm_optimizer.experiments.study.executors import Executor
     from rm_optimizer.experiments.study.plan import PlannedTrial
     from rm_optimizer.experiments.study.trial import TrialResult
 
@@ -40,6 +38,11 @@ def plan(
 
 def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
     """Run the trials that have no result; after a kill the same command goes on."""
+    if _is_of_optimizers(study):
+        from rm_optimizer.compare import run_stages
+
+        run_stages(study, executor, workers, retries=retries)
+        return
     _run(study, executor, workers, retries)
 
 
@@ -48,7 +51,7 @@ def retry(study: Folder, executor: Executors = "process", workers: Workers = Non
     from rm_optimizer.experiments.study.driver import Study
 
     print(f"failed trials to run again: {Study(study).forget_failures()}")
-    _run(study, executor, workers, retries)
+    run(study, executor, workers, retries)
 
 
 def status(study: Folder) -> None:
@@ -63,6 +66,11 @@ def report(
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
 ) -> None:
     """Compare the finished trials, and write tables and pictures into `report/` of the study."""
+    if _is_of_optimizers(study):
+        from rm_optimizer.compare import report as report_optimizers
+
+        print(f"text, JSON and pictures: {report_optimizers(study).parent}")
+        return
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
     from rm_optimizer.experiments.study.driver import Study
@@ -106,8 +114,16 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
     return trials
 
 
+def _is_of_optimizers(folder: Path) -> bool:
+    """True for a comparison of optimizers, whose later trials follow from its first ones."""
+    from rm_optimizer.experiments.study.plan import FROZEN_FILE
+
+    return (folder / FROZEN_FILE).is_file()
+
+
 def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:
     from rm_optimizer.experiments.study.driver import Study
+    from rm_optimizer.experiments.study.executors import executor_named
 
     study = Study(folder)
     started, before = time.monotonic(), study.status().counts
@@ -122,37 +138,12 @@ def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None
         state = "failed" if result is None else f"{result.status} in {result.seconds:.0f} s"
         print(f"[{done + ended}/{total}] {planned.label}: {state}; about {left / 60:.0f} min left", flush=True)
 
-    state = study.run(_executor(executor, workers), retries=retries, on_trial=show)
+    state = study.run(executor_named(executor, workers), retries=retries, on_trial=show)
     _print_status(state)
     if state.counts["failed"]:
         raise ConfigError(
             f"{state.counts['failed']} trials failed; mend the reason, then rm-opt compare retry {folder}"
         )
-
-
-def _executor(name: str, workers: int | None) -> Executor:
-    from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor, RayExecutor
-    from rm_optimizer.records.provenance import num_cores
-
-    cores = num_cores()
-    if name == "inline" and workers not in (None, 1):
-        raise ConfigError("--executor inline runs one trial at a time; leave out --workers, or take --executor process")
-    if name == "inline":
-        return InlineExecutor()
-    if name == "process":
-        devices = _devices()
-        slots = workers or max(1, len(devices))
-        return ProcessExecutor(slots, max(1, cores // slots), devices[:slots])
-    if name == "ray":
-        return RayExecutor(max(1, cores // (workers or 1)), gpus=1.0 if _devices() else 0.0)
-    raise ConfigError(did_you_mean("--executor", name, ("inline", "process", "ray")))
-
-
-def _devices() -> list[str]:
-    import torch
-
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _print_status(state: StudyStatus) -> None:

@@ -1,0 +1,217 @@
+"""`OptimizerComparison`: a fair comparison of optimizers from Python."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
+from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
+from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze
+from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
+from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder
+from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
+from rm_optimizer.experiments.study.driver import StudyStatus
+from rm_optimizer.experiments.study.executors import executor_named
+from rm_optimizer.experiments.study.plan import PlannedTrial
+from rm_optimizer.experiments.study.tasks import config_of
+from rm_optimizer.experiments.study.trial import TrialResult
+from rm_optimizer.optim.registry import OPTIMIZERS
+from rm_optimizer.reporting.optimizer_findings import print_findings, write_findings
+from rm_optimizer.schema.compose import config_root
+from rm_optimizer.training import train_reward_model
+
+log = logging.getLogger("rm_optimizer")
+
+DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")
+FOLDER = Path("outputs", "optimizer_comparison")
+MEASURED_STEPS = 3
+"""Optimizer steps of the run that the estimate of hours is measured on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonCost:
+    """Cost of a comparison, estimated before its first run.
+
+    Args:
+        runs: runs, learning rates beyond the grids aside.
+        step_seconds: measured seconds of a step of the reference.
+        hours: estimated hours of all runs, one after another.
+    """
+
+    runs: int
+    step_seconds: float
+    hours: float
+
+
+class OptimizerComparison:
+    """Comparison of optimizers on equal terms: equally many tuned rates, fresh paired seeds, an untouched test split.
+
+    Results stand in a folder. A comparison that is stopped or killed goes on when it is called again, and repeats
+    nothing that is finished.
+
+    Args:
+        model_name: model preset, hub id or folder of the base model.
+        data_path: source of the training pairs.
+        optimizers: names of at least two optimizers.
+        num_seeds: final seeds of each; None takes the budget's.
+        val_path: source of the validation pairs; None splits them off the training prompts.
+        test_path: source of the test pairs; None splits them off the prompts of the validation pairs.
+        budget: `smoke` (3 rates, 2 seeds, few pairs), `standard` (5 rates, 5 seeds) or `paper` (7 rates, 10 seeds).
+        reference: optimizer that the others are compared with; None is adamw, or the first where it is not there.
+        output_dir: folder of the results.
+        overrides: further options of every run, as `["training.epochs=2", "batching.batch_size=32"]`.
+        executor: `process` (a fresh interpreter a run), `inline` (this process) or `ray`.
+        workers: runs at a time; None is one a GPU, else one.
+        sizes: further fields of `ComparisonOptions`, such as `rates`, `pairs` or `test_pairs`.
+
+    Raises:
+        ConfigError: if an option is unknown, out of its range, or would compare something else than optimizers.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        data_path: str | Path,
+        optimizers: Sequence[str] = DEFAULT_OPTIMIZERS,
+        num_seeds: int | None = None,
+        *,
+        val_path: str | Path | None = None,
+        test_path: str | Path | None = None,
+        budget: str = "standard",
+        reference: str | None = None,
+        output_dir: str | Path = FOLDER,
+        overrides: Sequence[str] = (),
+        executor: str = "process",
+        workers: int | None = None,
+        **sizes: int | None,
+    ) -> None:
+        self.folder = Path(output_dir)
+        self.executor = executor
+        self.workers = workers
+        self.options = ComparisonOptions.of_budget(
+            budget,
+            str(data_path),
+            optimizers,
+            reference=reference,
+            val=None if val_path is None else str(val_path),
+            test=None if test_path is None else str(test_path),
+            seeds=num_seeds,
+            overrides=(*_model_overrides(model_name), *overrides),
+            **sizes,
+        )
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        """The setting of the comparison, written when it is first asked for.
+
+        Raises:
+            ConfigError: if the folder holds another comparison.
+            DataError: if the pairs cannot be used.
+        """
+        return freeze(self.options, self.folder)
+
+    def plan(self) -> ComparisonCost:
+        """Freeze the setting, and estimate the cost from a few measured steps of the reference."""
+        frozen, stages = self.frozen, Stages(self.folder)
+        shortest, step = _measured(frozen, self.folder)
+        passes = {arm: OPTIMIZERS[arm].passes_per_step for arm in self.options.optimizers}
+        each = stages.num_planned / len(passes)
+        more = max(0, frozen.steps - MEASURED_STEPS) * step
+        seconds = sum(each * (shortest + more * count) for count in passes.values())
+        return ComparisonCost(runs=stages.num_planned, step_seconds=step, hours=seconds / 3600)
+
+    def run_experiment(self) -> ComparisonFindings:
+        """Run what has no result yet, and return the findings.
+
+        Raises:
+            ConfigError: if a run failed for good; the same call goes on once the reason is mended.
+            Interrupted: if the user stopped it; the same call goes on.
+        """
+        _ = self.frozen
+        return run_stages(self.folder, self.executor, self.workers)
+
+    def generate_report(self) -> Path:
+        """Print the tables of the finished runs, and write text, JSON and pictures into `report/` of the folder.
+
+        Returns:
+            The text, in Markdown, with the pictures beside it.
+        """
+        return report(self.folder)
+
+
+def run_stages(folder: Path, executor: str, workers: int | None, *, retries: int = 2) -> ComparisonFindings:
+    """Run what has no result yet of the comparison in a folder, and return its findings.
+
+    Args:
+        folder: folder of the comparison.
+        executor: inline, process or ray.
+        workers: runs at a time; None is one a GPU, else one.
+        retries: further attempts at a run that failed.
+
+    Raises:
+        ConfigError: if the folder holds no comparison, or a run failed for good.
+        Interrupted: if the user stopped it; the same call goes on.
+    """
+    stages = Stages(folder)
+    started, done, total = time.monotonic(), 0, stages.num_planned
+
+    def show(planned: PlannedTrial, result: TrialResult | None) -> None:
+        nonlocal done
+        done += 1
+        left = (time.monotonic() - started) / done * max(0, total - finished - done)
+        state = "failed" if result is None else f"{result.status} in {result.seconds:.0f} s"
+        print(f"[{finished + done}/{total}] {planned.label}: {state}; about {left / 60:.0f} min left", flush=True)
+
+    def grow(known: int) -> None:
+        nonlocal total
+        total = max(total, known)
+
+    finished = sum(stages.result(planned) is not None for planned in stages.trials())
+    status = stages.run(executor_named(executor, workers), retries=retries, on_trial=show, on_stage=grow)
+    _require_done(status, folder)
+    return findings(folder)
+
+
+def report(folder: Path) -> Path:
+    """Print and write the findings of the comparison in a folder; return the text's file."""
+    found = findings(folder)
+    print_findings(found)
+    return write_findings(found, folder / "report")[-1]
+
+
+def _require_done(status: StudyStatus, folder: Path) -> None:
+    if status.errors:
+        name, error = next(iter(status.errors.items()))
+        raise ConfigError(
+            f"{len(status.errors)} runs failed, such as {name}: {error}; mend the reason, then rm-opt compare retry "
+            f"{folder}"
+        )
+
+
+def _model_overrides(name: str) -> list[str]:
+    """Overrides of a model preset, or of a model by its path or hub id."""
+    if (Path(config_root()) / "model" / f"{name}.yaml").is_file():
+        return [f"model={name}"]
+    return ["model=custom", f"model.path={name}"]
+
+
+def _measured(frozen: Frozen, folder: Path) -> tuple[float, float]:
+    """Seconds of a run of a few steps of the reference, and of one of its steps."""
+    options = frozen.options
+    rate = options.config(options.reference).optimizer.lr
+    trial = arm_trial(frozen, folder, TUNE, options.reference, rate, FIRST_TUNING_SEED, beside=None)
+    config, recorder = config_of(trial.spec["options"]), ArmRecorder()
+    short = replace(config.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS)
+    with tempfile.TemporaryDirectory() as scratch:
+        before = time.monotonic()
+        train_reward_model(replace(config, training=short, output_dir=scratch), callbacks=[recorder])
+        values: dict[str, Any] = recorder.values
+        return time.monotonic() - before, float(values["step_seconds"])

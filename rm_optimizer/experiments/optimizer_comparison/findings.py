@@ -1,0 +1,312 @@
+"""Findings of a comparison: scores, costs and chosen rates of each arm, and all that a reader must be warned of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from rm_optimizer.core.metrics.effects import SCORES, paired_effect
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import CURVE_FILE, FINAL, MARGINS_FILE, TUNE
+from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, rate_grid
+from rm_optimizer.experiments.optimizer_comparison.recorder import CurvePoint, LearningCurve
+from rm_optimizer.experiments.study.driver import Study
+from rm_optimizer.experiments.study.trial import WORK, Trial, TrialResult
+from rm_optimizer.experiments.verdicts import Verdict, judge
+from rm_optimizer.records.codec import JsonRecord
+
+COSTS = (
+    *("step_seconds", "train_seconds", "tokens", "passes_per_step", "state_bytes", "peak_memory_bytes", "parameters"),
+    *("clipped_share", "top_eigenvalue", "trace", "test_mean_margin", "test_margin_std"),
+    *("test_temperature", "test_reward_std", "test_over_length", "test_tie_rate"),
+)
+"""Numbers of a final trial whose means over seeds are reported without a verdict."""
+FEW_SEEDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatePoint(JsonRecord):
+    """A tuning run.
+
+    Args:
+        arm: its optimizer.
+        rate: learning rate.
+        seed: seed.
+        nll: validation NLL of the last weights; NaN if it diverged.
+        accuracy: validation accuracy, likewise.
+    """
+
+    arm: str
+    rate: float
+    seed: int
+    nll: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeToTarget(JsonRecord):
+    """Medians over seeds of what it took to reach the target; NaN where half of the seeds miss it.
+
+    Args:
+        steps: optimizer steps.
+        tokens: training tokens.
+        seconds: time in steps.
+        missed: seeds that never reached it.
+    """
+
+    steps: float
+    tokens: float
+    seconds: float
+    missed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmFinding(JsonRecord):
+    """An optimizer of a comparison.
+
+    Args:
+        name: its name.
+        chosen: learning rate that tuning chose.
+        seeds: final seeds that finished.
+        diverged: final seeds that diverged.
+        scores: test scores, over seeds and prompts.
+        per_seed: test NLL and accuracy of each finished seed.
+        means: means over seeds of `COSTS`.
+        target: time to the target NLL.
+        curves: evaluations of each finished seed.
+    """
+
+    name: str
+    chosen: ChosenRate
+    seeds: tuple[int, ...]
+    diverged: int
+    scores: dict[str, Estimate]
+    per_seed: dict[str, tuple[float, ...]]
+    means: dict[str, float]
+    target: TimeToTarget
+    curves: tuple[LearningCurve, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonFindings(JsonRecord, indent=1):
+    """The outcome of a comparison of optimizers.
+
+    Args:
+        frozen: the setting.
+        arms: optimizers in the order given.
+        rates: tuning runs.
+        verdicts: challengers against the reference; empty with less than two common seeds.
+        target: validation NLL that the time to target is measured to: median of the reference's tuned final runs.
+        warnings: sentences that belong beside every number.
+        versions: packages that decide the numbers.
+        machine: processor, cores and system.
+        commit: the checkout's commit.
+    """
+
+    frozen: Frozen
+    arms: tuple[ArmFinding, ...]
+    rates: tuple[RatePoint, ...]
+    verdicts: tuple[Verdict, ...]
+    target: float
+    warnings: tuple[str, ...]
+    versions: dict[str, str]
+    machine: dict[str, str]
+    commit: str | None
+
+
+@dataclass(frozen=True)
+class _Final:
+    """A final trial with a result."""
+
+    seed: int
+    trial: Trial
+    result: TrialResult
+
+
+def findings(folder: Path) -> ComparisonFindings:
+    """Findings of the finished trials of a comparison.
+
+    Raises:
+        ConfigError: if the folder holds none, no final trial is finished, or arms differ in what must be equal.
+    """
+    frozen = Frozen.read(folder)
+    if frozen is None:
+        raise ConfigError(f"{folder} holds no comparison of optimizers; rm-opt compare --optimizers … starts one")
+    study = Study(folder)
+    rates = tuple(_rate_points(study))
+    finals = {arm: list(_finals(study, arm, frozen.options.seeds)) for arm in frozen.options.optimizers}
+    finished = {arm: [run for run in runs if run.result.status == "finished"] for arm, runs in finals.items()}
+    if missing := [arm for arm, runs in finished.items() if not runs]:
+        raise ConfigError(f"no final run of {', '.join(missing)} is finished yet; rm-opt compare run {folder} goes on")
+    _require_paired(finished)
+    test = PreferenceDataset.load(str(pairs_file(folder, "test")))
+    target = _target(rates, frozen.options.reference)
+    arms = tuple(
+        _arm(frozen, arm, finals[arm], [point for point in rates if point.arm == arm], test, target) for arm in finals
+    )
+    return ComparisonFindings(
+        frozen=frozen,
+        arms=arms,
+        rates=rates,
+        verdicts=_verdicts(frozen, finished, test),
+        target=target,
+        warnings=tuple(_warnings(frozen, arms)),
+        versions=study.plan.versions,
+        machine=study.plan.machine,
+        commit=study.plan.commit,
+    )
+
+
+def _rate_points(study: Study) -> Iterator[RatePoint]:
+    for planned in study.plan.trials:
+        result, spec = study.trial(planned).result, planned.spec
+        if result is not None and spec["stage"] == TUNE:
+            nll, accuracy = (_number(result, name) for name in ("val_nll", "val_accuracy"))
+            seed = int(spec["options"]["seed"])
+            yield RatePoint(arm=spec["arm"], rate=spec["rate"], seed=seed, nll=nll, accuracy=accuracy)
+
+
+def _finals(study: Study, arm: str, num_seeds: int) -> Iterator[_Final]:
+    """Final trials of an arm that have a result, seed by seed."""
+    for planned in study.plan.trials:
+        trial, spec = study.trial(planned), planned.spec
+        seed, result = int(spec["options"]["seed"]), trial.result
+        if result is not None and (spec["stage"], spec["arm"]) == (FINAL, arm) and seed < num_seeds:
+            yield _Final(seed, trial, result)
+
+
+def _number(result: TrialResult, name: str) -> float:
+    value = result.values.get(name)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _target(rates: Sequence[RatePoint], reference: str) -> float:
+    """Smallest mean validation NLL of the reference's tuning runs, known before any final run."""
+    scores = _mean_scores([point for point in rates if point.arm == reference])
+    return min(scores.values(), default=math.nan)
+
+
+def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
+    """Mean validation NLL of each rate, infinite where a run diverged."""
+    return {
+        rate: fmean(math.inf if math.isnan(point.nll) else point.nll for point in points if point.rate == rate)
+        for rate in dict.fromkeys(point.rate for point in points)
+    }
+
+
+def _require_paired(finished: Mapping[str, Sequence[_Final]]) -> None:
+    """Refuse runs of one seed that did not start from the same weights, or saw other pairs or another order."""
+    for name, what in (
+        ("train_fingerprint", "training pairs"),
+        ("initial", "first weights"),
+        ("order", "order of the pairs"),
+    ):
+        seen: dict[int, object] = {}
+        for arm, runs in finished.items():
+            for run in runs:
+                value = run.result.values.get(name)
+                if seen.setdefault(run.seed, value) != value:
+                    raise ConfigError(
+                        f"the {what} of {arm}, seed {run.seed}, are not those of the other optimizers; the comparison "
+                        "would not be paired: run it in another folder"
+                    )
+
+
+def _arm(
+    frozen: Frozen,
+    name: str,
+    runs: Sequence[_Final],
+    points: Sequence[RatePoint],
+    test: PreferenceDataset,
+    target: float,
+) -> ArmFinding:
+    finished = [run for run in runs if run.result.status == "finished"]
+    margins = _margins(finished)
+    label, weight = _labels(test)
+    scores: dict[str, Estimate] = {
+        score: paired_effect(margins, None, test.prompt_ids, score, label=label, weight=weight, num_bootstrap=1000)
+        for score in SCORES
+    }
+    curves = tuple(
+        LearningCurve.from_json((run.trial.folder / WORK / CURVE_FILE).read_text(encoding="utf-8")) for run in finished
+    )
+    grid = rate_grid(frozen.options.config(name).optimizer.lr, frozen.options.rates)
+    return ArmFinding(
+        name=name,
+        chosen=chosen_rate(_mean_scores(points), grid),
+        seeds=tuple(run.seed for run in finished),
+        diverged=len(runs) - len(finished),
+        scores=scores,
+        per_seed={
+            score: tuple(_number(run.result, f"test_{score}") for run in finished) for score in ("nll", "accuracy")
+        },
+        means={cost: fmean(_number(run.result, cost) for run in finished) for cost in COSTS},
+        target=_time_to(target, curves),
+        curves=curves,
+    )
+
+
+def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
+    """Medians over runs of the first evaluation at or below the target; a run that misses it counts as infinite."""
+    reached = [next((point for point in curve.points if point.nll <= target), None) for curve in curves]
+
+    def middle(values: Sequence[float]) -> float:
+        found = median(values)
+        return found if math.isfinite(found) else math.nan
+
+    def of(name: str, point: CurvePoint | None) -> float:
+        return math.inf if point is None else float(getattr(point, name))
+
+    return TimeToTarget(
+        steps=middle([of("step", point) for point in reached]),
+        tokens=middle([of("tokens", point) for point in reached]),
+        seconds=middle([of("seconds", point) for point in reached]),
+        missed=sum(point is None for point in reached),
+    )
+
+
+def _margins(runs: Sequence[_Final]) -> np.ndarray:
+    return np.stack([np.load(run.trial.folder / WORK / MARGINS_FILE)["test"] for run in runs])
+
+
+def _labels(test: PreferenceDataset) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
+
+
+def _verdicts(frozen: Frozen, finished: Mapping[str, Sequence[_Final]], test: PreferenceDataset) -> tuple[Verdict, ...]:
+    """Verdicts over the seeds that every arm finished."""
+    common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
+    if len(common) < 2:
+        return ()
+    margins = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finished.items()}
+    label, weight = _labels(test)
+    return tuple(judge(margins, test.prompt_ids, reference=frozen.options.reference, label=label, weight=weight))
+
+
+def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
+    """Sentences on what weakens the comparison."""
+    options, found = frozen.options, []
+    if min(len(arm.seeds) for arm in arms) < options.seeds:
+        counts = ", ".join(f"{arm.name} {len(arm.seeds)}" for arm in arms if len(arm.seeds) < options.seeds)
+        found.append(f"of {options.seeds} final seeds, fewer are finished: {counts}")
+    if min(len(arm.seeds) for arm in arms) < FEW_SEEDS:
+        found.append(f"fewer than {FEW_SEEDS} seeds: only large differences can be found")
+    for arm in arms:
+        if arm.chosen.at_edge:
+            found.append(
+                f"{arm.name}: the best learning rate {arm.chosen.rate:g} stands at the edge of those tried: a better "
+                "one may lie beyond"
+            )
+        elif arm.chosen.extra:
+            found.append(f"{arm.name}: {arm.chosen.extra} learning rates were added beyond the grid's edge")
+        if arm.diverged:
+            found.append(f"{arm.name}: {arm.diverged} final seeds diverged; they are in no mean")
+    return found

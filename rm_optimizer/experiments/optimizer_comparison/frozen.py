@@ -1,0 +1,209 @@
+"""Everything that is equal across the arms of a comparison, written once and hashed before the first run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
+from rm_optimizer.experiments.study.plan import FROZEN_FILE
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.run_options import flat, is_among, options_of
+from rm_optimizer.schema import DataConfig, TrainConfig, compose, typed
+from rm_optimizer.training.base_model import build_model
+
+PARTS = ("train", "val", "test")
+KEPT = ("id", "source", "subset")
+"""Metadata that the written pairs keep."""
+HELD_OUT = 0.2
+"""Share of the prompts held out where no validation pairs are given; half of them are the test split."""
+_OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen(JsonRecord, indent=1):
+    """The setting of a comparison, `frozen.json`.
+
+    Args:
+        digest: digest of all that follows, which every trial carries.
+        options: comparison's options.
+        model: digest of the base model's weights, with the head that seed 0 draws.
+        fingerprints: digests of the pairs, by `PARTS`.
+        sizes: number of pairs, by `PARTS`.
+        prompts: number of different prompts, by `PARTS`.
+        shared: digest of the options that all runs share.
+        steps: optimizer steps of every run.
+    """
+
+    digest: str
+    options: ComparisonOptions
+    model: str
+    fingerprints: dict[str, str]
+    sizes: dict[str, int]
+    prompts: dict[str, int]
+    shared: str
+    steps: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Frozen | None:
+        """The setting of the comparison in a folder; None if there is none.
+
+        Raises:
+            ConfigError: if it is damaged.
+        """
+        path = folder / FROZEN_FILE
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged; start the comparison in another folder") from error
+
+
+def pairs_file(folder: Path, part: str) -> Path:
+    """File of the pairs of a split, one of `PARTS`, in the folder of a comparison."""
+    return folder / "data" / f"{part}.jsonl"
+
+
+def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
+    """Write the pairs and the setting of a comparison, or read them where the folder holds the same one.
+
+    Args:
+        options: options of the comparison.
+        folder: its folder.
+
+    Raises:
+        ConfigError: if options are refused, or the folder holds another comparison.
+        DataError: if pairs cannot be read, or the splits share prompts.
+    """
+    options.require_fair()
+    splits = _splits(options)
+    known = Frozen.read(folder)
+    fingerprints = {part: data.fingerprint for part, data in splits.items()}
+    if known is not None:
+        _require_same(known, options, fingerprints, folder)
+        known = replace(known, options=options)
+        write_text(folder / FROZEN_FILE, known.to_json() + "\n")
+        return known
+    for part, data in splits.items():
+        _write_pairs(pairs_file(folder, part), data)
+    config = options.config(options.reference)
+    contents = {
+        "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
+        "fingerprints": fingerprints,
+        "shared": _shared_digest(config),
+        "steps": _steps(config, len(splits["train"])),
+    }
+    frozen = Frozen(
+        digest=digest(contents),
+        options=options,
+        sizes={part: len(data) for part, data in splits.items()},
+        prompts={part: len(set(data.prompt_ids)) for part, data in splits.items()},
+        **contents,  # type: ignore[arg-type]
+    )
+    write_text(folder / FROZEN_FILE, frozen.to_json() + "\n")
+    return frozen
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Digest of a model's parameters by name, from their sums and sums of squares in float64.
+
+    Differing values give differing digests but for a coincidence of both sums to the last bit.
+    """
+    content = hashlib.sha256()
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            values = parameter.detach().double()
+            sums = float(values.sum()), float(values.square().sum())
+            content.update(f"{name} {sums[0].hex()} {sums[1].hex()}\n".encode())
+    return content.hexdigest()[:16]
+
+
+def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
+    data = _data_config(options)
+    train = load_pairs(options.train, data)
+    if options.val is None:
+        train, held_out = train.split_by_prompt(HELD_OUT, data.split_seed)
+    else:
+        held_out = load_pairs(options.val, data)
+    if options.test is None:
+        val, test = held_out.split_by_prompt(_test_share(options), data.split_seed)
+    else:
+        val, test = held_out, load_pairs(options.test, data)
+    require_disjoint_prompts(train, val)
+    for name, other in (("training", train), ("validation", val)):
+        if not set(other.prompt_ids).isdisjoint(test.prompt_ids):
+            raise DataError(
+                f"test prompts must be untouched, but some stand in the {name} pairs; remove them from --test"
+            )
+    return {
+        "train": train if options.pairs is None else train.subset(options.pairs, data.split_seed),
+        "val": _limited(val, options.pairs_per_prompt, options.val_pairs, data.split_seed),
+        "test": _limited(test, options.pairs_per_prompt, options.test_pairs, data.split_seed),
+    }
+
+
+def _data_config(options: ComparisonOptions) -> DataConfig:
+    """Options for reading the sources."""
+    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
+    return typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
+
+
+def _test_share(options: ComparisonOptions) -> float:
+    if options.val_pairs is None or options.test_pairs is None:
+        return 0.5
+    return options.test_pairs / (options.val_pairs + options.test_pairs)
+
+
+def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
+    """A random part of the pairs, in their order, with at most so many of each prompt."""
+    if per_prompt is not None:
+        seen: Counter[str] = Counter()
+        kept = []
+        for position in np.random.default_rng(seed).permutation(len(data)).tolist():
+            seen[data.prompt_ids[position]] += 1
+            if seen[data.prompt_ids[position]] <= per_prompt:
+                kept.append(position)
+        data = PreferenceDataset.from_pairs(data[position] for position in sorted(kept))
+    return data if most is None else data.subset(most, seed)
+
+
+def _write_pairs(path: Path, data: PreferenceDataset) -> None:
+    write_text(path, "".join(json.dumps(_row(pair)) + "\n" for pair in data.pairs))
+
+
+def _row(pair: PreferencePair) -> dict[str, object]:
+    row = pair.to_dict()
+    metadata = row.pop("metadata")
+    return row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None}
+
+
+def _shared_digest(config: TrainConfig) -> str:
+    """Digest of the options of a run that are not an arm's own."""
+    return digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)])
+
+
+def _steps(config: TrainConfig, num_pairs: int) -> int:
+    training = config.training
+    return training.max_steps or math.ceil(training.epochs * math.ceil(num_pairs / config.batching.batch_size))
+
+
+def _require_same(known: Frozen, options: ComparisonOptions, fingerprints: dict[str, str], folder: Path) -> None:
+    """Refuse other options than those that the folder was begun with; more final seeds are welcome."""
+    before = replace(known.options, seeds=options.seeds)
+    if before != options or known.fingerprints != fingerprints:
+        names = [name for name in vars(options) if getattr(before, name) != getattr(options, name)]
+        changed = ", ".join(names) or "pairs in the same files"
+        raise ConfigError(f"{folder} holds a comparison with other {changed}; choose another --output")

@@ -1,0 +1,143 @@
+"""Record of a run of a comparison: order of the pairs, learning curve, time, memory and passes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+
+from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.experiments.optimizer_comparison.frozen import weights_digest
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.training.callbacks.loop import Evaluation
+from rm_optimizer.training.callbacks.rss import rss_bytes
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+WARM_UP = 2
+"""First steps that are not timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint(JsonRecord):
+    """An evaluation during training.
+
+    Args:
+        step: optimizer steps done.
+        tokens: training tokens until then, padding aside.
+        seconds: time spent in steps until then.
+        nll: validation NLL.
+        accuracy: validation accuracy.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    nll: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningCurve(JsonRecord):
+    """Evaluations of a run, `curve.json` in a trial's work.
+
+    Args:
+        points: evaluations in order.
+    """
+
+    points: tuple[CurvePoint, ...]
+
+
+class ArmRecorder(pl.Callback):
+    """Watches a run without a trace in it.
+
+    Attributes:
+        initial: digest of the weights before the first step.
+        points: evaluations in order.
+    """
+
+    def __init__(self) -> None:
+        self.initial = ""
+        self.points: list[CurvePoint] = []
+        self._order = hashlib.sha256()
+        self._step_seconds: list[float] = []
+        self._tokens = self._peak = self._clipped = self._state_bytes = self._passes = 0
+        self._began = self._evaluating = 0.0
+
+    @property
+    def values(self) -> dict[str, float | int | str | None]:
+        """Numbers of the run for its trial."""
+        timed = self._step_seconds[WARM_UP:] or self._step_seconds
+        return {
+            "initial": self.initial,
+            "order": self._order.hexdigest()[:16],
+            "tokens": self._tokens,
+            "step_seconds": median(timed),
+            "train_seconds": sum(self._step_seconds),
+            "passes_per_step": self._passes / len(self._step_seconds),
+            "clipped_share": self._clipped / len(self._step_seconds),
+            "state_bytes": self._state_bytes,
+            "peak_memory_bytes": self._peak,
+        }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the digest of the weights that training starts from."""
+        assert isinstance(pl_module, RewardModelLightning)
+        self.initial = weights_digest(pl_module.model)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start the step's clock."""
+        self._evaluating, self._began = _evaluation(trainer).seconds, time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the step, and the evaluation if one was due."""
+        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(batch, MacroBatch)
+        evaluation = _evaluation(trainer)
+        elapsed = time.perf_counter() - self._began
+        self._step_seconds.append(elapsed - (evaluation.seconds - self._evaluating))
+        self._order.update(np.ascontiguousarray(batch.pair_index, dtype="<i8").tobytes())
+        self._tokens += sum(micro.num_tokens for micro in batch.micro)
+        limit = pl_module.gradient_clip_norm or float("inf")
+        self._clipped += pl_module.step_metrics["train/grad_norm"] > limit
+        self._passes = pl_module.passes_made
+        self._peak = max(self._peak, _memory_bytes())
+        if len(self._step_seconds) == 1:
+            self._state_bytes = _state_bytes(trainer.optimizers[0])
+        latest = evaluation.latest
+        if latest is not None and latest.step == trainer.global_step:
+            metrics = latest.metrics
+            self.points.append(
+                CurvePoint(
+                    step=latest.step,
+                    tokens=self._tokens,
+                    seconds=sum(self._step_seconds),
+                    nll=metrics.nll.value,
+                    accuracy=metrics.accuracy.value,
+                )
+            )
+
+
+def _evaluation(trainer: pl.Trainer) -> Evaluation:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
+
+
+def _memory_bytes() -> int:
+    """Most memory of the GPU since the start, or resident memory now where there is none."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else rss_bytes()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))

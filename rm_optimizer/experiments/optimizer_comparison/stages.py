@@ -1,0 +1,188 @@
+"""Stages of a comparison: each is a list of trials that follows from the finished trials of the stages before.
+
+Freeze writes what is equal across arms. Tuning tries equally many learning rates of every optimizer on seeds of its
+own. The final stage runs fresh seeds, the same for every arm, at the chosen rates. All trials stand in one study, so a
+comparison that is killed anywhere goes on with what has no result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import FINAL, TASK, TUNE, arm_trial, takes_adamw_rate
+from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen
+from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, next_rate, rate_grid
+from rm_optimizer.experiments.study.driver import TRIALS, OnTrial, Study, StudyStatus
+from rm_optimizer.experiments.study.executors import Executor
+from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, PlannedTrial, publish
+from rm_optimizer.experiments.study.trial import Trial, TrialResult
+
+FIRST_TUNING_SEED = 1000
+"""Tuning seeds start here, final seeds at 0."""
+ADAMW = "adamw"
+
+
+@dataclass(frozen=True)
+class TunedArm:
+    """Tuning runs of an optimizer.
+
+    Args:
+        grid: rates of the first grid.
+        trials: runs of each rate that was planned, a trial for each tuning seed.
+        beside: rate of its AdamW half; None where it has none, or the preset's is kept.
+    """
+
+    grid: tuple[float, ...]
+    trials: Mapping[float, Sequence[PlannedTrial]]
+    beside: float | None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The trials of a comparison in its folder.
+
+    Args:
+        folder: the folder, which holds a frozen setting.
+    """
+
+    folder: Path
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        """The comparison's setting.
+
+        Raises:
+            ConfigError: if the folder holds no comparison.
+        """
+        frozen = Frozen.read(self.folder)
+        if frozen is None:
+            raise ConfigError(
+                f"{self.folder} holds no comparison of optimizers ({FROZEN_FILE} is missing); start one with "
+                f"rm-opt compare --optimizers adamw,muon --data PAIRS --output {self.folder}"
+            )
+        return frozen
+
+    @property
+    def num_planned(self) -> int:
+        """Trials of the whole comparison, rates beyond the grids aside."""
+        options = self.frozen.options
+        return len(options.optimizers) * (options.rates * options.tuning_seeds + options.seeds)
+
+    def tuned(self, arm: str) -> TunedArm | None:
+        """Tuning runs of an optimizer; None while the rate that it takes over from AdamW is not known."""
+        options = self.frozen.options
+        beside = None
+        if takes_adamw_rate(arm) and ADAMW in options.optimizers:
+            chosen = self.chosen(ADAMW)
+            if chosen is None:
+                return None
+            beside = chosen.rate
+        grid = rate_grid(options.config(arm).optimizer.lr, options.rates)
+        rates = list(grid)
+        while True:
+            trials = {
+                rate: [self._trial(TUNE, arm, rate, seed, beside) for seed in self._tuning_seeds] for rate in rates
+            }
+            scores = self._scores(trials)
+            extra = None if scores is None else next_rate(scores, grid)
+            if extra is None:
+                return TunedArm(grid, trials, beside)
+            rates.append(extra)
+
+    def chosen(self, arm: str) -> ChosenRate | None:
+        """The learning rate that tuning chose for an optimizer; None until its tuning runs are finished."""
+        tuned = self.tuned(arm)
+        scores = None if tuned is None else self._scores(tuned.trials)
+        return None if tuned is None or scores is None else chosen_rate(scores, tuned.grid)
+
+    def final(self, arm: str) -> list[PlannedTrial]:
+        """Final runs of an optimizer, one for each seed; empty until all are tuned, or if all of its rates diverge."""
+        chosen = {name: self.chosen(name) for name in self.frozen.options.optimizers}
+        tuned, own = self.tuned(arm), chosen[arm]
+        if any(found is None for found in chosen.values()) or tuned is None or own is None or own.rate is None:
+            return []
+        return [self._trial(FINAL, arm, own.rate, seed, tuned.beside) for seed in range(self.frozen.options.seeds)]
+
+    def trials(self) -> list[PlannedTrial]:
+        """All trials that are known by now: tuning runs, then final runs seed by seed."""
+        options = self.frozen.options
+        tuned = [self.tuned(arm) for arm in options.optimizers]
+        tuning = [trial for found in tuned if found for runs in found.trials.values() for trial in runs]
+        finals = [self.final(arm) for arm in options.optimizers]
+        return tuning + [runs[seed] for seed in range(options.seeds) for runs in finals if runs]
+
+    def result(self, planned: PlannedTrial) -> TrialResult | None:
+        """The result of a trial; None until there is one."""
+        return self._results.get(planned.name) or self._read(planned)
+
+    def run(
+        self,
+        executor: Executor,
+        *,
+        retries: int = 2,
+        on_trial: OnTrial | None = None,
+        on_stage: Callable[[int], None] = lambda num_trials: None,
+    ) -> StudyStatus:
+        """Run stage after stage until every trial has a result.
+
+        Args:
+            executor: runs the trials.
+            retries: further attempts at a trial that failed or whose process was killed.
+            on_trial: called with each trial that ended.
+            on_stage: called with the number of trials known so far, whenever more are planned.
+
+        Raises:
+            Interrupted: if the user stopped it; the same call goes on.
+        """
+        while True:
+            known = self.trials()
+            publish(self.folder, TASK, known, extends=(self.folder / PLAN_FILE).exists())
+            on_stage(len(known))
+            status = Study(self.folder).run(executor, retries=retries, on_trial=on_trial)
+            if not status.is_done or len(self.trials()) == len(known):
+                return status
+
+    @property
+    def _tuning_seeds(self) -> range:
+        return range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.frozen.options.tuning_seeds)
+
+    @cached_property
+    def _results(self) -> dict[str, TrialResult]:
+        return {}
+
+    def _read(self, planned: PlannedTrial) -> TrialResult | None:
+        result = Trial(self.folder / TRIALS / planned.name).result
+        if result is not None:
+            self._results[planned.name] = result
+        return result
+
+    @cached_property
+    def _trials(self) -> dict[tuple[object, ...], PlannedTrial]:
+        return {}
+
+    def _trial(self, stage: str, arm: str, rate: float, seed: int, beside: float | None) -> PlannedTrial:
+        key = (stage, arm, rate, seed, beside)
+        if key not in self._trials:
+            self._trials[key] = arm_trial(self.frozen, self.folder, stage, arm, rate, seed, beside=beside)
+        return self._trials[key]
+
+    def _scores(self, trials: Mapping[float, Sequence[PlannedTrial]]) -> dict[float, float] | None:
+        """Mean validation NLL of each rate, infinite where a run diverged; None while a run has no result."""
+        scores: dict[float, float] = {}
+        for rate, runs in trials.items():
+            results = [self.result(run) for run in runs]
+            if any(result is None for result in results):
+                return None
+            scores[rate] = fmean(_nll(result) for result in results if result is not None)
+        return scores
+
+
+def _nll(result: TrialResult) -> float:
+    value = result.values.get("val_nll")
+    return float(value) if isinstance(value, int | float) else math.inf

@@ -1,0 +1,165 @@
+"""Tables, text and files of a comparison of optimizers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
+from rm_optimizer.records.files import write_text
+from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_curves, plot_rate_sensitivity
+from rm_optimizer.reporting.style import save_figure
+from rm_optimizer.reporting.tables import new_table, output_console
+
+FINDINGS_FILE, TEXT_FILE = "findings.json", "report.md"
+PICTURES = {"rates.png": "Learning-rate sensitivity", "differences.png": "Differences", "curves.png": "Learning curves"}
+_BYTES_OF_MB = 1e6
+
+
+@dataclass(frozen=True)
+class FindingTable:
+    """A table of text, for a terminal or a Markdown file.
+
+    Args:
+        title: its heading.
+        header: names of the columns.
+        rows: cells.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        lines = [self.header, tuple("---" for _ in self.header), *self.rows]
+        return f"**{self.title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def print_findings(found: ComparisonFindings, console: Console | None = None) -> None:
+    """Print the tables of a comparison and what must be known to read them.
+
+    Args:
+        found: the findings.
+        console: destination; None is standard output.
+    """
+    console = console or output_console()
+    for table in finding_tables(found):
+        shown = new_table(table.title, *table.header)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        console.print(shown)
+    for sentence in found.warnings:
+        console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+
+def write_findings(found: ComparisonFindings, folder: Path) -> list[Path]:
+    """Write `findings.json`, `report.md` and the pictures, each file whole or not at all.
+
+    Args:
+        found: the findings.
+        folder: folder of the files.
+    """
+    files = [write_text(folder / FINDINGS_FILE, found.to_json() + "\n")]
+    files += save_figure(plot_rate_sensitivity(found), folder / "rates.png")
+    files += save_figure(plot_curves(found), folder / "curves.png")
+    if found.verdicts:
+        files += save_figure(plot_arm_differences(found), folder / "differences.png")
+    else:
+        (folder / "differences.png").unlink(missing_ok=True)
+    shown = [f"![{PICTURES[file.name]}]({file.name})" for file in files if file.name in PICTURES]
+    notes = "\n".join(f"- {sentence}" for sentence in found.warnings)
+    parts = ["# Comparison of optimizers", methods(found), *([notes] if notes else [])]
+    parts += [table.markdown() for table in finding_tables(found)] + shown
+    return [*files, write_text(folder / TEXT_FILE, "\n\n".join(parts) + "\n")]
+
+
+def methods(found: ComparisonFindings) -> str:
+    """The paragraph of methods, from the plan."""
+    frozen, options = found.frozen, found.frozen.options
+    parts = found.versions
+    tried = f"{options.rates} learning rates a half decade apart, {options.tuning_seeds} tuning seed(s) each"
+    return (
+        f"{frozen.sizes['train']:,} training pairs, {frozen.steps:,} steps, last weights. "
+        f"Each optimizer was tuned on {tried}, by the NLL on {frozen.sizes['val']:,} validation pairs; a rate at the "
+        f"edge was extended. Then {options.seeds} fresh seeds of each ran with equal first weights and equal order of "
+        f"the pairs, judged on {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts that neither "
+        f"training nor tuning saw. Primary metric: test NLL against {options.reference}, Holm over the challengers. "
+        f"Options: `{' '.join(options.overrides)}`. Setting {frozen.digest}; {found.machine['processor']}, torch "
+        f"{parts.get('torch')}, transformers {parts.get('transformers')}, commit {found.commit}."
+    )
+
+
+def finding_tables(found: ComparisonFindings) -> list[FindingTable]:
+    """Verdicts, tuning and costs."""
+    return [_verdict_table(found), _rate_table(found), _cost_table(found)]
+
+
+def _verdict_table(found: ComparisonFindings) -> FindingTable:
+    frozen = found.frozen
+    title = f"Test scores on {frozen.sizes['test']:,} pairs of {frozen.prompts['test']:,} prompts, 95 % intervals"
+    primary = {item.arm: item for item in found.verdicts if item.is_primary}
+    rows = []
+    for arm in found.arms:
+        scores = [str(arm.scores[name]) for name in ("accuracy", "nll", "brier", "ece")]
+        item = primary.get(arm.name)
+        judged = ["", "", "", ""]
+        if item is not None:
+            p = "n/a" if item.holm_p is None else f"{item.holm_p:.3f}"
+            judged = [f"{item.difference:+.3f}", p, item.verdict, f"{item.detectable:.3f}"]
+        elif arm.name == frozen.options.reference:
+            judged = ["reference", "", "", ""]
+        rows.append((arm.name, _rate(arm), str(len(arm.seeds)), *scores, *judged))
+    header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL less reference", "Holm p", "verdict")
+    return FindingTable(title, (*header, "detectable"), tuple(rows))
+
+
+def _rate(arm: ArmFinding) -> str:
+    rate = arm.chosen.rate
+    return "none" if rate is None else f"{rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
+
+
+def _rate_table(found: ComparisonFindings) -> FindingTable:
+    rows = []
+    for arm in found.arms:
+        points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
+        cells = [f"{point.rate:g}: {_known(point.nll, '.4f', 'diverged')}" for point in points]
+        rows.append((arm.name, ", ".join(cells)))
+    title = f"Tuning: validation NLL on {found.frozen.sizes['val']:,} pairs by learning rate"
+    return FindingTable(title, ("arm", "learning rate: NLL"), tuple(rows))
+
+
+def _cost_table(found: ComparisonFindings) -> FindingTable:
+    rows = []
+    for arm in found.arms:
+        means, target = arm.means, arm.target
+        reached = (
+            f"{_known(target.steps, '.0f', 'missed')} ({len(arm.seeds) - target.missed} of {len(arm.seeds)} seeds)"
+        )
+        rows.append(
+            (
+                arm.name,
+                f"{means['step_seconds']:.2f}",
+                f"{means['tokens'] / means['train_seconds']:,.0f}",
+                f"{means['passes_per_step']:.0f}",
+                f"{means['state_bytes'] / _BYTES_OF_MB:,.1f}",
+                f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
+                f"{means['clipped_share']:.0%}",
+                _known(means["top_eigenvalue"], ".1f", "n/a"),
+                _known(means["trace"], ".0f", "n/a"),
+                reached,
+                _known(target.tokens, ",.0f", "missed"),
+                _known(target.seconds, ".1f", "missed"),
+            )
+        )
+    header = ("arm", "s/step", "tokens/s", "passes", "state MB", "memory MB", "clipped", "top eigenvalue", "trace")
+    title = f"Cost, curvature, and first evaluation at or below validation NLL {found.target:.4f}"
+    return FindingTable(title, (*header, "steps to it", "tokens to it", "seconds to it"), tuple(rows))
+
+
+def _known(value: float, form: str, missing: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else missing

@@ -1,0 +1,115 @@
+"""Pictures of a comparison of optimizers: learning-rate sensitivity, differences and learning curves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
+from rm_optimizer.reporting.plots import CHANCE_LOSS
+from rm_optimizer.reporting.style import GRAY, INK, SERIES, captioned_figure, count_ticks, draw_legend, two_panels
+
+
+def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
+    """Validation NLL of the last weights against the learning rate, a line for each optimizer.
+
+    Args:
+        found: findings of the comparison.
+    """
+    options = found.frozen.options
+    count = found.frozen.sizes["val"]
+    caption = f"n = {count:,} validation pairs; {options.tuning_seeds} tuning seed(s) a rate; ring: chosen"
+    figure, (axes,) = captioned_figure("Learning-rate sensitivity", caption)
+    axes.axhline(CHANCE_LOSS, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance")
+    for index, arm in enumerate(found.arms):
+        points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
+        rates = sorted({point.rate for point in points})
+        means = [float(np.mean([point.nll for point in points if point.rate == rate])) for rate in rates]
+        axes.plot(rates, means, label=arm.name, marker="o", markersize=4, **_line(index))
+        axes.plot(
+            [point.rate for point in points], [point.nll for point in points], ".", color=_color(index), alpha=0.4
+        )
+        if arm.chosen.rate is not None:
+            ring = {"marker": "o", "markersize": 10, "fillstyle": "none", "markeredgewidth": 1.8}
+            axes.plot([arm.chosen.rate], [means[rates.index(arm.chosen.rate)]], color=_color(index), **ring)  # type: ignore[arg-type]
+    axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation NLL (nats a pair)")
+    draw_legend(axes)
+    return figure
+
+
+def plot_arm_differences(found: ComparisonFindings) -> Figure:
+    """Differences to the reference in test NLL and accuracy, with 95 % intervals.
+
+    Args:
+        found: findings with verdicts.
+    """
+    frozen = found.frozen
+    arms = [arm.name for arm in found.arms if arm.name != frozen.options.reference]
+    caption = (
+        f"each optimizer less {frozen.options.reference}, 95 % intervals over seeds; {_num_seeds(found)} seeds; "
+        f"n = {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts"
+    )
+    figure, panels = two_panels("Differences to the reference", caption, ratios=(1, 1), shares_x=False)
+    figure.set_size_inches(7.0, 3.2 + 0.5 * len(arms))
+    for axes, score, label in zip(
+        panels, ("nll", "accuracy"), ("NLL, nats (left is better)", "accuracy (right is better)"), strict=True
+    ):
+        items = {item.arm: item for item in found.verdicts if item.score == score}
+        for row, arm in enumerate(arms):
+            item = items[arm]
+            color = {"better": SERIES[0], "worse": SERIES[1]}.get(item.verdict, INK)
+            estimate = item.difference
+            if estimate.low is not None and estimate.high is not None:
+                axes.hlines(row, estimate.low, estimate.high, color=color, linewidth=2.0)
+            axes.plot([estimate.value], [row], marker="o", markersize=6, color=color)
+        axes.axvline(0.0, color=GRAY, linewidth=1.2)
+        axes.set_yticks(range(len(arms)), [f"{arm}: {items[arm].verdict}" for arm in arms])
+        axes.set(ylim=(len(arms) - 0.5, -0.5), xlabel=f"difference in {label}")
+        axes.margins(x=0.15)
+    return figure
+
+
+def plot_curves(found: ComparisonFindings) -> Figure:
+    """Validation NLL of the final runs over steps and over seconds, with the target.
+
+    Args:
+        found: findings of the comparison.
+    """
+    caption = "pale: each seed; strong: mean over seeds; dashed: target"
+    figure, panels = two_panels("Learning curves of the final runs", caption, ratios=(1, 1), shares_x=False)
+    for axes, name, label in zip(panels, ("step", "seconds"), ("optimizer step", "seconds in steps"), strict=True):
+        if math.isfinite(found.target):
+            axes.axhline(found.target, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2)
+        for index, arm in enumerate(found.arms):
+            _draw_curves(axes, arm, name, index)
+        axes.set(xlabel=label, ylabel="validation NLL")
+    count_ticks(panels[0].xaxis)
+    draw_legend(panels[0])
+    return figure
+
+
+def _draw_curves(axes: Any, arm: ArmFinding, name: str, index: int) -> None:
+    courses = [[(getattr(point, name), point.nll) for point in curve.points] for curve in arm.curves if curve.points]
+    for course in courses:
+        axes.plot(*zip(*course, strict=True), color=_color(index), linewidth=0.8, alpha=0.3)
+    shortest = min(map(len, courses), default=0)
+    if shortest:
+        mean = np.mean([course[:shortest] for course in courses], axis=0)
+        axes.plot(mean[:, 0], mean[:, 1], label=arm.name, marker="o", markersize=3.5, **_line(index))
+
+
+def _num_seeds(found: ComparisonFindings) -> str:
+    counts = sorted({len(arm.seeds) for arm in found.arms})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _color(index: int) -> str:
+    return SERIES[index % len(SERIES)]
+
+
+def _line(index: int) -> dict[str, Any]:
+    """Color and dashes of a series; colors repeat with other dashes."""
+    return {"color": _color(index), "linestyle": ("-", "--", ":", "-.")[index // len(SERIES) % 4], "linewidth": 1.7}

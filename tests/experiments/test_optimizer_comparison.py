@@ -1,0 +1,209 @@
+"""A comparison of optimizers tunes each alike, runs paired seeds on equal terms, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.errors import ConfigError, TrainingDiverged
+from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
+from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
+from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.rates import chosen_rate, next_rate, rate_grid
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages
+from rm_optimizer.experiments.study.driver import Study
+from rm_optimizer.experiments.study.executors import InlineExecutor
+from rm_optimizer.landscape import OptimizerComparison
+from rm_optimizer.schema.data import SyntheticConfig
+from tests.training.conftest import SMALL
+
+SHARED = [option for option in SMALL if option.startswith(("hardware.", "hardware=", "model.", "batching."))]
+OPTIONS = [*SHARED, "batching.batch_size=8", "training.evals_per_epoch=1"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of synthetic pairs."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [pair.to_dict() for pair in synthetic_world(SyntheticConfig(num_train=160, num_val=2)).train]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "metadata"}) + "\n" for row in rows))
+    return path
+
+
+def comparison(file: Path, folder: Path, *optimizers: str, **given: Any) -> OptimizerComparison:
+    sizes = {"pairs": 24, "val_pairs": 12, "test_pairs": 12, "curvature_pairs": 4} | given
+    return OptimizerComparison(
+        model_name="tiny",
+        data_path=file,
+        optimizers=optimizers or ("adamw", "sgd"),
+        num_seeds=2,
+        budget="smoke",
+        output_dir=folder,
+        overrides=OPTIONS,
+        executor="inline",
+        **sizes,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptimizerComparison, ComparisonFindings]:
+    """A finished comparison of two optimizers, as the tutorial runs one."""
+    run = comparison(pairs, tmp_path_factory.mktemp("comparison") / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "next_rate", lambda scores, grid: None)  # edges are tested without training
+        return run, run.run_experiment()
+
+
+def test_every_arm_gets_as_many_rates_and_the_same_seeds_weights_and_order(finished):
+    run, found = finished
+    study = Study(run.folder)
+    for arm in found.arms:
+        tuned = {point.rate for point in found.rates if point.arm == arm.name}
+        assert len(tuned) == 3
+        assert arm.seeds == (0, 1)
+        assert {point.seed for point in found.rates} == {1000}
+    values = [study.trial(planned).result.values for planned in study.plan.trials if planned.spec["stage"] == "final"]
+    by_seed = {
+        value["seed"]: {(v["order"], v["initial"]) for v in values if v["seed"] == value["seed"]} for value in values
+    }
+    assert [len(each) for each in by_seed.values()] == [1, 1]
+    assert by_seed[0] != by_seed[1]
+
+
+def test_tuning_never_reads_the_test_pairs_whose_prompts_nothing_else_has(finished):
+    run, _ = finished
+    for planned in Study(run.folder).plan.trials:
+        assert ("test" in planned.spec["scored"]) == (planned.spec["stage"] == "final")
+    prompts = [
+        set(PreferenceDataset.load(str(pairs_file(run.folder, part))).prompt_ids) for part in ("train", "val", "test")
+    ]
+    assert not (prompts[0] & prompts[1])
+    assert not (prompts[0] & prompts[2])
+    assert not (prompts[1] & prompts[2])
+
+
+def test_a_finished_comparison_is_read_not_repeated(finished, pairs, monkeypatch):
+    run, found = finished
+
+    def trained(*args: object, **options: object) -> None:
+        raise AssertionError("a finished run was repeated")
+
+    monkeypatch.setattr(arm_trial, "train_reward_model", trained)
+    monkeypatch.setattr(stages, "next_rate", lambda scores, grid: None)
+    again = comparison(pairs, run.folder).run_experiment()
+    assert again.to_json() == found.to_json()
+    assert ComparisonFindings.from_json(found.to_json()).to_json() == found.to_json()
+
+
+def test_costs_are_measured(finished):
+    _, found = finished
+    means = {arm.name: arm.means for arm in found.arms}
+    assert means["adamw"]["passes_per_step"] == 1
+    assert means["adamw"]["state_bytes"] > 1.9 * means["sgd"]["state_bytes"] > 0
+    assert all(value["tokens"] == means["sgd"]["tokens"] > 0 for value in means.values())
+    assert all(math.isfinite(value["top_eigenvalue"]) for value in means.values())
+
+
+def test_the_report_has_tables_pictures_and_methods(finished, capsys):
+    run, found = finished
+    text = run.generate_report()
+    assert {path.name for path in text.parent.iterdir()} == {
+        *("report.md", "findings.json", "rates.png", "curves.png", "differences.png")
+    }
+    assert found.frozen.digest in text.read_text()
+    printed = capsys.readouterr().out
+    assert "NLL less reference" in printed
+    assert "note: fewer than 5 seeds" in printed
+
+
+def test_other_options_and_other_pairs_need_another_folder_and_more_seeds_do_not(finished, pairs):
+    run, _ = finished
+    with pytest.raises(ConfigError, match="holds a comparison with other optimizers; choose another --output"):
+        _ = comparison(pairs, run.folder, "adamw", "lion").frozen
+    with pytest.raises(ConfigError, match="holds a comparison with other pairs;"):
+        _ = comparison(pairs, run.folder, pairs=16).frozen
+
+
+def graded(spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A trial that trains nothing: its NLL is the distance of its rate from the optimum, in decades."""
+    if spec["rate"] > 1.0:
+        raise TrainingDiverged("the loss became nan")
+    half = spec["options"]["optimizer"].get("adamw_lr") if spec["arm"] == "muon" else None
+    return {"val_nll": abs(math.log10(spec["rate"] / 3e-5)), "val_accuracy": 0.5, "half": half}
+
+
+@pytest.fixture
+def untrained(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    """Stages of a comparison whose trials are `graded`."""
+    monkeypatch.setattr(stages, "TASK", f"{__name__}:graded")
+    options = comparison(pairs, tmp_path / "out", "adamw", "muon", "sgd").options
+    freeze(options, tmp_path / "out")
+    return Stages(tmp_path / "out")
+
+
+def test_stages_follow_from_finished_trials(untrained):
+    first = untrained.trials()
+    assert {trial.spec["arm"] for trial in first} == {"adamw", "sgd"}, "muon waits for AdamW's rate"
+    assert untrained.num_planned == 3 * (3 + 2)
+    known: list[int] = []
+    status = untrained.run(InlineExecutor(), on_stage=known.append)
+    assert status.is_done
+    adamw, sgd = untrained.chosen("adamw"), untrained.chosen("sgd")
+    assert adamw is not None
+    assert (adamw.rate, adamw.at_edge, adamw.extra) == (pytest.approx(3.16e-5, rel=0.01), True, 2)
+    assert sgd is not None
+    assert sgd.at_edge
+    assert known[0] == 6
+    assert known[-1] == 3 * (3 + 2) + 2 + sgd.extra + untrained.chosen("muon").extra
+    halves = {trial.spec["options"]["optimizer"]["adamw_lr"] for trial in untrained.final("muon")}
+    assert halves == {adamw.rate}
+    labels = [trial.label for trial in untrained.trials()][-6:]
+    assert [label.rpartition(" ")[2] for label in labels] == ["0", "0", "0", "1", "1", "1"]
+
+
+def test_names_of_trials_do_not_depend_on_the_place_of_the_folder(untrained, tmp_path):
+    before = [trial.name for trial in untrained.trials()]
+    untrained.folder.rename(tmp_path / "moved")
+    assert [trial.name for trial in Stages(tmp_path / "moved").trials()] == before
+
+
+def test_an_arm_that_saw_another_order_is_no_pair(finished, tmp_path, monkeypatch):
+    run, _ = finished
+    planned = Study(run.folder).plan.trials[-1]
+    path = Study(run.folder).trial(planned).folder / "result.json"
+    text = path.read_text()
+    try:
+        path.write_text(text.replace(json.loads(text)["values"]["order"], "0" * 16))
+        with pytest.raises(
+            ConfigError, match=r"order of the pairs of .*, seed 1, are not those of the other optimizers"
+        ):
+            findings(run.folder)
+    finally:
+        path.write_text(text)
+
+
+def test_rates_are_half_decades_and_an_edge_is_extended_twice_at_most():
+    grid = rate_grid(1e-4, 5)
+    assert grid == (1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3)
+    scores = dict(zip(grid, (0.6, 0.61, 0.62, 0.63, 0.7), strict=True))
+    assert next_rate(scores, grid) == 3.16e-6
+    assert next_rate(scores | {3.16e-6: 0.65}, grid) is None
+    twice = scores | {3.16e-6: 0.59, 1e-6: 0.58}
+    assert next_rate(twice, grid) is None
+    assert chosen_rate(twice, grid).at_edge
+    assert next_rate(scores | {1e-3: 0.5}, grid) == 3.16e-3
+    assert chosen_rate(dict.fromkeys(grid, math.inf), grid).rate is None
+    assert next_rate(dict.fromkeys(grid, math.inf), grid) is None
+
+
+def test_a_damaged_setting_is_named(tmp_path):
+    (tmp_path / "frozen.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"frozen\.json is damaged; start the comparison in another folder"):
+        Frozen.read(tmp_path)
