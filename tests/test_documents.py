@@ -198,6 +198,15 @@ WAYS: dict[str, Way] = {
         prints="prompts: 1, each with 2 ranked responses",
         slow=True,
     ),
+    "pip install 'rm-optimizer[rl]'": Way("python -c 'import trl'"),
+    "rm-opt rlhf outputs/rlhf": Way("rm-opt rlhf --help", prints="--algorithm"),
+    "rm-opt rlhf outputs/mine --policy MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo": Way(
+        "! rm-opt rlhf outputs/mine --policy ./MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo 2>&1",
+        prints="error: ./MODEL cannot be loaded as a policy",
+        slow=True,
+    ),
+    "rm-opt rlhf outputs/served --policy MODEL --prompts prompts.jsonl --reward-model outputs/run/best "
+    "--server http://127.0.0.1:8000": Way("rm-opt rlhf --help", prints="--server"),
     "rm-opt ensemble train --seeds 5 --output outputs/ensemble": Way(
         f"rm-opt ensemble train --seeds 2 --output outputs/ensemble --false-positive-rate 0.3 {FEW}",
         prints="2 members, standardized on 16 responses",

@@ -22,6 +22,7 @@ from rm_optimizer.interfaces.commands.labels.clean import data_clean
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
 from rm_optimizer.interfaces.commands.labels.study import study_labels
 from rm_optimizer.interfaces.commands.params import params
+from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.interfaces.commands.train import train
@@ -41,7 +42,7 @@ HYDRA: dict[str, Any] = {
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
     "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {})],
-    "Couple to a policy": [(bon, {})],
+    "Couple to a policy": [(bon, {}), (rlhf, HYDRA)],
     "Labels": [(select, {}), (label_import, {})],
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],

@@ -1,8 +1,9 @@
-"""Files that are whole or not there."""
+"""Files and folders that are whole or not there."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,22 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its name when the block ends well, and vanishes when it does not."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        if folder.exists():
+            os.replace(folder, earlier)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _is_written_through(path: Path) -> bool:

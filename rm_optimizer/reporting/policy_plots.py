@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from rm_optimizer.reporting.style import (
     BLUE,
     GRAY,
     GREEN,
+    INK,
     VERMILION,
     captioned_figure,
     draw_legend,
@@ -22,6 +24,7 @@ from rm_optimizer.reporting.style import (
 )
 from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
 from rm_optimizer.rl_coupling.overoptimization import Optimization, OveroptimizationCurve, fitted_gain
+from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult
 
 
 def plot_best_of_n(curve: BestOfNCurve) -> Figure:
@@ -104,3 +107,36 @@ def _draw_bars(
         capsize=3,
         label=label,
     )
+
+
+def plot_policy_run(result: RLHFResult) -> Figure:
+    """Gains in proxy and gold reward over the steps of reinforcement learning, with divergence and disagreement below.
+
+    Args:
+        result: the run.
+    """
+    caption = (
+        f"{result.config.algorithm.upper()}, {result.checkpoints[0].proxy.num_samples:,} prompts; gains over the start "
+        "policy; bars: 95% intervals"
+    )
+    figure, panels = two_panels("Policy optimization", caption, ratios=(3, 2))
+    steps = [each.step for each in result.checkpoints]
+    _draw_bars(panels[0], steps, [each.proxy_gain for each in result.checkpoints], BLUE, "proxy reward", "-")
+    gold = [each.gold_gain for each in result.checkpoints if each.gold_gain is not None]
+    if gold:
+        _draw_bars(panels[0], steps, gold, GREEN, "gold reward", "-")
+    panels[0].axhline(0.0, color=GRAY, linewidth=1.0)
+    panels[0].set_ylabel("gain")
+    draw_legend(panels[0])
+    root = [math.sqrt(each.divergence.value) for each in result.checkpoints]
+    panels[1].plot(steps, root, color=INK, marker="o", markersize=4, label="√KL (nats)")
+    panels[1].set(xlabel="optimizer steps", ylabel="√KL (nats)", ylim=(0.0, None))
+    spread = [each.disagreement.value for each in result.checkpoints if each.disagreement is not None]
+    if spread:
+        right = panels[1].twinx()
+        right.plot(steps, spread, color=VERMILION, marker="s", markersize=4)
+        right.set_ylabel("disagreement", color=VERMILION)
+        right.set_ylim(0.0, None)
+        right.spines[["top", "left"]].set_visible(False)
+        right.tick_params(colors=GRAY, labelcolor=VERMILION, labelsize=9)
+    return figure

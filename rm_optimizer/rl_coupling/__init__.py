@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.reward_credit import RewardModelCreditAssigner as RewardModelCreditAssigner
     from rm_optimizer.rl_coupling.reward_scale import ScaledScorer as ScaledScorer
     from rm_optimizer.rl_coupling.reward_scorer import RewardModelScorer as RewardModelScorer
+    from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult as RLHFResult
+    from rm_optimizer.rl_coupling.rlhf.optimization import optimize_policy as optimize_policy
+    from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy as save_world_policy
     from rm_optimizer.rl_coupling.world_policy import WorldGold as WorldGold
     from rm_optimizer.rl_coupling.world_policy import WorldPolicy as WorldPolicy
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
+from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra
 from rm_optimizer.records.randomness import keeping_random_state
@@ -43,9 +44,9 @@ class TransformersPolicy:
         _check_sampling(max_new_tokens, temperature, top_p)
         if samples_at_once < 1:
             raise ConfigError(f"samples_at_once must be positive, got {samples_at_once}")
-        self.tokenizer, self.model = _loaded(source)
+        self.tokenizer, self.model = load_language_model(source)
         self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-        self._ends = _end_ids(self.tokenizer, self.model.generation_config.eos_token_id, source)
+        self._ends = end_ids(self.tokenizer, self.model.generation_config.eos_token_id, source)
         self._options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         self._samples_at_once = samples_at_once
 
@@ -159,12 +160,19 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collecti
     return str(tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
 
 
-def _loaded(source: str | Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model of a policy, with every weight of a language model."""
+def load_language_model(source: str | Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and model of a policy, with every weight of a language model.
+
+    Raises:
+        CheckpointError: if there is no such model, or it has no language head.
+    """
     require_language_model(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source))
-        model, report = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, output_loading_info=True)
+        with quiet_transformers():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(source), dtype=torch.float32, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{source} cannot be loaded as a policy: {reason}") from error
@@ -202,8 +210,12 @@ def _check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> No
         raise ConfigError(f"top_p must lie in (0, 1], got {top_p}")
 
 
-def _end_ids(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None, source: str | Path) -> set[int]:
-    """Tokens that end a response; a pad token is not needed, since what follows the first of them is cut off."""
+def end_ids(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None, source: str | Path) -> set[int]:
+    """Tokens that end a response; a pad token is not needed, since what follows the first of them is cut off.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
     of_model = [configured] if isinstance(configured, int) else configured or []
     ends = {*of_model, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     if not ends:

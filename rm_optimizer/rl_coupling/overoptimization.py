@@ -100,6 +100,21 @@ class OveroptimizationCurve(JsonRecord, indent=2):
     gamma: Estimate
     num_prompts: int
 
+    def verdict(self, last: str) -> str:
+        """Sentence on whether the gold reward falls while the proxy reward grows.
+
+        Args:
+            last: the last point, in words.
+        """
+        if self.turning_point is not None:
+            return (
+                f"over-optimization: the gold reward is highest at √KL = {self.turning_point:.2f} and then falls by "
+                f"{self.fall} standard deviations"
+            )
+        if self.fall.value == 0:
+            return f"no fall of the gold reward is shown: it is highest at {last}"
+        return f"no fall of the gold reward is shown: its highest less its last is {self.fall} standard deviations"
+
     @classmethod
     def of_best_of_n(
         cls,

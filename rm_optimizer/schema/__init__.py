@@ -13,6 +13,7 @@ from rm_optimizer.schema.config import (
     TrainingConfig,
 )
 from rm_optimizer.schema.data import DataConfig
+from rm_optimizer.schema.rlhf import RLHFConfig
 
 __all__ = [
     "BatchingConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "ModelConfig",
+    "RLHFConfig",
     "TrainConfig",
     "TrainingConfig",
     "compose",

@@ -36,6 +36,7 @@ from rm_optimizer.schema.optimizers import (
     ShampooConfig,
     SOAPConfig,
 )
+from rm_optimizer.schema.rlhf import RLHFConfig, RLHFRunConfig
 
 GROUPS = {
     "model": ModelConfig,
@@ -48,6 +49,7 @@ GROUPS = {
     "hardware": HardwareConfig,
     "logger": LoggerConfig,
     "landscape": LandscapeConfig,
+    "rlhf": RLHFConfig,
 }
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adam": AdamConfig,
@@ -108,6 +110,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
     store.store(group="schema", name="analyze", node=AnalyzeConfig)
+    store.store(group="schema", name="rlhf_run", node=RLHFRunConfig)
     for group, node in GROUPS.items():
         store.store(group=f"schema/{group}", name="base", node=node)
     for name, node in OPTIMIZERS.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.core.tokens.written_template import writes_the_sequence
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.files import replacing_folder
 from rm_optimizer.records.locations import EXPORT_FILE
 
 FORMAT_VERSION = 1
@@ -278,21 +278,12 @@ def _no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def _written_aside(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its name when the block ends well, and vanishes when it does not."""
+    """`replacing_folder` for a folder that is an export of ours, empty or not there."""
     folder = folder.expanduser().resolve()
     if folder.exists() and not _is_replaceable(folder):
         raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
-    earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
-    try:
-        aside.mkdir(parents=True)
+    with replacing_folder(folder) as aside:
         yield aside
-        if folder.exists():
-            os.replace(folder, earlier)
-        os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _is_replaceable(folder: Path) -> bool:

@@ -207,7 +207,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = _prepared(AutoConfig.from_pretrained(source.location, **origin), options)
     tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
-    with keeping_random_state(seed=options.seed), _without_load_report():
+    with keeping_random_state(seed=options.seed), quiet_transformers():
         model, report = AutoModelForSequenceClassification.from_pretrained(
             source.location,
             config=config,
@@ -229,8 +229,8 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Keep transformers' bar and table of missing weights off the terminal; one line of the log names them."""
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' bars, notes and table of missing weights off the terminal in the block."""
     before, had_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

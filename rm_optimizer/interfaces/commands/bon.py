@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, DataError, Interrupted, RewardServerUnavailable, did_you_mean
 from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
+from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,16 +19,9 @@ if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
-    from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import Policy, RankedResponses
 
-WORLD = "world"
-"""Name of the quick start's synthetic world, in place of a model."""
 BACKENDS = ("transformers", "vllm")
-CONTACT_SECONDS = 3.0
-"""Seconds in which a reward server must answer before the first prompt."""
-PROBE_TOLERANCE = 0.02
-"""Difference of a served reward from the model's own that is rounding, relative to a reward above 1."""
 FEWEST_POINTS = 4
 """Values of n, and prompts, from which an over-optimization curve is fitted."""
 
@@ -144,20 +138,7 @@ def _report(
     over_file = curve_file.with_suffix("").with_suffix(".overoptimization.json")
     write_text(over_file, over.to_json() + "\n")
     save_figure(plot_overoptimization(over), over_file.with_suffix(".png"))
-    _print_verdict(over)
-
-
-def _print_verdict(curve: OveroptimizationCurve) -> None:
-    """Print whether the gold reward falls while the proxy reward grows."""
-    if curve.turning_point is None and curve.fall.value == 0:
-        print("no fall of the gold reward is shown: it is highest at the largest n")
-    elif curve.turning_point is None:
-        print(f"no fall of the gold reward is shown: its highest less its last is {curve.fall} standard deviations")
-    else:
-        print(
-            f"over-optimization: the gold reward is highest at √KL = {curve.turning_point:.2f} and then falls by "
-            f"{curve.fall} standard deviations"
-        )
+    print(over.verdict("the largest n"))
 
 
 def _print(curve: BestOfNCurve) -> None:
@@ -215,15 +196,8 @@ def _scorer(saved: SavedModel, server: str | None) -> Iterator[tuple[BradleyTerr
     if server is None:
         yield model, model
         return
-    from rm_optimizer.serving.client.client import RewardClient
+    from rm_optimizer.rl_coupling.reward_server import serving
 
-    with RewardClient(server, renderer=model.renderer, timeout_seconds=CONTACT_SECONDS) as first:
-        print(f"server: {server} answers with version {first.version}")
-    with RewardClient(server, renderer=model.renderer) as client:
-        served, own = (float(scorer.score(["Hi."], ["Hello."])[0]) for scorer in (client, model))
-        if not abs(served - own) <= PROBE_TOLERANCE * max(1.0, abs(own)):
-            raise ConfigError(
-                f"--server {server} has other weights than {saved.checkpoint}: it gives {served:.4f} where that gives "
-                f"{own:.4f}; serve {saved.checkpoint}, or name the model that is served"
-            )
+    with serving(server, model, saved.checkpoint, option="--server") as client:
+        print(f"server: {server} answers with version {client.version}")
         yield model, client

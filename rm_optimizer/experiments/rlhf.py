@@ -1,0 +1,174 @@
+"""Reinforcement learning from preferences: reward models from pairs, then a policy optimized against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import TrainVal
+from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
+from rm_optimizer.core.rows.response_files import read_prompts
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.rl_coupling.ensemble_folder import (
+    ENSEMBLE_FILE,
+    load_ensemble,
+    reference_responses,
+    save_ensemble,
+)
+from rm_optimizer.rl_coupling.language_policies import require_language_model
+from rm_optimizer.rl_coupling.reward_server import serving
+from rm_optimizer.rl_coupling.rlhf.measurement import PolicyCheckpoint
+from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult, optimize_policy
+from rm_optimizer.rl_coupling.rlhf.trl_training import require_trl
+from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy
+from rm_optimizer.rl_coupling.world_policy import WorldGold
+from rm_optimizer.schema.rlhf import WORLD, RLHFRunConfig
+from rm_optimizer.training.data.run_data import load_data
+from rm_optimizer.training.run import train_reward_model
+
+START_FOLDER = "start"
+"""The world's language model, in the folder of the run."""
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts to train on, and others to measure on."""
+
+    trained: Sequence[Prompt]
+    measured: Sequence[Prompt]
+
+
+def run_rlhf(
+    config: RLHFRunConfig,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_checkpoint: Callable[[PolicyCheckpoint], None] = lambda checkpoint: None,
+) -> RLHFResult:
+    """Train reward models, unless some are given, and optimize a policy against them, in `config.output_dir`.
+
+    The folder holds the reward models' run folders `reward-N`, `ensemble.json` where there are several, the world's
+    policy in `start`, and what `optimize_policy` leaves. A repeated call goes on from what is there.
+
+    Args:
+        config: the composed options.
+        on_stage: called with a sentence as each stage begins.
+        on_checkpoint: called with each measured checkpoint of the policy.
+
+    Raises:
+        RMOptimizerError: as `train_reward_model` and `optimize_policy`; options and files are checked before anything
+            is trained.
+    """
+    require_trl()
+    options, folder = config.rlhf, Path(config.output_dir)
+    if options.policy != WORLD:
+        require_language_model(options.policy)
+    prompts = _prompts(config)
+    gold = _gold(config, [*prompts.trained, *prompts.measured])
+    with _reward(config, folder, on_stage) as reward:
+        policy = options.policy
+        if policy == WORLD:
+            on_stage("policy: a small language model fitted to the world's responses")
+            policy = str(save_world_policy(_world(config), folder / START_FOLDER, seed=config.seed))
+        on_stage(f"optimizing the policy by {options.algorithm.upper()}: {options.steps} steps")
+        return optimize_policy(
+            policy,
+            reward,
+            prompts.trained,
+            prompts.measured,
+            folder,
+            options,
+            gold=gold,
+            seed=config.seed,
+            num_bootstrap=config.training.num_bootstrap,
+            on_checkpoint=on_checkpoint,
+        )
+
+
+def _world(config: RLHFRunConfig) -> PreferenceWorld:
+    return PreferenceWorld(config.data.synthetic.seed, gold=Gold())
+
+
+def _prompts(config: RLHFRunConfig) -> _Prompts:
+    """Prompts of the file, the world or the pairs; those that are measured are not trained on.
+
+    Raises:
+        ConfigError: if there are none, or too few.
+    """
+    num = config.rlhf.measured_prompts
+    if config.rlhf.prompts is None and config.rlhf.policy != WORLD:
+        if config.data.train is None:
+            raise ConfigError("rlhf.prompts must name a file, or data.train pairs whose prompts to take; got neither")
+        pairs = load_data(config)
+        trained, measured = (_distinct(part.pairs) for part in (pairs.train, pairs.val))
+        measured = measured[:num]
+    else:
+        name = config.rlhf.prompts
+        texts: list[Prompt] = [*_world(config).prompts()] if name is None else [*read_prompts(Path(name))]
+        trained, measured = texts[num:], texts[:num]
+    if not trained:
+        where = config.rlhf.prompts or "the pairs"
+        raise ConfigError(
+            f"rlhf.measured_prompts must leave prompts to train on, got {num} of the {len(measured)} in {where}"
+        )
+    return _Prompts(trained, measured)
+
+
+def _distinct(pairs: Sequence[object]) -> list[Prompt]:
+    return list({pair.prompt_id: pair.prompt for pair in pairs}.values())  # type: ignore[attr-defined]
+
+
+def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:
+    """The judge; the world's must know all prompts."""
+    name = config.rlhf.gold or (WORLD if config.rlhf.policy == WORLD else None)
+    if name is None:
+        return None
+    if name != WORLD:
+        return BradleyTerryRM.from_pretrained(name)
+    gold = WorldGold(_world(config))
+    gold.score(prompts, ["."] * len(prompts))
+    return gold
+
+
+@contextmanager
+def _reward(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]) -> Iterator[Scorer]:
+    """The reward that is optimized: the models that are given, or trained now."""
+    options = config.rlhf
+    names = list(options.reward_models) or _trained(config, folder, on_stage)
+    if len(names) > 1:
+        yield _ensemble(config, names, folder)
+    elif (Path(names[0]) / ENSEMBLE_FILE).is_file():
+        yield load_ensemble(Path(names[0]), aggregation=options.aggregation, penalty=options.penalty)
+    else:
+        model = BradleyTerryRM.from_pretrained(names[0])
+        if options.server is None:
+            yield model
+        else:
+            with serving(options.server, model, names[0], option="rlhf.server") as client:
+                yield client
+
+
+def _trained(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]) -> list[str]:
+    """Folders of reward models that are trained now, or were by an earlier call."""
+    exports = []
+    for number in range(config.rlhf.members):
+        run = folder / f"reward-{number}"
+        on_stage(f"reward model {number + 1} of {config.rlhf.members}: {run}")
+        result = train_reward_model(config.member(number, str(run)))
+        on_stage(f"accuracy on validation: {result.metrics.accuracy}")
+        exports.append(result.export)
+    return exports
+
+
+def _ensemble(config: RLHFRunConfig, names: Sequence[str], folder: Path) -> RewardModelEnsemble:
+    """The models as one, standardized on responses of the validation pairs."""
+    if config.data.train is None and config.rlhf.policy != WORLD:
+        raise ConfigError("several reward models are standardized on pairs; name some with data.train")
+    data: TrainVal = load_data(config)
+    ensemble = RewardModelEnsemble(names, aggregation=config.rlhf.aggregation, penalty=config.rlhf.penalty)
+    save_ensemble(folder, names, ensemble.fit_reference(*reference_responses(data.val.pairs, seed=0)))
+    return ensemble

@@ -1,0 +1,100 @@
+"""`rm-opt rlhf`: reward models from preference pairs, and a policy optimized against them by TRL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Context, Option
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.launch import as_overrides
+from rm_optimizer.schema.rlhf import WORLD
+
+if TYPE_CHECKING:
+    from rm_optimizer.rl_coupling.rlhf.measurement import PolicyCheckpoint
+    from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult
+
+
+def rlhf(
+    ctx: Context,
+    output: Annotated[Path, Argument(help="Folder of the run.")],
+    policy: Annotated[str | None, Option("--policy", help="Causal language model; `world` unless given.")] = None,
+    prompts: Annotated[str | None, Option("--prompts", help="File with a column `prompt`.")] = None,
+    data: Annotated[str | None, Option("--data", "-d", help="Pairs to train the reward models on.")] = None,
+    reward_model: Annotated[
+        list[str] | None, Option("--reward-model", help="Trained reward model; several are an ensemble.")
+    ] = None,
+    server: Annotated[str | None, Option("--server", help="Reward server with the one reward model's weights.")] = None,
+    gold: Annotated[str | None, Option("--gold", help="Reward model that judges, or `world`.")] = None,
+    algorithm: Annotated[str | None, Option("--algorithm", help="grpo or rloo.")] = None,
+    steps: Annotated[str | None, Option("--steps", help="Optimizer steps.")] = None,
+) -> None:
+    """Train reward models on preference pairs, and optimize a policy against them by TRL's GRPO or RLOO.
+
+    Options are written name=value: those of the policy as rlhf.NAME, those of the reward models as for
+    `rm-opt train`. Every checkpoint is measured on fresh responses. A stopped command goes on when repeated.
+    """
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.interfaces.output_folder import made_folder
+    from rm_optimizer.records.override_text import in_quotes
+    from rm_optimizer.records.recall import written
+    from rm_optimizer.schema.rlhf import RLHFRunConfig
+
+    if flags := [item for item in ctx.args if item.startswith("-")]:
+        raise ConfigError(f"rm-opt rlhf takes options as name=value, got {flags[0]}; write name=value")
+    own = [item for item in ctx.args if item.lstrip("+").startswith(("hydra.run.dir=", "output_dir=", "resume="))]
+    if own:
+        raise ConfigError(f"rm-opt rlhf sets its folders itself, got {own[0]}; leave it out")
+    given = {
+        "rlhf.policy": policy,
+        "rlhf.prompts": prompts,
+        "data.train": data,
+        "rlhf.server": server,
+        "rlhf.gold": gold,
+        "rlhf.algorithm": algorithm,
+        "rlhf.steps": steps,
+    }
+    overrides = [*as_overrides(given), *ctx.args, f"hydra.run.dir={in_quotes(str(output))}"]
+    if policy not in (None, WORLD) and not any(item.startswith("rlhf=") for item in ctx.args):
+        overrides.insert(0, "rlhf=language_model")
+    if reward_model:
+        overrides.append(f"rlhf.reward_models={written(reward_model)}")
+    config = checked(overrides, RLHFRunConfig, name="rlhf")
+    made_folder(output)
+    from rm_optimizer.experiments.rlhf import run_rlhf  # which a mistyped option does not wait for
+
+    result = run_rlhf(config, on_stage=lambda stage: print(stage, flush=True), on_checkpoint=_print_checkpoint)
+    _report(result, output)
+
+
+def _print_checkpoint(checkpoint: PolicyCheckpoint) -> None:
+    """Print a checkpoint's measurements on one line."""
+    parts = [f"step {checkpoint.step:4}", f"KL {checkpoint.divergence.value:7.2f}", f"proxy {checkpoint.proxy}"]
+    if checkpoint.gold is not None:
+        parts.append(f"gold {checkpoint.gold}")
+    parts.append(f"tokens {checkpoint.num_tokens.value:.1f}")
+    if checkpoint.disagreement is not None:
+        parts.append(f"disagreement {checkpoint.disagreement.value:.3f}")
+    print("  ".join(parts), flush=True)
+
+
+def _report(result: RLHFResult, folder: Path) -> None:
+    """Draw the pictures and print what the run shows."""
+    from rm_optimizer.reporting.policy_plots import plot_overoptimization, plot_policy_run
+    from rm_optimizer.reporting.style import save_figure
+
+    save_figure(plot_policy_run(result), folder / "rlhf.png")
+    last = result.checkpoints[-1]
+    print(f"proxy reward: {last.proxy_gain} above the start policy's after {last.step} steps")
+    if result.best_gold_gain is not None:
+        print(
+            f"gold reward: {result.best_gold_gain} above the start policy's at its best, after "
+            f"{result.best_gold_step} steps; {last.gold_gain} after {last.step}"
+        )
+    if result.curve is not None:
+        save_figure(plot_overoptimization(result.curve), folder / "overoptimization.png")
+        print(result.curve.verdict("the last checkpoint"))
+    if result.stop_reason == "disagreement":
+        print(f"stopped: the reward models disagree too much; the policy is that of step {result.step}")
+    print(f"policy after {result.step} steps: {result.policy}")

@@ -1,0 +1,188 @@
+"""Measurement of a policy's checkpoints: proxy and gold reward, divergence, length and the members' disagreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.evaluation.score_file import require_finite
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.rl_coupling.out_of_distribution import halves
+from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
+from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
+
+FEWEST_CHECKPOINTS = 4
+"""Checkpoints, the start included, from which an over-optimization curve is fitted."""
+
+
+@dataclass(frozen=True)
+class MeasuredCheckpoint(JsonRecord):
+    """Means over the fresh responses to each prompt.
+
+    Args:
+        step: optimizer steps done.
+        divergence: estimates of the divergence from the start policy, in nats.
+        proxy: rewards that are optimized.
+        gold: rewards of the judge; None without one.
+        disagreement: standard deviations over the members; None for a single reward model.
+        num_tokens: tokens of a response.
+        scales: standard deviations of proxy and gold within prompts; NaN where unknown.
+        example: the first response to the first prompt.
+    """
+
+    step: int
+    divergence: tuple[float, ...]
+    proxy: tuple[float, ...]
+    gold: tuple[float, ...] | None
+    disagreement: tuple[float, ...] | None
+    num_tokens: tuple[float, ...]
+    scales: tuple[float, float]
+    example: str
+
+
+@dataclass(frozen=True)
+class PolicyCheckpoint:
+    """A checkpoint beside the start policy, with intervals over prompts.
+
+    Args:
+        step: optimizer steps done.
+        divergence: divergence from the start policy, in nats.
+        proxy: mean of the reward that is optimized.
+        proxy_gain: that less the start policy's on the same prompts.
+        gold: mean reward of the judge; None without one.
+        gold_gain: that less the start policy's on the same prompts.
+        disagreement: mean standard deviation over the members; None for a single reward model.
+        num_tokens: mean tokens of a response.
+    """
+
+    step: int
+    divergence: Estimate
+    proxy: Estimate
+    proxy_gain: Estimate
+    gold: Estimate | None
+    gold_gain: Estimate | None
+    disagreement: Estimate | None
+    num_tokens: Estimate
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Rewards that measure a policy.
+
+    Args:
+        proxy: the reward that is optimized.
+        gold: the judge, or None.
+    """
+
+    proxy: Scorer
+    gold: Scorer | None
+
+    def measure(
+        self, policy: TrainedPolicy, prompts: Sequence[Prompt], num_samples: int, step: int, seed: int
+    ) -> MeasuredCheckpoint:
+        """Measure the policy as it is now on fresh responses.
+
+        Raises:
+            CheckpointError: if a reward is not finite.
+        """
+        drawn = policy.respond(prompts, num_samples, seed)
+        rows = [prompt for prompt in prompts for _ in range(num_samples)]
+        texts = [text for own in drawn.texts for text in own]
+        shape = (len(prompts), num_samples)
+        disagreement = None
+        if isinstance(self.proxy, RewardModelEnsemble):
+            found = self.proxy.predict_batch(rows, texts)
+            proxy = np.array(self.proxy.combined(found)).reshape(shape)
+            disagreement = np.array([one.std_reward for one in found]).reshape(shape)
+        else:
+            proxy = _rewards(self.proxy, rows, texts).reshape(shape)
+        gold = None if self.gold is None else _rewards(self.gold, rows, texts).reshape(shape)
+        return MeasuredCheckpoint(
+            step,
+            _means(drawn.divergence.numpy()),
+            _means(proxy),
+            None if gold is None else _means(gold),
+            None if disagreement is None else _means(disagreement),
+            _means(drawn.num_tokens.double().numpy()),
+            (_within(proxy), math.nan if gold is None else _within(gold)),
+            texts[0],
+        )
+
+
+def _rewards(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
+    numbers = scorer.score(prompts, texts).tolist()
+    require_finite(numbers, partial(_named, texts))
+    return np.array(numbers)
+
+
+def _named(texts: Sequence[str], index: int) -> str:
+    return f"the response {texts[index][:60]!r}"
+
+
+def _means(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(values.mean(axis=1).tolist())
+
+
+def _within(values: np.ndarray) -> float:
+    return math.sqrt(float(values.var(axis=1, ddof=1).mean()))
+
+
+def beside_start(checkpoints: Sequence[MeasuredCheckpoint]) -> tuple[PolicyCheckpoint, ...]:
+    """The checkpoints with intervals, each beside the first."""
+
+    def gain(name: str, checkpoint: MeasuredCheckpoint) -> Estimate:
+        return student_mean(np.array(getattr(checkpoint, name)) - np.array(getattr(checkpoints[0], name)))
+
+    def mean(values: tuple[float, ...] | None) -> Estimate | None:
+        return None if values is None else student_mean(np.array(values))
+
+    return tuple(
+        PolicyCheckpoint(
+            each.step,
+            student_mean(np.array(each.divergence)),
+            student_mean(np.array(each.proxy)),
+            gain("proxy", each),
+            mean(each.gold),
+            None if each.gold is None else gain("gold", each),
+            mean(each.disagreement),
+            student_mean(np.array(each.num_tokens)),
+        )
+        for each in checkpoints
+    )
+
+
+def largest_gain(checkpoints: Sequence[MeasuredCheckpoint], seed: int) -> tuple[int, Estimate]:
+    """Step of the checkpoint with the highest gold reward by one half of the prompts, and its gain by the other half.
+
+    The half that chooses does not measure, since the highest of several noisy numbers is too high.
+    """
+    gold = np.array([each.gold for each in checkpoints])
+    choosing, measured = halves(gold.shape[1], seed)
+    best = int(gold[:, choosing].mean(axis=1).argmax())
+    return checkpoints[best].step, student_mean(gold[best, measured] - gold[0, measured])
+
+
+def curve_of(
+    checkpoints: Sequence[MeasuredCheckpoint], *, num_bootstrap: int, seed: int
+) -> OveroptimizationCurve | None:
+    """Over-optimization curve of the checkpoints by ascending divergence; None without gold or with too few."""
+    first = checkpoints[0]
+    moved = sorted(
+        (each for each in checkpoints if np.mean(each.divergence) > 0), key=lambda at: np.mean(at.divergence)
+    )
+    if first.gold is None or len(moved) + 1 < FEWEST_CHECKPOINTS or not min(first.scales) > 0:
+        return None
+    kept = [first, *moved]
+    divergence = [0.0, *(float(np.mean(each.divergence)) for each in moved)]
+    proxy, gold = (np.array([getattr(each, name) for each in kept]).T for name in ("proxy", "gold"))
+    return OveroptimizationCurve.of_checkpoints(
+        divergence, proxy, gold, scales=first.scales, num_bootstrap=num_bootstrap, seed=seed
+    )

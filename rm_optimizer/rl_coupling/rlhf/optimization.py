@@ -1,0 +1,284 @@
+"""Optimization of a policy against a reward model, with every checkpoint measured; resumable."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
+from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
+from rm_optimizer.records.codec import JsonRecord, from_values, json_values
+from rm_optimizer.records.files import replacing_folder, write_text
+from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.records.provenance import commit, machine, versions
+from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
+from rm_optimizer.rl_coupling.policy_simulation import scorer_identity
+from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
+from rm_optimizer.rl_coupling.rlhf.measurement import (
+    Judges,
+    MeasuredCheckpoint,
+    PolicyCheckpoint,
+    beside_start,
+    curve_of,
+    largest_gain,
+)
+from rm_optimizer.rl_coupling.rlhf.trl_training import checkpoint_folder, require_trl, train_policy
+from rm_optimizer.schema.rlhf import RLHFConfig
+
+MEASUREMENTS_FILE = "measurements.jsonl"
+RESULT_FILE = "rlhf.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+POLICY_FOLDER = "policy"
+_OF_THE_TRAINER = ("*.pt", "*.pth", "training_args.bin", "trainer_state.json", "README.md")
+"""Files of a checkpoint that a policy does not need."""
+_HAS_NO_EFFECT = ("policy", "prompts", "reward_models", "members", "server", "gold")
+"""Options that name what a digest stands for already."""
+
+
+class StopReason(StrEnum):
+    """End of an optimization: all steps done, or too much disagreement of the reward models."""
+
+    finished = "finished"
+    disagreement = "disagreement"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLHFResult(JsonRecord, indent=2):
+    """Result of `optimize_policy`, saved as `rlhf.json`.
+
+    Args:
+        policy: folder of the optimized policy, which `transformers` loads.
+        step: optimizer steps behind it; after a stop by disagreement, those of the checkpoint before.
+        stop_reason: end of the optimization.
+        checkpoints: the measured checkpoints, the first of them the start policy.
+        best_gold_step: step with the highest gold reward on one half of the prompts; None without gold.
+        best_gold_gain: its gain over the start policy on the other half.
+        curve: gains against the distance from the start policy; None without gold or with fewer than 4 checkpoints.
+        wall_seconds: duration of this call; a resumed one counts from its start.
+        config: the options.
+        versions: packages that decide the numbers.
+        machine: processor, cores, system.
+        commit: the checkout's commit.
+    """
+
+    policy: str
+    step: int
+    stop_reason: StopReason
+    checkpoints: tuple[PolicyCheckpoint, ...]
+    best_gold_step: int | None
+    best_gold_gain: Estimate | None
+    curve: OveroptimizationCurve | None
+    wall_seconds: float
+    config: RLHFConfig
+    versions: dict[str, str]
+    machine: dict[str, str]
+    commit: str | None
+
+
+def optimize_policy(
+    policy: str | Path,
+    reward: Scorer,
+    prompts: Sequence[Prompt],
+    measured_prompts: Sequence[Prompt],
+    folder: Path,
+    config: RLHFConfig,
+    *,
+    gold: Scorer | None = None,
+    seed: int = 0,
+    num_bootstrap: int = 1000,
+    on_checkpoint: Callable[[PolicyCheckpoint], None] = lambda checkpoint: None,
+) -> RLHFResult:
+    """Optimize a policy by TRL against a reward, and measure every checkpoint on fresh responses.
+
+    Every checkpoint answers the same prompts, so its gains are paired. Measurements are appended to
+    `measurements.jsonl` of the folder. Repeating a stopped call goes on from its last checkpoint.
+
+    Args:
+        policy: hub id or folder of a causal language model.
+        reward: the reward: a model, an ensemble or a server's client.
+        prompts: prompts to train on.
+        measured_prompts: prompts of the measurements, at least 4.
+        folder: folder of checkpoints, measurements and result.
+        config: algorithm and numbers; the options that name models and files are not read.
+        gold: judge of the responses, where there is one.
+        seed: seed of prompts and responses, not negative.
+        num_bootstrap: resamples over prompts for the curve's intervals.
+        on_checkpoint: called with each checkpoint, those of an earlier call included.
+
+    Raises:
+        MissingExtra: if TRL is not installed.
+        ConfigError: if there are too few prompts.
+        CheckpointError: if the policy cannot be used, or a reward is not finite.
+        DataError: if a prompt is too long, or the folder holds another optimization.
+        RewardServerUnavailable: if the reward's server died; the checkpoints so far stay.
+        Interrupted: if the user stops the call; the checkpoints so far stay.
+    """
+    require_trl()
+    if not prompts or len(measured_prompts) < 4:
+        raise ConfigError(
+            f"expected prompts to train on and at least 4 to measure, got {len(prompts)} and {len(measured_prompts)}"
+        )
+    started = time.perf_counter()
+    model = TrainedPolicy(policy, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    model.require_room([*prompts, *measured_prompts])
+    identity = _identity(model, reward, gold, prompts, measured_prompts, config, seed)
+    with open_ledger(folder / MEASUREMENTS_FILE, identity, other="another optimization") as log:
+        run = _Optimization(model, Judges(reward, gold), measured_prompts, folder, config, seed, log, on_checkpoint)
+        reason = run.finish(prompts)
+        step = run.save_policy(reason)
+    result = _result(run.measured, folder, step, reason, config, seed, num_bootstrap, started)
+    write_text(folder / RESULT_FILE, result.to_json() + "\n")
+    return result
+
+
+class _Optimization:
+    """One optimization, from its last checkpoint to its end."""
+
+    def __init__(
+        self,
+        policy: TrainedPolicy,
+        judges: Judges,
+        prompts: Sequence[Prompt],
+        folder: Path,
+        config: RLHFConfig,
+        seed: int,
+        log: Ledger,
+        on_checkpoint: Callable[[PolicyCheckpoint], None],
+    ) -> None:
+        self._policy, self._judges, self._prompts = policy, judges, prompts
+        self._folder, self._config, self._seed = folder, config, seed
+        self._log, self._on_checkpoint = log, on_checkpoint
+        self.measured = [from_values(MeasuredCheckpoint, value) for value in log.values()]
+        for found in self.measured:
+            on_checkpoint(beside_start([self.measured[0], found])[-1])
+
+    def finish(self, prompts: Sequence[Prompt]) -> StopReason:
+        """Train and measure what is left."""
+        try:
+            if not self.measured:
+                self._measure(0)
+            self._forget_lost_checkpoints()
+            if not self._has_ended():
+                train_policy(
+                    self._policy,
+                    self._judges.proxy,
+                    prompts,
+                    self._folder / CHECKPOINTS_FOLDER,
+                    self._config,
+                    seed=self._seed,
+                    resume_step=self.measured[-1].step,
+                    reached=self._reached,
+                )
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; {self._goes_on()}") from None
+        except RewardServerUnavailable as error:
+            raise RewardServerUnavailable(f"{error}; {self._goes_on()}") from error
+        return StopReason.disagreement if self._disagrees() else StopReason.finished
+
+    def _goes_on(self) -> str:
+        return f"the same command goes on from step {self.measured[-1].step if self.measured else 0}"
+
+    def _forget_lost_checkpoints(self) -> None:
+        """Refuse to go on from a checkpoint that somebody removed."""
+        step = self.measured[-1].step
+        needed = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
+        if step and not self._has_ended() and not needed.is_dir():
+            raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {self._folder}")
+
+    def _reached(self, step: int) -> bool:
+        """Measure a checkpoint; False if it is the last."""
+        self._measure(step)
+        return not self._has_ended()
+
+    def _measure(self, step: int) -> None:
+        """Measure the policy as it is now, and keep the measurement."""
+        seed = int(digest([self._seed, step])[:8], 16)
+        found = self._judges.measure(self._policy, self._prompts, self._config.measured_samples, step, seed)
+        self._log.append(found)
+        self.measured.append(found)
+        self._on_checkpoint(beside_start([self.measured[0], found])[-1])
+
+    def _has_ended(self) -> bool:
+        return self.measured[-1].step >= self._config.steps or self._disagrees()
+
+    def _disagrees(self) -> bool:
+        limit, last, first = (
+            self._config.stop_disagreement,
+            self.measured[-1].disagreement,
+            self.measured[0].disagreement,
+        )
+        if limit is None or last is None or first is None:
+            return False
+        return bool(np.mean(last) > limit * np.mean(first))
+
+    def save_policy(self, reason: StopReason) -> int:
+        """Copy the last checkpoint, or the one before it after a stop by disagreement; return its step."""
+        place = -2 if reason == StopReason.disagreement else -1
+        step, target = self.measured[place].step, self._folder / POLICY_FOLDER
+        with replacing_folder(target) as aside:
+            if step == 0:
+                self._policy.save(aside, self._policy.reference)
+            else:
+                kept = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
+                shutil.copytree(kept, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_OF_THE_TRAINER))
+        return step
+
+
+def _identity(
+    policy: TrainedPolicy,
+    reward: Scorer,
+    gold: Scorer | None,
+    prompts: Sequence[Prompt],
+    measured_prompts: Sequence[Prompt],
+    config: RLHFConfig,
+    seed: int,
+) -> str:
+    """Digest of all that the measurements depend on."""
+    options = {name: value for name, value in json_values(config).items() if name not in _HAS_NO_EFFECT}
+    judges = [None if scorer is None else _known_by(scorer, measured_prompts[0]) for scorer in (reward, gold)]
+    asked = [[prompt_id(prompt) for prompt in own] for own in (prompts, measured_prompts)]
+    return digest([weights_digest(policy.model), policy.tokenizer.chat_template, judges, asked, options, seed])
+
+
+def _known_by(scorer: Scorer, prompt: Prompt) -> str:
+    """Identity of a scorer; of one that has none, its kind and one of its rewards."""
+    try:
+        return scorer_identity(scorer)
+    except ConfigError:
+        return digest([type(scorer).__name__, round(float(scorer.score([prompt], ["Hello."])[0]), 3)])
+
+
+def _result(
+    measured: Sequence[MeasuredCheckpoint],
+    folder: Path,
+    step: int,
+    reason: StopReason,
+    config: RLHFConfig,
+    seed: int,
+    num_bootstrap: int,
+    started: float,
+) -> RLHFResult:
+    best_step, best_gain = (None, None) if measured[0].gold is None else largest_gain(measured, seed)
+    return RLHFResult(
+        policy=str(folder / POLICY_FOLDER),
+        step=step,
+        stop_reason=reason,
+        checkpoints=beside_start(measured),
+        best_gold_step=best_step,
+        best_gold_gain=best_gain,
+        curve=curve_of(measured, num_bootstrap=num_bootstrap, seed=seed),
+        wall_seconds=time.perf_counter() - started,
+        config=config,
+        versions=versions() | {"trl": version("trl")},
+        machine=machine(),
+        commit=commit(),
+    )
