@@ -22,7 +22,8 @@ from rm_optimizer.interfaces.hydra_entry import launch
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from rm_optimizer.landscape.analysis_context import AnalysisResult
+    from rm_optimizer.landscape.analysis_context import AnalysisResult, AnalysisSubject
+    from rm_optimizer.landscape.measured_loss import MeasuredLoss
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 
@@ -122,7 +123,7 @@ def analyze(options: AnalyzeConfig) -> Path:
         raise Interrupted("stopped before there was a result to write; the same command starts again") from None
     _record(options, folder)
     state = "_partial" if finding.is_partial else ""
-    write_text(folder / f"{kind}{state}.json", finding.result.to_json() + "\n")
+    write_text(folder / f"{kind}{state}.json", finding.to_json() + "\n")
     if not finding.is_partial:
         (folder / f"{kind}_partial.json").unlink(missing_ok=True)
     draw_result(finding.result, folder)
@@ -156,10 +157,32 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     weights = max(checkpoints.items())[1] if checkpoints else _unmerged(options.checkpoint)
     measured_loss = load_measured_loss(options, weights)
     require_finite_loss(measured_loss)
-    context = AnalysisContext(measured_loss, options.landscape, folder, on_progress)
+    subject = _subject(options, weights, measured_loss)
+    context = AnalysisContext(measured_loss, options.landscape, folder, on_progress, subject)
     if kind == AnalysisType.trajectory:
-        return analysis.measure_trajectory(context, checkpoints)
-    return analysis.MEASURES[kind](context)
+        finding: AnalysisResult[Any] = analysis.measure_trajectory(context, checkpoints)
+    else:
+        finding = analysis.MEASURES[kind](context)
+    return replace(finding, subject=subject)
+
+
+def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisSubject:
+    """Weights and pairs in words; the step is that in a periodic checkpoint's name, or of the run's best model."""
+    from rm_optimizer.landscape.analysis_context import AnalysisSubject
+    from rm_optimizer.landscape.measured_loss import pairs_digest
+    from rm_optimizer.records.run_folder import RunFolder, checkpoint_step
+
+    path, run = weights or Path(options.checkpoint).expanduser(), RunFolder.of(options.checkpoint)
+    is_periodic = path.suffix == ".ckpt" and path.stem.startswith("step-")
+    step = checkpoint_step(path) if is_periodic else None if run is None else run.best_step
+    params = measured_loss.params
+    return AnalysisSubject(
+        checkpoint=options.checkpoint,
+        step=step,
+        data=f"{options.data.train or 'the synthetic world'} ({options.split})",
+        pairs=pairs_digest(measured_loss.sample.batches),
+        params=params if isinstance(params, str) else ", ".join(params),
+    )
 
 
 def _run_checkpoints(checkpoint: str) -> dict[int, Path]:

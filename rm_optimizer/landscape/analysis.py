@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from rm_optimizer.landscape.analysis_context import (
     AnalysisContext,
     AnalysisResult,
 )
+from rm_optimizer.landscape.estimates.by_source import CurvatureByPair, curvature_by_pair
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, block_names, curvature_of_blocks
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
+from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.directions import (
@@ -144,7 +147,8 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     missing = tuple(name for name in names if name not in found)
     blocks = tuple(found[name] for name in names if name in found)
     return AnalysisResult(
-        LayerCurvature(blocks, missing, sample.num_pairs, sample.num_prompts, sample.seed), is_partial
+        LayerCurvature(blocks, missing, sample.num_pairs, sample.num_prompts, sample.seed, str(context.subject)),
+        is_partial,
     )
 
 
@@ -181,10 +185,19 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         on_iteration=context.on_iteration,
         on_product=context.on_product,
     )
+    spectrum = replace(spectrum, source=str(context.subject), by_pair=_by_pair(context, spectrum))
     is_partial = spectrum.status == SpectrumStatus.interrupted
     if is_partial and not spectrum.eigenvalues:
         raise KeyboardInterrupt
     return AnalysisResult(spectrum, is_partial, is_kept=(context.folder / STATE_FILE).exists())
+
+
+def _by_pair(context: AnalysisContext, spectrum: HessianSpectrum) -> CurvatureByPair | None:
+    """Origin of the top eigenvalue, where the curvature of each pair was measured."""
+    described = context.measured_loss.described
+    if spectrum.pair_curvatures is None or not described:
+        return None
+    return curvature_by_pair(spectrum.pair_curvatures, described)
 
 
 def _num_sampled(config: LandscapeConfig) -> int:
@@ -228,6 +241,7 @@ def _new_directions(context: AnalysisContext, count: int) -> Directions:
             on_iteration=context.on_iteration,
             on_done=hessian.release,
         )
+        found = with_overlooked(matrix, found, "magnitude", tolerance=context.config.tolerance, seed=seed + 2)
         return along_eigenvectors(matrix.widened(found), count)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,13 +16,41 @@ from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription
+from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.schema.landscape import LandscapeConfig
 
 POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
 """In the folder of results: each measured point as soon as it is, the directions that they lie along, each measured
 layer, and where an iteration stands."""
-ResultT = TypeVar("ResultT")
+ResultT = TypeVar("ResultT", bound=JsonRecord)
+
+
+SCHEMA_VERSION = 1
+"""Version of the JSON of results: it rises when an entry changes its meaning or goes, not when one is added."""
+
+
+@dataclass(frozen=True)
+class AnalysisSubject:
+    """Weights and pairs of an analysis, for whoever reads its results alone.
+
+    Args:
+        checkpoint: run folder, exported folder, checkpoint or hub id, as given.
+        step: optimizer steps that the weights were trained for; None where it is not recorded.
+        data: the pairs: path or name, and their split.
+        pairs: digest of the pairs that were drawn; the same wherever they are drawn.
+        params: parameters measured.
+    """
+
+    checkpoint: str
+    step: int | None
+    data: str
+    pairs: str
+    params: str
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step:,}"
+        return f"{self.checkpoint}{step}; pairs of {self.data}"
 
 
 @dataclass(frozen=True)
@@ -32,11 +61,18 @@ class AnalysisResult(Generic[ResultT]):
         result: measured values.
         is_partial: True if the user stopped the analysis before its end.
         is_kept: True if the same analysis can continue from it.
+        subject: weights and pairs; None before they are known.
     """
 
     result: ResultT
     is_partial: bool
     is_kept: bool = True
+    subject: AnalysisSubject | None = None
+
+    def to_json(self) -> str:
+        """The result as JSON text, after the version of its entries and what was measured."""
+        header = {"schema_version": SCHEMA_VERSION, "analysis": json_values(self.subject)}
+        return json.dumps(header | self.result.entries(), allow_nan=False, indent=1)
 
 
 @dataclass(frozen=True)
@@ -48,12 +84,14 @@ class AnalysisContext:
         config: the options.
         folder: folder for measured points, from which the same analysis continues after a kill.
         on_progress: function of the current step, its progress, its total (None if unknown) and a remark.
+        subject: weights and pairs, for captions.
     """
 
     measured_loss: MeasuredLoss
     config: LandscapeConfig
     folder: Path
     on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
+    subject: AnalysisSubject | str = ""
 
     def on_iteration(self, progress: Progress) -> None:
         """Report a product of a Lanczos iteration."""
@@ -100,6 +138,7 @@ class AnalysisContext:
             num_pairs=sample.num_pairs,
             num_prompts=sample.num_prompts,
             seed=sample.seed,
+            source=str(self.subject),
         )
 
 

@@ -157,6 +157,7 @@ class HessianAnalyzer:
             density=found.density,
             sampling=tuple(found.sampling),
             cross_fit=found.cross_fit,
+            pair_curvatures=found.pair_curvatures,
             geometry=found.geometry,
             matrix=matrix,
             method=method,

@@ -12,6 +12,7 @@ from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
+from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.records.codec import JsonRecord
 
@@ -49,6 +50,7 @@ class LayerCurvature(JsonRecord, indent=1):
         num_pairs: pairs that the loss is averaged over.
         num_prompts: different prompts among them.
         seed: of the pairs, starting vectors and probes.
+        source: checkpoint, step and pairs, in words.
     """
 
     blocks: tuple[BlockCurvature, ...]
@@ -56,6 +58,7 @@ class LayerCurvature(JsonRecord, indent=1):
     num_pairs: int
     num_prompts: int
     seed: int
+    source: str = ""
 
 
 def block_names(measured_loss: MeasuredLoss) -> dict[str, tuple[str, ...]]:
@@ -100,6 +103,7 @@ def curvature_of_blocks(
                 seed=measured_loss.sample.seed,
                 on_iteration=lambda progress, block=block: on_iteration(block, progress),  # type: ignore[misc]
             )
+            found = with_overlooked(matrix, found, "largest", tolerance=tolerance, seed=measured_loss.sample.seed + 2)
             top = matrix.widened(found)
             trace = deflated_trace(hessian, top, num_probes, seed=measured_loss.sample.seed)
             yield BlockCurvature(

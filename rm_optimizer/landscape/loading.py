@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.draws import draw_pairs
+from rm_optimizer.evaluation.draws import PairSample, draw_pairs
+from rm_optimizer.landscape.estimates.by_source import DescribedPair, pair_indices
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.records.run_folder import RunFolder
@@ -21,6 +24,8 @@ from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 
 _log = logging.getLogger("rm_optimizer")
+_PROMPT = 80
+"""Characters of a prompt that name a pair."""
 
 
 def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -> MeasuredLoss:
@@ -48,7 +53,24 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
     pairs, config = data.accepted_by(model.renderer).pairs, options.landscape
     sample = draw_pairs(model, pairs, config.num_pairs, options.seed, token_budget=config.token_budget)
     dtype = getattr(torch, options.landscape.dtype.value)
-    return MeasuredLoss(model.eval(), sample, options.loss, params, dtype)
+    return MeasuredLoss(model.eval(), sample, options.loss, params, dtype, _described(pairs, sample))
+
+
+def _described(pairs: Sequence[PreferencePair], sample: PairSample) -> dict[int, DescribedPair]:
+    """The drawn pairs, with the columns that tell them apart."""
+    indices = pair_indices(sample.batches)
+    columns = [
+        column
+        for column in ("source", "subset")
+        if len({str(pairs[index].metadata.get(column, "(none)")) for index in indices}) > 1
+    ]
+
+    def described(pair: PreferencePair) -> DescribedPair:
+        prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1].content
+        groups = {column: str(pair.metadata.get(column, "(none)")) for column in columns}
+        return DescribedPair(pair.pair_id, " ".join(prompt.split())[:_PROMPT], groups)
+
+    return {index: described(pairs[index]) for index in indices}
 
 
 def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:

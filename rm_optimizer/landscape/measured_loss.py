@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.draws import PairSample
+from rm_optimizer.landscape.estimates.by_source import DescribedPair
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.pair_gradients import single_pairs
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
@@ -29,6 +30,7 @@ class MeasuredLoss:
         loss: training loss.
         params: the parameters that may move; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
+        described: the pairs of the sample by their position in the data.
     """
 
     model: BradleyTerryRM
@@ -36,6 +38,7 @@ class MeasuredLoss:
     loss: LossConfig
     params: str | tuple[str, ...] = TRAINABLE
     dtype: torch.dtype = torch.float32
+    described: Mapping[int, DescribedPair] = field(default_factory=dict)
 
     @contextmanager
     def measuring(self) -> Iterator[PairObjective]:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.landscape.estimates.by_source import PairCurvatures, pair_indices
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
@@ -81,9 +83,11 @@ class Solution:
         is_exhaustive: True if all unlisted eigenvalues are 0.
         is_interrupted: True if the user stopped it.
         searched: end of the spectrum that Lanczos iterated to the tolerance; None if it did not, or another method did.
+        is_warm: True if Lanczos started from earlier vectors.
         trace: trace of the pairs, with its interval over pairs where that was requested, or an estimate.
         sampling: the first eigenvalues with their spread over resampled pairs.
         cross_fit: the same eigenvalues cross-fitted.
+        pair_curvatures: curvature of each pair along the same vectors.
         density: estimated density.
         geometry: gradient and sharpness at the point.
         seconds_before: seconds of an earlier process that this one continues from.
@@ -93,9 +97,11 @@ class Solution:
     is_exhaustive: bool = False
     is_interrupted: bool = False
     searched: End | None = None
+    is_warm: bool = False
     trace: Estimate | None = None
     sampling: Sequence[Estimate] = ()
     cross_fit: CrossFit | None = None
+    pair_curvatures: PairCurvatures | None = None
     density: SpectralDensity | None = None
     geometry: LocalGeometry | None = None
     seconds_before: float = 0.0
@@ -209,6 +215,9 @@ def _by_gram(
         count = min(options.num_sampled, len(gram.values))
         *found.sampling, found.trace = gram.bootstrap(count, clusters=clusters, seed=seed)
         found.cross_fit = cross_fit_gram(gram, count, clusters=clusters, seed=seed)
+        everything = np.arange(gram.num_pairs)
+        along, indices = gram.curvatures(everything, everything, count), pair_indices(operator.objective.batches)
+        found.pair_curvatures = PairCurvatures(along, gram.pair_weights, indices, gram)
     return found
 
 
@@ -272,7 +281,8 @@ def _by_lanczos(
     is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products, where nothing converges
     is_done |= torch.tensor(pairs.converged)
     searched = options.which if bool(is_done.all()) else None
-    return Solution(matrix.widened(pairs), searched=searched, seconds_before=seconds_before)
+    is_warm = start is not None
+    return Solution(matrix.widened(pairs), searched=searched, is_warm=is_warm, seconds_before=seconds_before)
 
 
 def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int) -> KrylovState:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.by_source import CurvatureByPair, PairCurvatures
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
@@ -60,6 +61,10 @@ class HessianSpectrum(JsonRecord, indent=2):
         dtype: type computed in.
         seed: of all random vectors.
         status: end of the computation.
+        by_pair: origin of the top eigenvalue, by groups of pairs and single pairs; None where it is not known.
+        source: checkpoint, step and pairs, in words.
+        pair_curvatures: curvature of each pair along the first eigenvectors, where they were sampled; not part of the
+            JSON text.
         eigenvectors: one row for each eigenvalue, where they were kept; not part of the JSON text.
     """
 
@@ -90,6 +95,9 @@ class HessianSpectrum(JsonRecord, indent=2):
     dtype: str
     seed: int
     status: SpectrumStatus = SpectrumStatus.complete
+    by_pair: CurvatureByPair | None = None
+    source: str = ""
+    pair_curvatures: PairCurvatures | None = field(default=None, compare=False, repr=False, metadata=NOT_STORED)
     eigenvectors: Float[Tensor, "vectors parameters"] | None = field(
         default=None, compare=False, repr=False, metadata=NOT_STORED
     )

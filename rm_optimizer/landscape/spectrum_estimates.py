@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_hessian
+from rm_optimizer.landscape.estimates.by_source import PairCurvatures, pair_indices
+from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_hessian, weights_of
 from rm_optimizer.landscape.estimates.density import spectral_density
-from rm_optimizer.landscape.estimates.sampling import sampling_error
+from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error
 from rm_optimizer.landscape.estimates.sharpness import local_geometry
 from rm_optimizer.landscape.estimates.trace import estimate_trace
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
@@ -24,8 +25,8 @@ def add_estimates(
 ) -> None:
     """Add the requested estimates that the solver did not give, unless it was interrupted.
 
-    Where random vectors follow anyway, eigenvalues that Lanczos overlooked are looked for. After Ctrl-C the estimates
-    so far stay, and the solution is marked as interrupted.
+    Where random vectors follow anyway, or Lanczos started from earlier vectors, eigenvalues that it overlooked are
+    looked for. After Ctrl-C the estimates so far stay, and the solution is marked as interrupted.
 
     Args:
         operator: the matrix.
@@ -48,18 +49,17 @@ def _estimate(
     is_hessian = isinstance(operator, HessianOperator)
     if options.sam_rho and is_hessian:
         found.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
-    if found.searched and (options.trace_products or options.density_probes):
+    if found.searched and (options.trace_products or options.density_probes or found.is_warm):
         found.pairs = with_overlooked(operator, found.pairs, found.searched, tolerance=options.tolerance, seed=seed + 2)
     pairs = found.pairs
     removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
     sampled = min(options.num_sampled, len(pairs.vectors))
     if sampled and not found.sampling and isinstance(operator, HessianOperator):
-        found.sampling = sampling_error(
-            operator.objective,
-            pairs.vectors[:sampled],
-            quotients=pairs.values[:sampled].tolist(),
-            clusters=clusters,
-            seed=seed,
+        objective = operator.objective
+        curvatures = pair_curvatures(objective, pairs.vectors[:sampled], pairs.values[:sampled].tolist())
+        found.sampling = sampling_error(objective, curvatures, clusters=clusters, seed=seed)
+        found.pair_curvatures = PairCurvatures(
+            curvatures.cpu().numpy(), weights_of(objective), pair_indices(objective.batches)
         )
         if options.which != "smallest":
             found.cross_fit = cross_fit_hessian(

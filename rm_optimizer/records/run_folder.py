@@ -122,6 +122,12 @@ class RunFolder:
         """Path of the weights of the best evaluation."""
         return self.path / "checkpoints" / "best.ckpt"
 
+    @property
+    def best_step(self) -> int | None:
+        """Optimizer steps of the best evaluation, whose weights the run exported; None before a run has ended."""
+        step = _json(self.path / RESULT_FILE).get("best_step")
+        return step if isinstance(step, int) else None
+
     def metrics(self, last_step: int | None = None) -> list[dict[str, str]]:
         """Rows of `metrics.csv`, see `read_rows`."""
         return read_rows(self.path / METRICS_FILE, last_step)

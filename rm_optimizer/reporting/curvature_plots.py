@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import SymLogNorm
+from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -99,7 +99,10 @@ def plot_spectrum(
     _draw_cross_fitted(axes, cross_fitted)
     axes.axhline(0.0, color=GRAY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
-    axes.set(ylabel="eigenvalue (logarithmic)", xlim=(0.3, len(heights) + 0.7))
+    axes.set(
+        ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.1g})",
+        xlim=(0.3, len(heights) + 0.7),
+    )
     _draw_places(axes, places)
     lowest, highest = float(heights.min()), float(heights.max())
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
@@ -164,6 +167,7 @@ def plot_layers(result: LayerCurvature) -> Figure:
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
     starred = "" if all(item.converged for item in result.blocks) else "; *: not converged"
     caption = f"{partial}{pairs}; ±: error bound, standard error of probes{starred}; color: within its column"
+    caption += f"; {result.source}" if result.source else ""
     figure, (axes,) = captioned_figure("Curvature layer by layer", caption)
     figure.set_size_inches(7.0, max(3.2, 1.7 + 0.36 * len(result.blocks)))
     columns = {
@@ -191,6 +195,8 @@ def _draw_places(axes: Axes, places: Sequence[Place]) -> None:
     """Ranks from either end below the axis, and a line where the one end stops and the other begins."""
     step = next(step for step in (1, 5, 10, 50, 100, len(places)) if len(places) <= 14 * step)
     shown = [index for index, place in enumerate(places) if place.rank == 1 or place.rank % step == 0]
+    least = len(places) / 25
+    shown = [index for i, index in enumerate(shown) if i == 0 or index - shown[i - 1] >= least]
     axes.set_xticks([index + 1 for index in shown], [str(places[index].rank) for index in shown])
     ends = list(dict.fromkeys(place.end for place in places))
     for after, (before, place) in enumerate(pairwise(places), start=1):
@@ -217,7 +223,7 @@ def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
 
 def _draw_by_num_pairs(axes: Axes, by_num_pairs: Sequence[TopOfSamples]) -> None:
     """Inset of the largest eigenvalue of quarters, halves and all of the pairs."""
-    inset = axes.inset_axes((0.62, 0.5, 0.34, 0.26))
+    inset = axes.inset_axes((0.64, 0.55, 0.33, 0.22))
     counts = [sample.num_pairs for sample in by_num_pairs]
     for sample in by_num_pairs:
         inset.plot([sample.num_pairs] * len(sample.values), sample.values, color=BLUE, marker="o", markersize=3, lw=0)
@@ -225,7 +231,7 @@ def _draw_by_num_pairs(axes: Axes, by_num_pairs: Sequence[TopOfSamples]) -> None
     inset.set_xscale("log")
     inset.set_xticks(counts, [f"{count:.0f}" for count in counts])
     inset.minorticks_off()
-    inset.set_ylim(bottom=0)
+    inset.set_ylim(0, 1.35 * max(max(sample.values) for sample in by_num_pairs))
     inset.text(0.97, 0.93, "largest 1 by pairs", transform=inset.transAxes, ha="right", va="top", fontsize=8)
     inset.tick_params(labelsize=7)
 
@@ -245,11 +251,16 @@ def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, 
 def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[str]) -> None:
     """One column of cells, colored on its own scale, logarithmic for both signs."""
     largest = float(np.abs(values).max()) or 1.0
-    norm = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
+    low, high = float(values.min()), float(values.max())
+    norm: Normalize = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
+    colors = "RdBu_r"
+    if low > 0:  # one sign: from pale to dark over the range of the column
+        norm, colors = LogNorm(low / (high / low) ** 0.3 / 1.1, 1.1 * high), "Blues"
     extent = (position - 0.48, position + 0.48, len(values) - 0.5, -0.5)
-    axes.imshow(values[:, None], aspect="auto", cmap="RdBu_r", norm=norm, extent=extent)
+    axes.imshow(values[:, None], aspect="auto", cmap=colors, norm=norm, extent=extent)
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        color = "white" if abs(value) > 0.03 * largest else INK
+        is_dark = float(norm(value)) > 0.6 if low > 0 else abs(value) > 0.03 * largest
+        color = "white" if is_dark else INK
         axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=color)
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.by_source import CurvatureByPair
 from rm_optimizer.landscape.estimates.density import SPREAD, density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
@@ -27,7 +28,7 @@ from rm_optimizer.reporting.curvature_plots import (
     plot_spectrum,
     plot_training_curvature,
 )
-from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
+from rm_optimizer.reporting.landscape_plots import named, plot_contour, plot_slices, plot_surface, plot_trajectory
 from rm_optimizer.reporting.plots import History
 from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import Cell, summary_table
@@ -98,7 +99,7 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
     partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
     caption = (
         f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
-        f"{_effort(result)}; seed {result.seed}"
+        f"{_effort(result)}; seed {result.seed}; loss {result.loss:.4f}{named(result.source)}"
     )
     values, bounds, places = result.eigenvalues, result.error_bounds, _places(result)
     title = f"{matrix}: eigenvalues"
@@ -123,9 +124,23 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
         title = f"{matrix}: spectral density"
         figure = plot_density(curve, top=result.density.exact, title=title, caption=probes)
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
-        named: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
-        files += _save(figure, named, folder / "density")
+        drawn: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
+        files += _save(figure, drawn, folder / "density")
     return files
+
+
+def _origin_rows(found: CurvatureByPair) -> dict[str, Cell]:
+    """Shares of the groups and of the heaviest pairs in the top eigenvalue."""
+    rows: dict[str, Cell] = {}
+    for group in found.groups:
+        own = f"; its own largest {group.eigenvalues[0]:.4g}" if group.eigenvalues else ""
+        along = f"{group.along[0]:.4g} along the first vector, {group.share:.0%} of largest 1{own}"
+        rows[f"{group.column} {group.name} ({group.num_pairs:,} pairs)"] = along
+    for rank, each in enumerate(found.heaviest, start=1):
+        groups = "".join(f"; {name}" for name in each.pair.groups.values())
+        text = f"{each.share:.1%}, curvature {each.curvature:.3g}: {each.pair.pair_id}{groups}; {each.pair.prompt!r}"
+        rows[f"pair {rank} by share of largest 1"] = text
+    return rows
 
 
 def _places(result: HessianSpectrum) -> tuple[Place, ...]:
@@ -157,9 +172,13 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
     for index, (place, value) in enumerate(zip(_places(result), result.eigenvalues, strict=True)):
         if min(index, len(result.eigenvalues) - 1 - index) < _SHOWN:
             rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
+        elif index == _SHOWN:
+            rows["…"] = f"{len(result.eigenvalues) - 2 * _SHOWN:,} more in the JSON"
     if result.num_overlooked is not None:
         rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found beside the iteration"
     rows |= _population_rows(result)
+    if result.by_pair is not None:
+        rows |= _origin_rows(result.by_pair)
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)

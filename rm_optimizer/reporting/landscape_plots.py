@@ -79,7 +79,7 @@ def plot_surface(result: Surface) -> Figure:
     loss = _losses(result.points)
     axes.plot_surface(x, y, loss, cmap="viridis", rcount=60, ccount=60, linewidth=0.2, edgecolor=(1, 1, 1, 0.35))
     axes.set(xlabel=result.measured.names[0], ylabel=result.measured.names[1], zlabel="loss (nats a pair)")
-    axes.set_box_aspect(None, zoom=0.92)
+    axes.set_box_aspect((1.25, 1.25, 0.8), zoom=1.1)
     axes.tick_params(labelsize=8, labelcolor=INK)
     axes.locator_params(nbins=5)
     axes.view_init(elev=32, azim=-55)
@@ -97,7 +97,7 @@ def plot_trajectory(result: Trajectory) -> Figure:
     marks: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
     axes.plot(x, y, color=INK, linewidth=1.4, label="checkpoints (loss ± 1 standard error)", **marks)
     axes.plot(x[-1], y[-1], label="last checkpoint", **_CROSS)
-    for index in sorted({0, len(x) // 2, len(x) - 1}):
+    for index in _apart(x, y, surface):
         is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
         offset = (-7 if is_right else 7, -15 if 0 < index < len(x) - 1 else 9)
         axes.annotate(
@@ -109,13 +109,27 @@ def plot_trajectory(result: Trajectory) -> Figure:
     return figure
 
 
+def _apart(x: np.ndarray, y: np.ndarray, surface: Surface) -> list[int]:
+    """First and last checkpoint, and the middle one where its label has room between theirs."""
+    last, middle = len(x) - 1, len(x) // 2
+    span = np.array([surface.x[-1] - surface.x[0], surface.y[-1] - surface.y[0]])
+    places = np.column_stack([x, y]) / span
+    is_free = all(float(np.abs(places[middle] - places[end]).max()) > 0.12 for end in (0, last))
+    return [0, middle, last] if is_free else [0, last]
+
+
 def _caption(measured: GridDescription, result: Slice | Surface | Trajectory) -> str:
     partial = f"PARTIAL, {result.num_missing} points missing; " if result.num_missing else ""
     where = "" if measured.params == "trainable" else f" of {measured.params}"
     return (
         f"{partial}{measured.method}{where}; n = {measured.num_pairs:,} pairs of {measured.num_prompts:,} prompts; "
-        f"seed {measured.seed}"
+        f"seed {measured.seed}{named(measured.source)}"
     )
+
+
+def named(source: str) -> str:
+    """Checkpoint, step and pairs at the end of a caption."""
+    return f"; {source}" if source else ""
 
 
 def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
@@ -155,11 +169,22 @@ def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> None:
     filled = axes.contourf(surface.x, surface.y, shown, levels=levels, norm=norm, cmap="viridis")
     lines = axes.contour(surface.x, surface.y, shown, levels=levels[1:-1:2], colors="white", linewidths=0.7)
     axes.clabel(lines, fontsize=7, fmt="%.3g")
+    for text in lines.labelTexts:
+        if not _is_inside(text.get_position(), surface):
+            text.set_visible(False)
     bar = figure.colorbar(filled, ax=axes, label="loss (nats a pair)", format="%.3g")
     bar.ax.tick_params(labelsize=8)
     axes.grid(False)
     x, y = (f"{name} ({_unit(surface.measured)})" for name in surface.measured.names[:2])
     axes.set(xlabel=x, ylabel=y)
+
+
+def _is_inside(position: tuple[float, float], surface: Surface) -> bool:
+    """True if a text centered there does not reach beyond the border."""
+    shares = [
+        (value - ends[0]) / (ends[-1] - ends[0]) for value, ends in zip(position, (surface.x, surface.y), strict=True)
+    ]
+    return all(0.06 < share < 0.94 for share in shares)
 
 
 def _loss_at(result: Trajectory, index: int) -> str:

@@ -81,7 +81,14 @@ def test_slices_end_in_the_run_folder_with_the_trained_loss_in_the_middle(run_di
     assert {"slices.json", "slices.png", "slices.svg", "slices.parquet", "analysis.json"} <= names(folder)
     result = Slice.from_json((folder / "slices.json").read_text())
     spectrum = analyzed(run_dir, "landscape=gauss_newton", "landscape.top_k=2")
-    loss = HessianSpectrum.from_json((spectrum / "gauss_newton.json").read_text()).loss
+    written = json.loads((spectrum / "gauss_newton.json").read_text())
+    assert (written["schema_version"], written["analysis"]["checkpoint"]) == (1, str(run_dir))
+    assert written["analysis"]["step"] == json.loads((run_dir / "run.json").read_text())["best_step"]
+    gauss_newton = HessianSpectrum.from_json(json.dumps(written))
+    assert gauss_newton.by_pair is not None
+    assert sum(each.share for each in gauss_newton.by_pair.heaviest) == pytest.approx(1)  # all eight pairs
+    assert f"step {written['analysis']['step']}; pairs of" in gauss_newton.source
+    loss = gauss_newton.loss
     assert [line[1].loss for line in result.points] == pytest.approx([loss, loss], abs=1e-6)
     assert result.measured.num_pairs == 8
     assert len(pq.read_table(folder / "slices.parquet")) == 6
@@ -89,6 +96,7 @@ def test_slices_end_in_the_run_folder_with_the_trained_loss_in_the_middle(run_di
     assert recorded["options"]["data"]["synthetic"]["num_train"] == 48
     printed = capsys.readouterr().out
     assert "loss at the weights" in printed
+    assert "pair 1 by share of largest 1" in printed
     assert str(folder) in printed.replace("\n", "")
 
 
@@ -140,7 +148,7 @@ def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_see
 def test_layers_go_from_the_input_to_the_head(run_dir):
     folder = analyzed(run_dir, "landscape=layers", "landscape.num_probes=2", "landscape.tolerance=0.1")
     result = LayerCurvature.from_json((folder / "layers.json").read_text())
-    assert [block.block for block in result.blocks] == ["embeddings", "layer 1", "head"]
+    assert [block.block for block in result.blocks] == ["embeddings", "layer 1", "output"]
     assert {"layers.png", "layers.parquet"} <= names(folder)
 
 
@@ -224,13 +232,13 @@ def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path
         with pytest.raises(Interrupted, match="the same command goes on from them"):
             analyzed(run_dir, *options)
     partial = LayerCurvature.from_json((tmp_path / "layers_partial.json").read_text())
-    assert ([block.block for block in partial.blocks], partial.missing) == (["embeddings"], ("layer 1", "head"))
+    assert ([block.block for block in partial.blocks], partial.missing) == (["embeddings"], ("layer 1", "output"))
     with monkeypatch.context() as patch:
         patch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(2))
         analyzed(run_dir, *options)
     whole = LayerCurvature.from_json((tmp_path / "layers.json").read_text())
     assert whole.blocks[0] == partial.blocks[0]
-    assert [block.block for block in whole.blocks] == ["embeddings", "layer 1", "head"]
+    assert [block.block for block in whole.blocks] == ["embeddings", "layer 1", "output"]
 
 
 def test_ctrl_c_before_the_first_layer_is_one_sentence(run_dir, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fit_hessian, halves_of, part_of
-from rm_optimizer.landscape.estimates.sampling import sampling_error
+from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
@@ -64,7 +64,7 @@ def test_the_hessian_is_cross_fitted_on_halves(family: str) -> None:
     with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
         operator = HessianOperator(objective, product="reverse")
         whole = full_spectrum(operator)
-        sampling = sampling_error(objective, whole.vectors[:1], clusters=PROMPTS)
+        sampling = sampling_error(objective, pair_curvatures(objective, whole.vectors[:1]), clusters=PROMPTS)
         top = float(whole.values[0])
         found = cross_fit_hessian(operator, 1, top=top, sampling=sampling, clusters=PROMPTS, seed=0)
         parts = [HessianOperator(part_of(objective, half), product="reverse") for half in halves]

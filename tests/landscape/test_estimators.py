@@ -290,10 +290,10 @@ def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
         )[0].T
         quotients = (vectors * operator_.apply(vectors)).sum(dim=1)
         curvatures = pair_curvatures(objective, vectors)
-        estimates = sampling_error(objective, vectors)
-        over_prompts = sampling_error(objective, vectors, clusters=[0, 0, 1, 1, 2, 2, 3, 3])
+        estimates = sampling_error(objective, curvatures)
+        over_prompts = sampling_error(objective, curvatures, clusters=[0, 0, 1, 1, 2, 2, 3, 3])
         with pytest.raises(ConfigError, match="clusters must have one number for each of the 8 pairs, got 3"):
-            sampling_error(objective, vectors, clusters=[0, 1, 2])
+            sampling_error(objective, curvatures, clusters=[0, 1, 2])
         weights = torch.cat([batch.weight for batch in objective.batches])
     averaged = (curvatures * weights[:, None]).sum(dim=0) / weights.sum()
     torch.testing.assert_close(averaged, quotients, rtol=1e-5, atol=1e-8)  # differences over steps of 1e-4

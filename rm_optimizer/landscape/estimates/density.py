@@ -206,7 +206,7 @@ def density_curve(density: SpectralDensity) -> DensityCurve:
     low, high = float(known.min()), float(known.max())
     width = _WIDTH * (high - low) or _WIDTH * max(abs(high), 1.0)
     spread = np.concatenate([np.full(len(density.exact), width), *(_widths(rule, width) for rule in density.nodes)])
-    grid = np.linspace(float((known - 4 * spread).min()), float((known + 4 * spread).max()), _POINTS)
+    grid = np.linspace(float((known - 5 * spread).min()), float((known + 5 * spread).max()), _POINTS)
     rules = list(zip(density.nodes, density.weights, strict=True))
     curves = [replace(density, nodes=(n,), weights=(w,)).on_grid(grid, width=width) for n, w in rules]
     if len(curves) > 1:

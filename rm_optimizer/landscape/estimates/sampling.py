@@ -58,9 +58,8 @@ def pair_curvatures(
 
 def sampling_error(
     objective: PairObjective,
-    vectors: Float[Tensor, "vectors parameters"],
+    curvatures: Float[Tensor, "pairs vectors"],
     *,
-    quotients: Sequence[float] | None = None,
     clusters: Sequence[int] | None = None,
     num_bootstrap: int = 1000,
     seed: int = 0,
@@ -72,20 +71,18 @@ def sampling_error(
 
     Args:
         objective: the loss.
-        vectors: unit vectors.
-        quotients: Rayleigh quotient of each, such as its eigenvalue; None computes them.
+        curvatures: of each pair along each vector, see `pair_curvatures`.
         clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
             resampling draws clusters. None takes each pair as one.
         num_bootstrap: resamples.
         seed: of the resampling.
 
     Raises:
-        ConfigError: if the model has no forward derivatives, the pairs lie in several processes, or the clusters are
-            not one for each pair.
+        ConfigError: if the clusters are not one for each pair.
     """
-    curvatures = pair_curvatures(objective, vectors, quotients).cpu().numpy()
     weights = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
-    return weighted_means(curvatures, weights, clusters=clusters, num_bootstrap=num_bootstrap, seed=seed)
+    values = curvatures.cpu().numpy()
+    return weighted_means(values, weights, clusters=clusters, num_bootstrap=num_bootstrap, seed=seed)
 
 
 def weighted_means(

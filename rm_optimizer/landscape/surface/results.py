@@ -28,6 +28,7 @@ class GridDescription:
         num_pairs: pairs that the loss is averaged over.
         num_prompts: different prompts among them.
         seed: of the pairs and of random directions.
+        source: checkpoint, step and pairs, in words.
     """
 
     method: str
@@ -38,6 +39,7 @@ class GridDescription:
     num_pairs: int
     num_prompts: int
     seed: int
+    source: str = ""
 
 
 @dataclass(frozen=True)
