@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
     from rm_optimizer.core.pairs.pair import Scorer as Scorer
     from rm_optimizer.data_efficiency import AcquisitionFunction as AcquisitionFunction
+    from rm_optimizer.data_efficiency import ActiveLearner as ActiveLearner
     from rm_optimizer.data_efficiency import CurriculumSampler as CurriculumSampler
     from rm_optimizer.data_efficiency import UncertaintySampling as UncertaintySampling
     from rm_optimizer.doctor.diagnosis import Diagnosis as Diagnosis

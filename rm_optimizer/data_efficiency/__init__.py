@@ -12,6 +12,8 @@ from rm_optimizer.lazy import export_lazily
 if TYPE_CHECKING:
     from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
+    from rm_optimizer.data_efficiency.active_learning import ActiveLearner as ActiveLearner
+    from rm_optimizer.data_efficiency.active_learning import run_active_loop as run_active_loop
     from rm_optimizer.data_efficiency.annotators import noise_ceiling as noise_ceiling
     from rm_optimizer.data_efficiency.margin_analysis import CurriculumSampler as CurriculumSampler
     from rm_optimizer.data_efficiency.pool import Pool as Pool

@@ -122,16 +122,20 @@ def read_answers(path: Path) -> Answers:
     Raises:
         DataError: if the file cannot be read, an answer is none of these, or a question's texts were changed.
     """
+    found = [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in renamed(_rows(path), {})]
+    if not found:
+        raise DataError(f"{path}: there are no questions")
+    return merged_answers(found)
+
+
+def merged_answers(answered: Iterable[tuple[Question, Sequence[float]]]) -> Answers:
+    """Training pairs of questions with the probabilities that their answers give response A, none for a skipped one."""
     found: dict[str, list[float]] = {}
     texts: dict[str, tuple[Prompt, str, str]] = {}
-    for number, row in renamed(_rows(path), {}):
-        where = f"{path}, {row_unit(path)} {number}"
-        question, chances = _answered(row, where)
+    for question, chances in answered:
         first = texts.setdefault(question.pair_id, (question.prompt, question.response_a, question.response_b))
         is_turned = first[1] != question.response_a
         found.setdefault(question.pair_id, []).extend(1 - chance if is_turned else chance for chance in chances)
-    if not found:
-        raise DataError(f"{path}: there are no questions")
     pairs = [_pair(key, texts[key], chances) for key, chances in found.items() if chances]
     decided = [chances for chances in found.values() if chances]
     contradicted = [chances for chances in decided if len(set(chances)) > 1]
@@ -188,12 +192,20 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float]
         raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
     answer = next((row[name] for name in (*_ARGILLA, _ANSWER) if row.get(name) is not None), None)
     answers = answer if isinstance(answer, list) else [answer]
-    chances = [_chance(one, where) for one in answers]
+    chances = [answered_chance(one, where) for one in answers]
     return Question(key, prompt, *sides, 0), [chance for chance in chances if chance is not None]
 
 
-def _chance(answer: object, where: str) -> float | None:
-    """Probability that response A is the better one; None where the answer is left open."""
+def answered_chance(answer: object, where: str) -> float | None:
+    """Probability that an answer gives response A; None where it is left open.
+
+    Args:
+        answer: A, B, tie, skip, nothing, or the probability itself.
+        where: place of the answer, for the message.
+
+    Raises:
+        DataError: if it is none of these.
+    """
     word = "" if answer is None else str(answer).strip().lower()
     if word in _WORDS:
         return _WORDS[word]

@@ -1,0 +1,271 @@
+"""Active learning: ask for labels, train on the answers, and ask again, through kills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction, RandomSampling
+from rm_optimizer.data_efficiency.pool import Pool, read_pool
+from rm_optimizer.data_efficiency.questions import (
+    Answers,
+    Question,
+    answered_chance,
+    merged_answers,
+    questions_of,
+)
+from rm_optimizer.data_efficiency.rules import acquisition_function
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.schema.config import Resume, TrainConfig
+from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.run import train_reward_model
+
+Answer = str | float | None
+"""`A`, `B`, `tie`, `skip`, the probability that response A is the better one, or None for a missing answer."""
+LEDGER_FILE = "questions.jsonl"
+"""Questions and answers of an `ActiveLearner`, in its folder."""
+
+
+@dataclass
+class _State:
+    """Questions and answers so far.
+
+    Args:
+        batches: pair ids of each `ask`, in the order of the questions.
+        answers: probabilities of response A by pair id; empty for a skipped question.
+    """
+
+    batches: list[list[str]] = field(default_factory=list)
+    answers: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def open(self) -> list[str]:
+        """Pair ids that were asked and not answered, in the order of asking."""
+        return [key for batch in self.batches for key in batch if key not in self.answers]
+
+
+class ActiveLearner:
+    """Questions about a pool of unlabeled pairs and their answers, in a folder that survives kills.
+
+    Every question and answer is on the disk when `ask` and `tell` return. One process at a time may use the folder.
+
+    Args:
+        folder: folder of the state.
+        pool: unlabeled pairs; their labels are not read.
+        rule: name of the acquisition function; the first questions are drawn at random, since no label is known.
+        seed: seed of draws, ties and the order of responses.
+
+    Raises:
+        DataError: if the pool is empty or holds a pair twice.
+        ConfigError: if there is no such rule.
+    """
+
+    def __init__(
+        self, folder: Path | str, pool: Sequence[PreferencePair], *, rule: str = "v_optimal", seed: int = 0
+    ) -> None:
+        self._folder, self._seed = Path(folder), seed
+        self._pool = PreferenceDataset.from_pairs(pool)
+        self._rule = acquisition_function(rule)
+        questions = questions_of(self._pool, np.arange(len(self._pool)), seed=seed)
+        self._questions = {question.pair_id: question for question in questions}
+        self._places = {question.pair_id: place for place, question in enumerate(questions)}
+        _require_different(questions)
+        self._identity = digest([sorted(self._questions), rule, seed])
+
+    def ask(self, k: int, model: BradleyTerryRM | RewardModelEnsemble | None = None) -> list[Question]:
+        """Questions to answer next: those that are open from an earlier call, or `k` new ones.
+
+        Args:
+            k: new questions, positive; the last ones of a pool may be fewer.
+            model: the model that the labels are for; None draws at random.
+
+        Raises:
+            ConfigError: if `k` is not positive.
+            DataError: if another process uses the folder, or it belongs to another pool or rule.
+        """
+        if k < 1:
+            raise ConfigError(f"k must be positive, got {k}")
+        with self._state() as (state, ledger):
+            if not state.open and (chosen := self._chosen(state, k, model)):
+                ledger.append({"asked": chosen})
+                state.batches.append(chosen)
+            return self._open(state)
+
+    def open(self) -> list[Question]:
+        """Questions that were asked and not answered."""
+        with self._state() as (state, _):
+            return self._open(state)
+
+    def tell(self, labels: Mapping[str, Answer]) -> Answers:
+        """Keep answers by the questions' `pair_id`, and return all training pairs so far.
+
+        Several answers to one question give their mean as its label. A skipped question counts as answered.
+
+        Raises:
+            DataError: if an id is of no question that was asked, or an answer cannot be read; then none is kept.
+        """
+        with self._state() as (state, ledger):
+            asked = {key for batch in state.batches for key in batch}
+            if unknown := [key for key in labels if key not in asked]:
+                raise DataError(f"'{unknown[0]}' is no question that was asked; tell answers by Question.pair_id")
+            chances = {key: answered_chance(answer, f"question {key}") for key, answer in labels.items()}
+            ledger.append({"told": chances})
+            _keep(state, chances)
+            return self._answers(state)
+
+    def answers(self, num_batches: int | None = None) -> Answers:
+        """Training pairs of the answers so far.
+
+        Args:
+            num_batches: calls of `ask` whose questions count, the first ones; None counts all.
+        """
+        with self._state() as (state, _):
+            return self._answers(state, num_batches)
+
+    @property
+    def num_asked(self) -> int:
+        """Calls of `ask` that chose new questions."""
+        with self._state() as (state, _):
+            return len(state.batches)
+
+    @contextmanager
+    def _state(self) -> Iterator[tuple[_State, Ledger]]:
+        other = "questions about another pool, or by another rule or seed"
+        with open_ledger(
+            self._folder / LEDGER_FILE, self._identity, other=other, remedy="name another folder"
+        ) as ledger:
+            state = _State()
+            for entry in ledger.values():
+                if "asked" in entry:
+                    state.batches.append(entry["asked"])
+                else:
+                    _keep(state, entry["told"])
+            yield state, ledger
+
+    def _chosen(self, state: _State, k: int, model: BradleyTerryRM | RewardModelEnsemble | None) -> list[str]:
+        is_known = np.zeros(len(self._pool), dtype=bool)
+        is_known[[self._places[key] for batch in state.batches for key in batch]] = True
+        num = min(k, int((~is_known).sum()))
+        if not num:
+            return []
+        if model is None:
+            nothing = np.zeros(len(self._pool))
+            rule: AcquisitionFunction = RandomSampling()
+            pool = Pool(nothing[None], nothing, is_known)
+        else:
+            rule, pool = self._rule, read_pool(self._pool, model, is_labeled=is_known)
+        ids = [*self._questions]
+        return [ids[place] for place in rule.select(pool, num, seed=self._seed + len(state.batches)).tolist()]
+
+    def _open(self, state: _State) -> list[Question]:
+        return [replace(self._questions[key], rank=rank) for rank, key in enumerate(state.open, start=1)]
+
+    def _answers(self, state: _State, num_batches: int | None = None) -> Answers:
+        asked = [key for batch in state.batches[:num_batches] for key in batch]
+        return merged_answers((self._questions[key], state.answers[key]) for key in asked if key in state.answers)
+
+
+@dataclass(frozen=True)
+class LearningRound:
+    """A round of active learning.
+
+    Args:
+        num_labels: training pairs, all rounds so far.
+        result: the run that was trained on them.
+    """
+
+    num_labels: int
+    result: RunResult
+
+
+def run_active_loop(
+    pool: Sequence[PreferencePair],
+    label_fn: Callable[[Sequence[Question]], Mapping[str, Answer]],
+    n_rounds: int,
+    *,
+    config: TrainConfig,
+    val: PreferenceDataset,
+    k: int = 64,
+    rule: str = "v_optimal",
+    warm: bool = False,
+    budget: int | None = None,
+    patience: int | None = None,
+) -> list[LearningRound]:
+    """Ask, train on all answers, and ask by the model that was trained; the same call goes on after a kill.
+
+    Everything stands in `config.output_dir`: questions and answers, and a run folder a round in `rounds/`.
+
+    Args:
+        pool: unlabeled pairs.
+        label_fn: answers of questions by their `pair_id`, missing ones counting as skipped; called once for each batch,
+            and again after a kill within it.
+        n_rounds: most rounds.
+        config: options of the runs.
+        val: labeled pairs that each round is measured on.
+        k: questions of a round.
+        rule: acquisition function.
+        warm: True begins each round at the weights of the one before; False trains the base model anew.
+        budget: labels after which it ends; None has no limit.
+        patience: rounds without a lower validation NLL after which it ends; None has no limit.
+
+    Returns:
+        The rounds, first to last; fewer than `n_rounds` where the pool, the budget or the patience ended first.
+
+    Raises:
+        ConfigError: if an option is out of its range.
+        DataError: if a round has no answer to train on.
+    """
+    if n_rounds < 1 or (budget is not None and budget < 1) or (patience is not None and patience < 1):
+        raise ConfigError(f"n_rounds, budget and patience must be positive, got {n_rounds}, {budget} and {patience}")
+    folder = Path(config.output_dir)
+    learner = ActiveLearner(folder, pool, rule=rule, seed=config.seed)
+    rounds: list[LearningRound] = []
+    while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
+        if learner.num_asked == len(rounds):
+            left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
+            model = BradleyTerryRM.from_pretrained(rounds[-1].result.export) if rounds else None
+            if not learner.ask(left, model):
+                break
+        if questions := learner.open():
+            given = label_fn(questions)
+            learner.tell({question.pair_id: None for question in questions} | dict(given))
+        found = learner.answers(len(rounds) + 1)
+        if not found.pairs:
+            raise DataError("no question of the first round was answered, so there is nothing to train on")
+        own = replace(config, output_dir=str(folder / "rounds" / f"{len(rounds):03d}"), resume=Resume.auto)
+        if warm and rounds:
+            own = replace(own, model=replace(own.model, path=rounds[-1].result.export))
+        data = TrainVal(PreferenceDataset.from_pairs(found.pairs), val, "pairs of the caller")
+        rounds.append(LearningRound(len(found.pairs), train_reward_model(own, data=data)))
+    return rounds
+
+
+def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int | None) -> bool:
+    if rounds and budget is not None and rounds[-1].num_labels >= budget:
+        return True
+    losses = [found.result.metrics.nll.value for found in rounds]
+    return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+
+
+def _keep(state: _State, chances: Mapping[str, float | None]) -> None:
+    for key, chance in chances.items():
+        state.answers.setdefault(key, []).extend([] if chance is None else [chance])
+
+
+def _require_different(questions: Sequence[Question]) -> None:
+    if not questions:
+        raise DataError("a pool needs at least one pair, got none")
+    seen: set[str] = set()
+    for number, question in enumerate(questions, start=1):
+        if question.pair_id in seen:
+            raise DataError(f"pair {number} of the pool stands in it twice, in this or the other order; leave one out")
+        seen.add(question.pair_id)

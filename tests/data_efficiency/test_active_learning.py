@@ -1,0 +1,146 @@
+"""Questions and answers that survive kills, and rounds of training on them."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from rm_optimizer import ActiveLearner, PreferenceDataset, PreferencePair, TrainConfig, compose, typed
+from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.data_efficiency import active_learning, run_active_loop
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.schema.data import SyntheticConfig
+from tests.builders import tiny_reward_model
+
+POOL = [PreferencePair(f"ask {n}", f"yes {n}", f"no {n * n}", label=0.5) for n in range(20)]
+
+
+def learner(folder, rule: str = "v_optimal", pool=POOL):
+    return ActiveLearner(folder, pool, rule=rule)
+
+
+def test_open_questions_are_asked_again_and_answered_ones_never(tmp_path):
+    first = learner(tmp_path).ask(4)
+    assert [question.rank for question in first] == [1, 2, 3, 4]
+    assert learner(tmp_path).ask(7) == first
+    found = learner(tmp_path).tell({first[0].pair_id: "A", first[1].pair_id: "skip", first[2].pair_id: 0.25})
+    assert (len(found.pairs), found.num_skipped) == (2, 1)
+    assert found.pairs[0].chosen == first[0].response_a
+    assert found.pairs[1].label == 0.75
+    assert [question.pair_id for question in learner(tmp_path).ask(7)] == [first[3].pair_id]
+    learner(tmp_path).tell({first[3].pair_id: "tie"})
+    more = learner(tmp_path).ask(30, tiny_reward_model("llama", max_length=64))
+    assert len(more) == 16
+    assert not {question.pair_id for question in more} & {question.pair_id for question in first}
+    learner(tmp_path).tell({question.pair_id: "B" for question in more})
+    assert learner(tmp_path).ask(1) == []
+
+
+def test_answers_of_several_people_are_averaged_and_counted(tmp_path):
+    (question,) = learner(tmp_path).ask(1)
+    for answer in ("A", "A", "B"):
+        found = learner(tmp_path).tell({question.pair_id: answer})
+    assert found.pairs[0].label == pytest.approx(2 / 3)
+    assert (found.num_answers, found.num_contradicted) == (3, 1)
+
+
+def test_nothing_is_kept_of_answers_that_cannot_be_read(tmp_path):
+    first, second = learner(tmp_path).ask(2)
+    for labels, message in [
+        ({first.pair_id: "A", "0123": "B"}, "'0123' is no question that was asked"),
+        ({first.pair_id: "A", second.pair_id: "C"}, "label must be A, B, tie, skip"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            learner(tmp_path).tell(labels)
+    assert not learner(tmp_path).answers().pairs
+
+
+def _hold(folder, ready, done):
+    with learner(folder)._state():
+        ready.set()
+        done.wait(30)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+    learner(tmp_path).ask(1)
+    process = context.Process(target=_hold, args=(tmp_path, ready, done))
+    process.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(DataError, match="another process is writing it"):
+            learner(tmp_path).ask(1)
+    finally:
+        done.set()
+        process.join()
+    assert len(learner(tmp_path).ask(1)) == 1
+
+
+def test_a_folder_belongs_to_its_pool_and_its_rule(tmp_path):
+    learner(tmp_path).ask(1)
+    for other in (learner(tmp_path, "random"), learner(tmp_path, pool=POOL[1:])):
+        with pytest.raises(DataError, match="questions about another pool, or by another rule"):
+            other.ask(1)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [([], "at least one pair"), ([POOL[0], PreferencePair("ask 0", "no 0", "yes 0")], "pair 2 of the pool stands")],
+)
+def test_pools_without_questions_are_refused(tmp_path, pool, message):
+    with pytest.raises(DataError, match=message):
+        learner(tmp_path, pool=pool)
+
+
+def small(folder) -> TrainConfig:
+    few = ["training.max_steps=2", "training.evals_per_epoch=1", "batching.batch_size=4", "training.progress=false"]
+    return typed(compose([*few, "hardware=cpu", f"output_dir={folder}"]), TrainConfig)
+
+
+def test_rounds_train_on_all_answers_and_go_on_after_a_kill(tmp_path, monkeypatch):
+    world = synthetic_world(SyntheticConfig(num_train=24, num_val=8))
+    val = PreferenceDataset.from_pairs(world.val)
+    right = {(pair.prompt, pair.chosen) for pair in world.train}
+    calls = []
+
+    def label(questions):
+        calls.append(len(questions))
+        return {
+            question.pair_id: "A" if (question.prompt, question.response_a) in right else "B"
+            for question in questions[:-1]
+        }
+
+    def run(folder, rounds: int = 2):
+        return run_active_loop(world.train, label, rounds, config=small(folder), val=val, k=8)
+
+    whole = run(tmp_path / "whole")
+    assert [found.num_labels for found in whole] == [7, 14]
+    train = active_learning.train_reward_model
+
+    def killed(config, data):
+        if config.output_dir.endswith("001"):
+            raise KeyboardInterrupt
+        return train(config, data=data)
+
+    monkeypatch.setattr(active_learning, "train_reward_model", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed")
+    monkeypatch.undo()
+    calls.clear()
+    again = run(tmp_path / "killed")
+    assert calls == []
+    assert [found.result.metrics.nll.value for found in again] == [found.result.metrics.nll.value for found in whole]
+    assert np.isfinite(again[-1].result.metrics.nll.value)
+    assert len(run(tmp_path / "killed", rounds=9)) == 3  # the pool ends
+    assert calls == [8]
+
+
+def test_loops_without_an_end_or_an_answer_are_refused(tmp_path):
+    val = PreferenceDataset.from_pairs(POOL)
+    with pytest.raises(ConfigError, match="must be positive"):
+        run_active_loop(POOL, lambda questions: {}, 0, config=small(tmp_path), val=val)
+    with pytest.raises(DataError, match="nothing to train on"):
+        run_active_loop(POOL, lambda questions: {}, 1, config=small(tmp_path), val=val, k=2)
