@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, RewardServerUnavailable
@@ -19,6 +20,7 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.rlhf import optimization
 from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
+from rm_optimizer.rl_coupling.rlhf.measurement import Judges
 from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult, optimize_policy
 from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
@@ -114,6 +116,7 @@ def test_a_run_whose_reward_dies_goes_on_as_if_it_had_not(policy, tmp_path, whol
     with pytest.raises(error, match="goes on from step 1"):
         run(policy, tmp_path, reward, whole.config)
     (tmp_path / "checkpoints" / "checkpoint-2" / "model.safetensors").write_bytes(b"torn")
+    assert run(policy, tmp_path, config=replace(whole.config, steps=2)).step == 2
     went_on = run(policy, tmp_path, config=whole.config, num_bootstrap=100)
     assert went_on.checkpoints == whole.checkpoints
 
@@ -138,10 +141,12 @@ def test_members_that_disagree_stop_it_and_the_policy_before_is_kept(policy, tmp
     assert all(torch.equal(start[name], kept[name]) for name in start)
 
 
-def test_a_server_gives_the_rewards_of_its_model(policy, reward_model, tmp_path):
-    from rm_optimizer import BradleyTerryRM
-
+def test_a_server_gives_the_rewards_of_its_model(policy, reward_model, tmp_path, caplog):
     local = run(policy, tmp_path / "local", BradleyTerryRM.from_pretrained(reward_model))
+    assert "the reward model cut" not in caplog.text
+    short = BradleyTerryRM.from_pretrained(reward_model, max_length=8)
+    Judges(short, None).measure(TrainedPolicy(policy, max_new_tokens=6, temperature=1.0), PROMPTS[:1], 2, 5, 0)
+    assert "step 5: the reward model cut 2 of 2 prompts or responses" in caplog.text
     with engine_running(lambda: InProcessEngine(options_of(reward_model, tmp_path / "scratch"))) as server:
         model = BradleyTerryRM.from_pretrained(reward_model)
         with RewardClient(server.url, renderer=model.renderer) as client:

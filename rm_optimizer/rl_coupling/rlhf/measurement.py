@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.records.codec import JsonRecord
@@ -19,6 +21,7 @@ from rm_optimizer.rl_coupling.out_of_distribution import halves
 from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
 
+_log = logging.getLogger("rm_optimizer")
 FEWEST_CHECKPOINTS = 4
 """Checkpoints, the start included, from which an over-optimization curve is fitted."""
 
@@ -105,6 +108,14 @@ class Judges:
         else:
             proxy = _rewards(self.proxy, rows, texts).reshape(shape)
         gold = None if self.gold is None else _rewards(self.gold, rows, texts).reshape(shape)
+        if cut := _num_cut(self.proxy, rows, texts):
+            _log.warning(
+                "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
+                "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
+                step,
+                cut,
+                len(texts),
+            )
         return MeasuredCheckpoint(
             step,
             _means(drawn.divergence.numpy()),
@@ -115,6 +126,16 @@ class Judges:
             (_within(proxy), math.nan if gold is None else _within(gold)),
             texts[0],
         )
+
+
+def _num_cut(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> int:
+    """Rows of which a model in this process does not read all tokens; 0 for other scorers."""
+    if isinstance(scorer, RewardModelEnsemble):
+        counted = scorer.score_counted(prompts, texts)
+        return max(counted.num_prompt_cut or 0, counted.num_response_cut or 0)
+    if isinstance(scorer, BradleyTerryRM):
+        return sum(bool(one.prompt_cut or one.response_cut) for one in scorer.encode(prompts, texts))
+    return 0
 
 
 def _rewards(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:

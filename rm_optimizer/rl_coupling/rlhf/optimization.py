@@ -40,8 +40,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 POLICY_FOLDER = "policy"
 _OF_THE_TRAINER = ("*.pt", "*.pth", "training_args.bin", "trainer_state.json", "README.md")
 """Files of a checkpoint that a policy does not need."""
-_HAS_NO_EFFECT = ("policy", "prompts", "reward_models", "members", "server", "gold")
-"""Options that name what a digest stands for already."""
+_HAS_NO_EFFECT = ("policy", "prompts", "reward_models", "members", "server", "gold", "steps", "stop_disagreement")
+"""Options that name what a digest stands for already, or only end the run: a finished one goes on with more steps."""
 
 
 class StopReason(StrEnum):
@@ -100,7 +100,8 @@ def optimize_policy(
     """Optimize a policy by TRL against a reward, and measure every checkpoint on fresh responses.
 
     Every checkpoint answers the same prompts, so its gains are paired. Measurements are appended to
-    `measurements.jsonl` of the folder. Repeating a stopped call goes on from its last checkpoint.
+    `measurements.jsonl` of the folder. Repeating a stopped call goes on from its last checkpoint. So does repeating a
+    finished one with more steps.
 
     Args:
         policy: hub id or folder of a causal language model.

@@ -111,7 +111,8 @@ def train_policy(
     for other in folder.glob("checkpoint-*"):
         if other != resumed:
             shutil.rmtree(other)
-    rows = Dataset.from_list([{"prompt": [message.to_dict() for message in as_messages(p)]} for p in prompts])
+    asked = in_order(prompts, config.steps * config.prompts_per_step, seed)
+    rows = Dataset.from_list([{"prompt": [message.to_dict() for message in as_messages(prompt)]} for prompt in asked])
     trainer_kind, arguments = _kind_and_arguments(folder, config, seed)
     with quiet_transformers():
         trainer: Trainer = trainer_kind(
@@ -124,6 +125,20 @@ def train_policy(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+
+
+def in_order(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """The first prompts of shuffled passes, the same whatever their count.
+
+    The trainer gets them as one pass in this order: resumed in a later pass, it would shuffle as in the first.
+
+    Example:
+        >>> in_order(["a", "b"], 3, 0)[:2] == in_order(["a", "b"], 2, 0)
+        True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    passes = [torch.randperm(len(prompts), generator=generator) for _ in range(-(-count // len(prompts)))]
+    return [prompts[index] for index in torch.cat(passes)[:count].tolist()]
 
 
 def _kind_and_arguments(folder: Path, config: RLHFConfig, seed: int) -> tuple[type[Trainer], Any]:
@@ -145,6 +160,7 @@ def _kind_and_arguments(folder: Path, config: RLHFConfig, seed: int) -> tuple[ty
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=responses // micro,
         num_generations=config.num_generations,
+        shuffle_dataset=False,
         max_completion_length=config.max_new_tokens,
         temperature=config.temperature,
         save_strategy="steps",
