@@ -18,12 +18,13 @@ from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze
 from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
 from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder
 from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
-from rm_optimizer.experiments.study.driver import StudyStatus
+from rm_optimizer.experiments.study.driver import Study, StudyStatus
 from rm_optimizer.experiments.study.executors import executor_named
 from rm_optimizer.experiments.study.plan import PlannedTrial
 from rm_optimizer.experiments.study.tasks import config_of
 from rm_optimizer.experiments.study.trial import TrialResult
 from rm_optimizer.optim.registry import OPTIMIZERS
+from rm_optimizer.records.files import write_rows
 from rm_optimizer.reporting.optimizer_findings import print_findings, write_findings
 from rm_optimizer.schema.compose import config_root
 from rm_optimizer.training import train_reward_model
@@ -184,6 +185,7 @@ def report(folder: Path) -> Path:
     """Print and write the findings of the comparison in a folder; return the text's file."""
     found = findings(folder)
     print_findings(found)
+    write_rows(folder / "report" / "trials.parquet", [*Study(folder).rows()])
     return write_findings(found, folder / "report")[-1]
 
 

@@ -150,7 +150,7 @@ def _cost_table(found: ComparisonFindings) -> FindingTable:
                 f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
                 f"{means['clipped_share']:.0%}",
                 _known(means["top_eigenvalue"], ".1f", "n/a"),
-                _known(means["trace"], ".0f", "n/a"),
+                f"{_known(means['trace'], '.0f', 'n/a')} ± {_known(means['trace_standard_error'], '.0f', 'n/a')}",
                 reached,
                 _known(target.tokens, ",.0f", "missed"),
                 _known(target.seconds, ".1f", "missed"),

@@ -49,8 +49,8 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
     frozen = found.frozen
     arms = [arm.name for arm in found.arms if arm.name != frozen.options.reference]
     caption = (
-        f"each optimizer less {frozen.options.reference}, 95 % intervals over seeds; {_num_seeds(found)} seeds; "
-        f"n = {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts"
+        f"each optimizer less {frozen.options.reference}, 95 % intervals over seeds and prompts; "
+        f"{_num_seeds(found)} seeds; n = {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts"
     )
     figure, panels = two_panels("Differences to the reference", caption, ratios=(1, 1), shares_x=False)
     figure.set_size_inches(7.0, 3.2 + 0.5 * len(arms))

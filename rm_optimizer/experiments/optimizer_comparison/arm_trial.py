@@ -15,13 +15,13 @@ import torch
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
 from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder, LearningCurve
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
 from rm_optimizer.experiments.study.tasks import RUN, config_of
-from rm_optimizer.landscape.training_curvature import measure_curvature
+from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.locations import BEST_FOLDER
@@ -34,6 +34,8 @@ TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
 TUNE, FINAL = "tune", "final"
 MARGINS_FILE, CURVE_FILE = "margins.npz", "curve.json"
 """In a trial's work: margins on the validation and test pairs, and the learning curve."""
+CURVATURE = SpectrumOptions(which="largest", tolerance=0.02, max_products=30, trace_products=16)
+"""Accuracy of the top eigenvalue, and products of the trace."""
 _SCORES = ("accuracy", "nll", "brier", "ece", "mean_margin", "longer_wins", "over_length")
 _SPREADS = ("margin_std", "tie_rate", "reward_mean", "reward_std", "ece_noise_floor")
 
@@ -158,12 +160,13 @@ def _scores(config: TrainConfig, rewards: PairRewards, data: PreferenceDataset) 
 def _curvature(config: TrainConfig, model: BradleyTerryRM, num_pairs: int) -> dict[str, float | int | None]:
     """Top eigenvalue and trace of the Hessian at the weights, on training pairs that are the same for every arm."""
     data = PreferenceDataset.load(config.data.train)
-    sample = draw_pairs(model, data.pairs, num_pairs, seed=0, token_budget=config.batching.micro_token_budget, fewest=1)
-    batches = [batch.to(model.device) for batch in sample.batches]
-    reading = measure_curvature(model, batches, config.loss)()
+    analyzer = HessianAnalyzer(model, loss=config.loss, token_budget=config.batching.micro_token_budget, seed=0)
+    spectrum = analyzer.compute_spectrum(data.pairs, top_k=1, num_pairs=num_pairs, options=CURVATURE)
+    assert spectrum.trace is not None, "it was asked for"
     return {
-        "top_eigenvalue": reading.top_eigenvalue,
-        "top_eigenvalue_residual": reading.residual,
-        "trace": reading.trace.value,
-        "curvature_pairs": reading.num_pairs,
+        "top_eigenvalue": spectrum.eigenvalues[0],
+        "top_eigenvalue_residual": spectrum.residuals[0],
+        "trace": spectrum.trace.value,
+        "trace_standard_error": spectrum.trace.standard_error,
+        "curvature_pairs": spectrum.num_pairs,
     }

@@ -16,6 +16,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import CURVE_FILE, FINAL, MARGINS_FILE, TUNE
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.options import Budget
 from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, rate_grid
 from rm_optimizer.experiments.optimizer_comparison.recorder import CurvePoint, LearningCurve
 from rm_optimizer.experiments.study.driver import Study
@@ -25,7 +26,7 @@ from rm_optimizer.records.codec import JsonRecord
 
 COSTS = (
     *("step_seconds", "train_seconds", "tokens", "passes_per_step", "state_bytes", "peak_memory_bytes", "parameters"),
-    *("clipped_share", "top_eigenvalue", "trace", "test_mean_margin", "test_margin_std"),
+    *("clipped_share", "top_eigenvalue", "trace", "trace_standard_error", "test_mean_margin", "test_margin_std"),
     *("test_temperature", "test_reward_std", "test_over_length", "test_tie_rate"),
 )
 """Numbers of a final trial whose means over seeds are reported without a verdict."""
@@ -282,9 +283,9 @@ def _labels(test: PreferenceDataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _verdicts(frozen: Frozen, finished: Mapping[str, Sequence[_Final]], test: PreferenceDataset) -> tuple[Verdict, ...]:
-    """Verdicts over the seeds that every arm finished."""
+    """Verdicts over the seeds that every arm finished; none for the smoke budget, which only shows that all works."""
     common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
-    if len(common) < 2:
+    if len(common) < 2 or frozen.options.budget == Budget.smoke:
         return ()
     margins = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finished.items()}
     label, weight = _labels(test)
@@ -294,6 +295,8 @@ def _verdicts(frozen: Frozen, finished: Mapping[str, Sequence[_Final]], test: Pr
 def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
     """Sentences on what weakens the comparison."""
     options, found = frozen.options, []
+    if options.budget == Budget.smoke:
+        found.append("--budget smoke shows that everything works; it judges no optimizer")
     if min(len(arm.seeds) for arm in arms) < options.seeds:
         counts = ", ".join(f"{arm.name} {len(arm.seeds)}" for arm in arms if len(arm.seeds) < options.seeds)
         found.append(f"of {options.seeds} final seeds, fewer are finished: {counts}")
@@ -306,7 +309,7 @@ def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
                 "one may lie beyond"
             )
         elif arm.chosen.extra:
-            found.append(f"{arm.name}: {arm.chosen.extra} learning rates were added beyond the grid's edge")
+            found.append(f"{arm.name}: learning rates added beyond the grid's edge: {arm.chosen.extra}")
         if arm.diverged:
             found.append(f"{arm.name}: {arm.diverged} final seeds diverged; they are in no mean")
     return found
