@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log.append(rows[-1])
     rows = rows[: args.worlds]
     print(f"{args.worlds} worlds, {args.steps} steps, pairs {NUM_PAIRS} in turn, {FLIPPED:.0%} of the labels flipped")
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    columns = {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
     for name, values in columns.items():
         report(name, values)
     for arm in ARMS[1:]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import inspect
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
-import requests
 import torch
+from transformers import AutoModelForCausalLM
 
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.rl_coupling import (
@@ -17,13 +23,15 @@ from rm_optimizer.rl_coupling import (
     verl_compute_score,
     verl_compute_scores,
 )
+from rm_optimizer.serving import trl_reward
 from rm_optimizer.serving.client.async_client import AsyncRewardClient
 from tests.builders import decoder_tokenizer, tiny_reward_model
+from tests.rl_coupling.policies import save_policy
 from tests.serving.engines import InProcessEngine, options_of
 from tests.serving.running import engine_running
 
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 PROMPTS, RESPONSES = ["Hi", "What is 2 + 2?", "Hi"], ["Hello.", "4", "No."]
@@ -54,19 +62,60 @@ def openrlhf_queries(model) -> list[str]:
     return [f"<pad><pad><s>{texts[0]}</s>", f"<s>{texts[1]}</s><pad>", f"<s>{texts[2]}</s>"]
 
 
+def answer_to(url: str, path: str, agent: str, body: str) -> Any:
+    """JSON answer to a request written byte for byte as aiohttp's `session.post(url, json=…)` writes it."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAccept: */*\r\nAccept-Encoding: gzip, deflate\r\n"
+        f"User-Agent: {agent}\r\nContent-Length: {len(body.encode())}\r\nContent-Type: application/json\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head.encode() + body.encode())
+        found = http.client.HTTPResponse(connection)
+        found.begin()
+        assert found.status == 200
+        return json.loads(found.read())
+
+
 def test_openrlhfs_request_and_its_python_function_get_the_rewards(model, expected, url) -> None:
     queries, labels = openrlhf_queries(model), ["", "", ""]
-    # openrlhf/utils/remote_rm_utils.py, request_api_wrapper: POST of this JSON, `rewards` of the answer
-    data = {"query": queries, "prompts": PROMPTS, "labels": labels}
-    headers = {"Content-Type": "application/json"}
-    answer = requests.post(url=f"{url}/get_reward", json=data, headers=headers, timeout=180)
-    answer.raise_for_status()
-    assert answer.json()["rewards"] == pytest.approx(expected, abs=1e-4)
+    # Bytes of SingleTurnAgentExecutor._fetch_rewards_via_http (openrlhf/utils/agent.py, 0.11.2), recorded from its run.
+    for one, prompt, reward in zip(queries, PROMPTS, expected, strict=True):
+        body = f'{{"query": {json.dumps([one])}, "prompts": {json.dumps([prompt])}, "labels": [""]}}'
+        answer = answer_to(url, "/get_reward", "Python/3.11 aiohttp/3.14.5", body)
+        assert set(answer) == {"rewards", "scores", "extra_logs"}
+        assert answer["rewards"] == answer["scores"] == pytest.approx([reward], abs=1e-4)
     found = openrlhf_reward_func(model)(queries, PROMPTS, labels)
-    assert set(found) == set(answer.json()) == {"rewards", "scores", "extra_logs"}
+    assert set(found) == {"rewards", "scores", "extra_logs"}
     assert found["rewards"].tolist() == found["scores"].tolist() == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match=r"queries\[1\] holds no text"):
         openrlhf_reward_func(model)([queries[0], "<s></s>"], PROMPTS[:2], labels[:2])
+
+
+def test_verls_reward_loop_gets_the_rewards_from_a_server(model, expected, url) -> None:
+    # RewardLoopWorker.compute_score_disrm (verl/experimental/reward_loop/reward_loop.py, 0.9.1): the chat template
+    # without the first <s>, and the last probability of the last row.
+    if model.renderer.kind == "plain":
+        pytest.skip("verl renders by a chat template")
+    for prompt, response, reward in zip(PROMPTS, RESPONSES, expected, strict=True):
+        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        text = model.tokenizer.apply_chat_template(chat, tokenize=False).removeprefix("<s>")
+        body = f'{{"model": "rm", "input": {json.dumps(text)}, "use_activation": false}}'
+        answer = answer_to(url, "/classify", "Python/3.11 aiohttp/3.14.5", body)
+        assert answer["data"][-1]["probs"][-1] == pytest.approx(reward, abs=1e-4)
+
+
+@pytest.mark.parametrize("adapter", ["openrlhf", "verl"])
+def test_threads_of_a_trainer_get_the_rewards(model, expected, adapter) -> None:
+    if adapter == "openrlhf":  # asyncio.to_thread for each sample
+        function, queries = openrlhf_reward_func(model), openrlhf_queries(model)
+        calls = [lambda k=k: float(function([queries[k]], [PROMPTS[k]], [""])["rewards"]) for k in range(3)]
+    else:  # run_in_executor for each sample
+        single = verl_compute_score(model)
+        calls = [lambda k=k: single("d", RESPONSES[k], None, {"prompt": PROMPTS[k]}) for k in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        found = [future.result() for future in [pool.submit(calls[k % 3]) for k in range(48)]]
+    assert found == pytest.approx(expected * 16, abs=1e-4)
 
 
 def test_verls_managers_get_the_rewards(model, expected) -> None:
@@ -86,6 +135,8 @@ def test_verls_managers_get_the_rewards(model, expected) -> None:
     for info in (None, {}, {"question": "Hi"}):
         with pytest.raises(ValueError, match="extra_info of response 1 has no 'prompt'"):
             single("d", "x", None, info)
+    parquet = {"prompt": np.array([{"role": "user", "content": PROMPTS[0]}], dtype=object)}
+    assert single("d", RESPONSES[0], None, parquet) == pytest.approx(found[0], abs=1e-5)
     assert verl_compute_score(model, prompt_key="question")("d", RESPONSES[0], None, {"question": "Hi"}) == found[0]
 
 
@@ -102,6 +153,34 @@ def test_trl_awaits_the_rewards(expected, url) -> None:
             return first
 
     assert asyncio.run(call()) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_trls_own_call_gets_the_rewards_blocking_and_awaited(model, expected, url, tmp_path, conversational) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    if conversational:
+        prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+        completions = [[{"role": "assistant", "content": text}] for text in RESPONSES]
+    else:
+        prompts, completions = list(PROMPTS), list(RESPONSES)
+    tokenizer = decoder_tokenizer(chat_template=TEMPLATE)
+    client = AsyncRewardClient(url)
+    trainer = trl.GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(save_policy(tmp_path / "policy", tokenizer)),
+        reward_funcs=[trl_reward(model, name="here"), trl_reward_async(client, name="served")],
+        args=trl.GRPOConfig(
+            str(tmp_path), per_device_train_batch_size=2, num_generations=2, report_to=[], use_cpu=True
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "topic": ["a", "b", "c"]}),
+        processing_class=tokenizer,
+    )
+    inputs = [{"prompt": prompt, "topic": "a"} for prompt in prompts]
+    found = trainer._calculate_rewards(inputs, prompts, completions, [[1], [2], [3]])
+    asyncio.run_coroutine_threadsafe(client.close(), trainer.async_loop).result()
+    assert trainer.reward_func_names == ["here", "served"]
+    assert found.T.tolist() == [pytest.approx(expected, abs=1e-4)] * 2
 
 
 def test_a_saved_scale_is_applied_by_name(model, expected, tmp_path) -> None:

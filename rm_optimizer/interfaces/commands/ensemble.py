@@ -17,6 +17,7 @@ from rm_optimizer.interfaces.saved_model import SavedModel
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair
+    from rm_optimizer.schema import TrainConfig
 
 Output = Annotated[Path, Option("--output", help="Folder of the ensemble.")]
 Rate = Annotated[
@@ -33,7 +34,8 @@ def ensemble_train(
     """Train one reward model a seed and join them; a stopped command goes on when repeated.
 
     Options of the runs are written name=value, as for `rm-opt train`. Every run has the same pairs and differs in the
-    seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N.
+    seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N. With adapter=lora and
+    model.path=MODEL the members are adapters, OUTPUT/seed-N/adapter, which share that model in memory.
     """
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.records.override_text import in_quotes
@@ -57,7 +59,7 @@ def ensemble_train(
             sys.exit(code)
     from rm_optimizer.training.data.run_data import load_data
 
-    members = [str(folder / "best") for folder in folders]
+    members = [_member(folder, config) for folder, config in zip(folders, configs, strict=True)]
     _join(members, load_data(configs[0]).val.pairs, output, false_positive_rate, SavedModel(members[0]))
 
 
@@ -79,6 +81,21 @@ def ensemble_join(
         raise ConfigError(f"MODELS must name each model once, got {', '.join(models)}")
     pairs = pair_options.load(sources).pairs
     _join(models, pairs, output, false_positive_rate, SavedModel(models[0], max_length=max_length))
+
+
+def _member(run: Path, config: TrainConfig) -> str:
+    """Path of a run's model: its adapter alone, if the base can be loaded again, else the whole."""
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.core.storage.export import save_adapter
+    from rm_optimizer.core.storage.export_record import read_record
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.schema.adapters import AdapterKind
+
+    if config.adapter.kind == AdapterKind.none or config.model.path is None:
+        return str(run / "best")
+    model = BradleyTerryRM.from_pretrained(RunFolder(run).best_checkpoint)
+    save_adapter(model, run / "adapter", statistics=read_record(run / "best").get("reward_statistics"))
+    return str(run / "adapter")
 
 
 def _join(members: Sequence[str], pairs: Sequence[PreferencePair], output: Path, rate: float, how: SavedModel) -> None:

@@ -6,6 +6,7 @@ The URL of `rm-opt serve` with `/get_reward` does the same over HTTP. `docs/rl-c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +21,8 @@ def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
     """`reward_func(queries, prompts, labels)` with the raw rewards of a model in this process.
 
     Queries are whole conversations that OpenRLHF decoded. They are read as the server reads them: special tokens and
-    padding around a text change no reward, and an over-long text loses tokens from its left. OpenRLHF clips rewards to
-    [-10, 10] unless `--reward.clip_range` says otherwise.
+    padding around a text change no reward, and an over-long text loses tokens from its left. Threads that call the
+    function at once take turns. OpenRLHF clips rewards to [-10, 10] unless `--reward.clip_range` says otherwise.
 
     Args:
         model: the reward model, on its device.
@@ -29,14 +30,15 @@ def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
     Raises:
         ValueError: by the function, if a query holds no text.
     """
-    restorer = RenderedTexts(model.renderer)
+    restorer, lock = RenderedTexts(model.renderer), Lock()
 
     def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
         texts = [restorer.restored(query) for query in queries]
         if "" in texts:
             raise ValueError(f"queries[{texts.index('')}] holds no text between its special tokens; leave it out")
-        encodings = model.renderer.encode_rendered(texts, model.max_length)
-        rewards: Tensor = model.score_encoded(encodings).float()
+        with lock:
+            encodings = model.renderer.encode_rendered(texts, model.max_length)
+            rewards: Tensor = model.score_encoded(encodings).float()
         return {"rewards": rewards, "scores": rewards, "extra_logs": {"rm_reward": rewards}}
 
     return reward_func

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.rows.messages import read_prompt
@@ -13,7 +17,9 @@ PROMPT_KEY = "prompt"
 
 
 def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Callable[..., float]:
-    """`compute_score(data_source, solution_str, ground_truth, extra_info)` of verl's naive reward manager.
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)` of verl's naive reward managers.
+
+    The one of its reward loop calls it from several threads; those take turns at a model in this process.
 
     Args:
         scorer: the reward model, or a client of its server.
@@ -22,6 +28,7 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
     Raises:
         ValueError: by the function, if `extra_info` has no prompt.
     """
+    scores = _locked(scorer)
 
     def compute_score(
         data_source: Any,
@@ -30,7 +37,7 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
         extra_info: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> float:
-        return _scores(scorer, [solution_str], [extra_info], prompt_key)[0]
+        return _scores(scores, [solution_str], [extra_info], prompt_key)[0]
 
     return compute_score
 
@@ -47,6 +54,7 @@ def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Call
     Raises:
         ValueError: by the function, if an `extra_info` has no prompt.
     """
+    scores = _locked(scorer)
 
     def compute_score(
         data_sources: Sequence[Any],
@@ -55,13 +63,29 @@ def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Call
         extra_infos: Sequence[Mapping[str, Any] | None],
         **others: Any,
     ) -> list[float]:
-        return _scores(scorer, solution_strs, extra_infos, prompt_key)
+        return _scores(scores, solution_strs, extra_infos, prompt_key)
 
     return compute_score
 
 
+def _locked(scorer: Scorer) -> Callable[[Sequence[Prompt], Sequence[str]], Tensor]:
+    """The scorer's function; of a model in this process, for one thread at a time."""
+    if not isinstance(scorer, nn.Module):
+        return scorer.score
+    lock = Lock()
+
+    def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> Tensor:
+        with lock:
+            return scorer.score(prompts, responses)
+
+    return score
+
+
 def _scores(
-    scorer: Scorer, responses: Sequence[str], infos: Sequence[Mapping[str, Any] | None], prompt_key: str
+    score: Callable[[Sequence[Prompt], Sequence[str]], Tensor],
+    responses: Sequence[str],
+    infos: Sequence[Mapping[str, Any] | None],
+    prompt_key: str,
 ) -> list[float]:
     prompts: list[Prompt] = []
     for index, info in enumerate(infos):
@@ -70,5 +94,6 @@ def _scores(
                 f"extra_info of response {index + 1} has no '{prompt_key}', and verl passes the prompt nowhere else; "
                 "add it to the data set, or name another key with prompt_key="
             )
-        prompts.append(read_prompt(info[prompt_key]))
-    return [float(reward) for reward in scorer.score(prompts, list(responses)).tolist()]
+        found = info[prompt_key]
+        prompts.append(read_prompt(found.tolist() if isinstance(found, np.ndarray) else found))
+    return [float(reward) for reward in score(prompts, list(responses)).tolist()]

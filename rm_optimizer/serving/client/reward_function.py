@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from rm_optimizer.core.pairs.pair import Scorer
@@ -23,14 +22,22 @@ def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float
     Example:
         >>> trainer = GRPOTrainer(model, reward_funcs=trl_reward(RewardClient(url)), …)  # doctest: +SKIP
     """
-    function = partial(_rewards, scorer)  # unlike a nested function, it can be pickled
-    function.__name__ = name  # type: ignore[attr-defined]
-    return function
+    return _RewardFunction(scorer, name)
 
 
-def _rewards(scorer: Scorer, /, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
-    rewards: list[float] = scorer.score(*conversations(prompts, completions)).tolist()
-    return rewards
+class _RewardFunction:
+    """Reward function by class: unlike a nested function it can be pickled, and TRL reads its `__name__`.
+
+    TRL (1.16) takes the name of a `functools.partial` from the function inside.
+    """
+
+    def __init__(self, scorer: Scorer, name: str) -> None:
+        self._scorer = scorer
+        self.__name__ = name
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
+        rewards: list[float] = self._scorer.score(*conversations(prompts, completions)).tolist()
+        return rewards
 
 
 def conversations(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[Prompt], list[str]]:
