@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import synthetic_world
@@ -20,6 +21,7 @@ from rm_optimizer.experiments.optimizer_comparison.rates import chosen_rate, nex
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
 from rm_optimizer.experiments.study.driver import Study
 from rm_optimizer.experiments.study.executors import InlineExecutor
+from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.schema.data import SyntheticConfig
 from tests.training.conftest import SMALL
@@ -100,6 +102,9 @@ def test_a_finished_comparison_is_read_not_repeated(finished, pairs, monkeypatch
     again = comparison(pairs, run.folder).run_experiment()
     assert again.to_json() == found.to_json()
     assert ComparisonFindings.from_json(found.to_json()).to_json() == found.to_json()
+    for command in ("run", "status", "report"):  # as of any study
+        done = CliRunner().invoke(app, ["compare", command, str(run.folder)])
+        assert done.exit_code == 0, done.output
 
 
 def test_costs_are_measured(finished):
