@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.interfaces.hydra_entry import launch
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch import Tensor
 
     from rm_optimizer.landscape.analysis_context import AnalysisResult, AnalysisSubject
     from rm_optimizer.landscape.measured_loss import MeasuredLoss
+    from rm_optimizer.landscape.runs.evolution import WeightsByStep
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 
@@ -150,10 +153,13 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     from rm_optimizer.landscape import analysis
     from rm_optimizer.landscape.analysis_context import AnalysisContext, require_finite_loss
     from rm_optimizer.landscape.loading import load_measured_loss
+    from rm_optimizer.landscape.runs.between import measure_between
+    from rm_optimizer.landscape.runs.evolution import measure_evolution, readers
     from rm_optimizer.schema.landscape import AnalysisType
 
     kind = options.landscape.type
-    checkpoints = _run_checkpoints(options.checkpoint) if kind == AnalysisType.trajectory else {}
+    is_along = kind in (AnalysisType.trajectory, AnalysisType.evolution)
+    checkpoints = _run_checkpoints(options.checkpoint, kind) if is_along else {}
     weights = max(checkpoints.items())[1] if checkpoints else _unmerged(options.checkpoint)
     measured_loss = load_measured_loss(options, weights)
     require_finite_loss(measured_loss)
@@ -161,6 +167,10 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     context = AnalysisContext(measured_loss, options.landscape, folder, on_progress, subject)
     if kind == AnalysisType.trajectory:
         finding: AnalysisResult[Any] = analysis.measure_trajectory(context, checkpoints)
+    elif kind == AnalysisType.evolution:
+        finding = measure_evolution(context, _start(options.checkpoint) | readers(checkpoints))
+    elif kind == AnalysisType.between:
+        finding = measure_between(context, _models([options.checkpoint, *options.landscape.others]))
     else:
         finding = analysis.MEASURES[kind](context)
     return replace(finding, subject=subject)
@@ -185,13 +195,53 @@ def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: Measur
     )
 
 
-def _run_checkpoints(checkpoint: str) -> dict[int, Path]:
-    """A run's periodic checkpoints by step, ascending."""
+def _models(checkpoints: Sequence[str]) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+    """Readers of the weights of each model, by the last part of its path, with a number where that is taken."""
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+
+    models: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+    for number, checkpoint in enumerate(checkpoints, start=1):
+        model = BradleyTerryRM.from_pretrained(_unmerged(checkpoint) or checkpoint).model
+        name = Path(checkpoint).stem or checkpoint
+        weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        models[f"{name} ({number})" if name in models else name] = partial(dict, weights)
+    return models
+
+
+def _start(checkpoint: str) -> WeightsByStep:
+    """Reader of the weights that a run started from, at step 0; empty with a warning where they are gone."""
+    from rm_optimizer.records.codec import from_values
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.schema.data import DataConfig
+    from rm_optimizer.training.base_model import starting_weights
+
+    run = RunFolder.of(checkpoint)
+    assert run is not None, "its checkpoints were read"
+    sources = run.identity.sources if run.identity is not None else {}
+    try:
+        weights = starting_weights(run.options, from_values(DataConfig, {**run.options["data"], **sources}))
+    except (CheckpointError, DataError) as error:
+        log.warning("step 0 is left out, since the model before training cannot be built again: %s", error)
+        return {}
+    return {0: lambda: weights}
+
+
+def _run_checkpoints(checkpoint: str, kind: str) -> dict[int, Path]:
+    """A run's periodic checkpoints by step, ascending.
+
+    Raises:
+        ConfigError: if it is no run folder, or has none.
+    """
     from rm_optimizer.records.run_folder import RunFolder
 
     run = RunFolder.of(checkpoint)
     if run is None:
-        raise ConfigError(f"landscape=trajectory needs a run folder with its checkpoints, got '{checkpoint}'")
+        raise ConfigError(f"landscape={kind} needs a run folder with its checkpoints, got '{checkpoint}'")
+    if not run.checkpoints:
+        raise ConfigError(
+            f"landscape={kind} needs periodic checkpoints, and {run.path} has none; train with "
+            "training.checkpoint_every=STEPS and training.keep_checkpoints=NUMBER"
+        )
     return run.checkpoints
 
 

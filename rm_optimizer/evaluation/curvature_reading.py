@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -23,6 +26,8 @@ class CurvatureReading:
         trace: Hutchinson's estimate from random probes.
         num_products: Hessian-vector products spent; numbers ``v^T H v`` from the loss alone are not counted.
         num_pairs: pairs that the loss is averaged over.
+        preconditioned_sharpness: largest eigenvalue of `S H S`, as `top_eigenvalue` a Rayleigh quotient; None where no
+            scale `S` was given.
     """
 
     top_eigenvalue: float
@@ -30,8 +35,16 @@ class CurvatureReading:
     trace: Estimate
     num_products: int
     num_pairs: int
+    preconditioned_sharpness: float | None = None
 
 
-MeasureCurvature = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], Callable[[], CurvatureReading]]
+class ReadCurvature(Protocol):
+    """Measurement of the weights as they are at the call."""
+
+    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
+        """Reading of the Hessian, and of the Hessian in a scale of the parameters by their names if one is given."""
+
+
+MeasureCurvature = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], ReadCurvature]
 """Makes a measurement of a model's curvature on fixed micro-batches; each call measures the weights as they are then,
 and leaves weights, gradients, modes and random generators as they were."""

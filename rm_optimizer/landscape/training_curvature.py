@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,15 @@ from torch import Tensor
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.scaled import ScaledDifferences
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.schema import LossConfig
 
+Differences = GradientDifferences | ScaledDifferences
 FIRST_PRODUCTS = 10
 """Products of a reading's top eigenvalue, at most. The first has nothing to start from."""
 SETTLED = 0.25
@@ -45,7 +47,7 @@ def measure_curvature(
     *,
     num_products: int = 2,
     seed: int = 0,
-) -> Callable[[], CurvatureReading]:
+) -> ReadCurvature:
     """Create a measurement that is called repeatedly while the model trains.
 
     The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's Ritz vectors
@@ -58,8 +60,9 @@ def measure_curvature(
     Each call ends with a number along each of `NUM_PROBES` random vectors for the trace (Hutchinson, 1990). They are
     the same in every call, so that differences between readings are those of the matrix, and their common error does
     not hide a change. A later call therefore costs a gradient, one more for each product and a third of one for each
-    number: 3.7 gradients of the pairs with one product, 4.7 with two. Weights, gradients, modes and random generators
-    are restored. Every process that calls it measures by itself.
+    number: 3.7 gradients of the pairs with one product, 4.7 with two. With a scale `S` a call also follows the largest
+    eigenvalue of `S H S`, in the same way from one product: 1.3 gradients more. Weights, gradients, modes and random
+    generators are restored. Every process that calls it measures by itself.
 
     Args:
         model: the model in training.
@@ -69,21 +72,29 @@ def measure_curvature(
         seed: of the first vector and of the probes.
     """
     vectors: Tensor | None = None
+    scaled_vectors: Tensor | None = None
 
-    def measure() -> CurvatureReading:
-        nonlocal vectors
+    def measure(scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
+        nonlocal vectors, scaled_vectors
         dtype = torch.float64 if model.reward_head.weight.dtype == torch.float64 else torch.float32
         with measuring(model, micro_batches, loss, dtype=dtype, twice=False) as objective:
             hessian = GradientDifferences(objective)
             top = _found(hessian, seed) if vectors is None else _followed(hessian, vectors[:num_products])
             vectors = top.vectors
             random = RandomVectors(hessian, seed + 1)
+            sharpness = None
+            if scales is not None:
+                scale = objective.subset.flatten([scales[name] for name in objective.subset.names])
+                scaled = ScaledDifferences(hessian, scale)
+                top_scaled = _found(scaled, seed) if scaled_vectors is None else _followed(scaled, scaled_vectors[:1])
+                scaled_vectors, sharpness = top_scaled.vectors, top_scaled.value
             return CurvatureReading(
                 top_eigenvalue=top.value,
                 residual=top.residual,
                 trace=student_mean(np.array([hessian.along(random.signs(1)[0]) for _ in range(NUM_PROBES)])),
                 num_products=hessian.num_products,
                 num_pairs=objective.num_pairs,
+                preconditioned_sharpness=sharpness,
             )
 
     return measure
@@ -97,13 +108,13 @@ class _Top:
     residual: float
 
 
-def _found(hessian: GradientDifferences, seed: int) -> _Top:
+def _found(hessian: Differences, seed: int) -> _Top:
     most = min(FIRST_PRODUCTS, hessian.dimension)
     pairs = lanczos(hessian, min(2, most), tolerance=TOLERANCE, max_products=most, seed=seed)
     return _Top(float(pairs.values[0]), pairs.vectors, float(pairs.residuals[0]))
 
 
-def _followed(hessian: GradientDifferences, vectors: Float[Tensor, "vectors parameters"]) -> _Top:
+def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]) -> _Top:
     """Rayleigh-Ritz over the first vector, a direction beside it where there is a second, and residuals."""
     basis = [vectors[0]]
     images = [hessian.apply(vectors[:1])[0]]

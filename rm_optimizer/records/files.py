@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import stat
@@ -95,4 +96,19 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     columns = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as temporary:
         pq.write_table(pa.Table.from_pylist([{**columns, **row} for row in rows]), temporary)
+    return path
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write rows as CSV with a header, whole or not at all; what is None or lacks is an empty cell.
+
+    Args:
+        path: the file.
+        rows: values by column; columns stand in the order in which they first come up.
+    """
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
     return path

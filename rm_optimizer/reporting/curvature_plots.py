@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,17 +20,19 @@ from rm_optimizer.reporting.plots import History
 from rm_optimizer.reporting.style import (
     BLUE,
     GRAY,
+    GREEN,
     INK,
     ORANGE,
     VERMILION,
     captioned_figure,
     count_ticks,
     draw_legend,
-    two_panels,
+    stacked_panels,
 )
 
 _EMPTY = ("", None)
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
+SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
 """Columns of `metrics.csv` that a run with `training.hessian.every` has."""
 
 
@@ -144,20 +146,29 @@ def plot_density(curve: DensityCurve, *, top: Sequence[float], title: str, capti
 
 
 def plot_training_curvature(history: History, *, caption: str) -> Figure:
-    """Lower bound of the top eigenvalue, and trace with its standard error, over the steps of a run.
+    """Lower bound of the top eigenvalue, trace with its standard error, and the edge of stability over a run's steps.
 
-    The residual is not drawn: it does not bound how far the top eigenvalue lies above.
+    The residual is not drawn: it does not bound how far the top eigenvalue lies above. The limit of stability stands
+    beside the eigenvalue that it is of: the preconditioned sharpness where the optimizer preconditions, else the top
+    eigenvalue.
 
     Args:
         history: rows of `metrics.csv` with the columns of `training.hessian.every`.
         caption: pairs, seed.
     """
-    figure, (upper, lower) = two_panels("Curvature during training", caption, ratios=(1, 1))
     rows = [row for row in history if row.get(CURVATURE) not in _EMPTY]
-    _draw_course(upper, rows, CURVATURE, "top eigenvalue, at least", VERMILION)
-    _draw_course(lower, rows, TRACE, "trace; bar: standard error", BLUE, error=f"{TRACE}_standard_error")
-    upper.set_ylabel("top eigenvalue, at least")
-    lower.set(xlabel="optimizer step", ylabel="trace")
+    preconditioned = [row for row in rows if _is_known(row, SHARPNESS)]
+    figure, panels = stacked_panels("Curvature during training", caption, count=3 if preconditioned else 2)
+    _draw_course(panels[0], rows, CURVATURE, "top eigenvalue, at least", VERMILION)
+    _draw_course(panels[1], rows, TRACE, "trace; bar: standard error", BLUE, error=f"{TRACE}_standard_error")
+    if preconditioned:
+        _draw_course(panels[2], preconditioned, SHARPNESS, "preconditioned sharpness, at least", GREEN)
+        _draw_limit(panels[2], preconditioned, SHARPNESS)
+    else:
+        _draw_limit(panels[0], rows, CURVATURE)
+    for axes, label in zip(panels, ("top eigenvalue", "trace", "preconditioned"), strict=False):
+        axes.set_ylabel(label)
+    panels[-1].set_xlabel("optimizer step")
     return figure
 
 
@@ -245,6 +256,24 @@ def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, 
                   elinewidth=1.0, capsize=2, label=label)  # fmt: skip
     axes.axhline(0.0, color=GRAY, linewidth=0.8)
     count_ticks(axes.xaxis)
+    draw_legend(axes)
+
+
+def _is_known(row: Mapping[str, str | float | None], column: str) -> bool:
+    return math.isfinite(float(row.get(column) or math.nan))
+
+
+def _draw_limit(axes: Axes, rows: History, value: str) -> None:
+    """Limit of stability as a dashed line, on a logarithmic axis where it is far from the values."""
+    known = [row for row in rows if _is_known(row, LIMIT)]
+    if not known:
+        return
+    steps, limits, values = ([float(row[name] or math.nan) for row in known] for name in ("step", LIMIT, value))
+    axes.plot(steps, limits, color=INK, linestyle=(0, (5, 3)), linewidth=1.4, marker="_", label="limit of stability")
+    spread = max(map(abs, [*limits, *values])) / max(min(map(abs, [*limits, *values])), 1e-12)
+    if min(values) > 0 and spread > 20:
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
     draw_legend(axes)
 
 

@@ -16,10 +16,12 @@ from rm_optimizer.landscape.estimates.density import SPREAD, density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
+from rm_optimizer.landscape.runs.between import BetweenModels
+from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory
 from rm_optimizer.records.codec import json_values
-from rm_optimizer.records.files import write_rows, write_text
+from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
     places_of,
@@ -30,16 +32,25 @@ from rm_optimizer.reporting.curvature_plots import (
 )
 from rm_optimizer.reporting.landscape_plots import named, plot_contour, plot_slices, plot_surface, plot_trajectory
 from rm_optimizer.reporting.plots import History
+from rm_optimizer.reporting.run_curvature_plots import (
+    between_rows,
+    between_table,
+    evolution_rows,
+    evolution_table,
+    path_rows,
+    plot_between,
+    plot_evolution,
+)
 from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import Cell, summary_table
 
-LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum
+LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum | Evolution | BetweenModels
 _SHOWN = 10
 """Eigenvalues of each end that the table lists."""
 
 
 def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
-    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet."""
+    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet and CSV."""
     match result:
         case Slice():
             return _save(plot_slices(result), [*result.rows()], folder / "slices")
@@ -52,10 +63,15 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
             return _draw_spectrum(result, folder)
         case LayerCurvature():
             return _save(plot_layers(result), _layer_rows(result), folder / "layers")
+        case Evolution():
+            return _save(plot_evolution(result), evolution_rows(result), folder / "evolution")
+        case BetweenModels():
+            files = _save(plot_between(result), between_rows(result), folder / "between")
+            return [*files, *_write_rows(path_rows(result), folder / "paths")]
 
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
-    """Draw the top eigenvalue and the trace during training, with the numbers as Parquet."""
+    """Draw the top eigenvalue and the trace during training, with the numbers as Parquet and CSV."""
     rows: list[Row] = []
     for row in history:
         if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
@@ -81,12 +97,20 @@ def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
             return _spectrum_rows(result)
         case LayerCurvature():
             return _sizes(result) | {f"{item.block}: top eigenvalue, trace": _block(item) for item in result.blocks}
+        case Evolution():
+            return evolution_table(result)
+        case BetweenModels():
+            return between_table(result)
 
 
 def _save(figure: Figure, rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, and the numbers in it as Parquet."""
+    """Write a figure as PNG and SVG, and the numbers in it as Parquet and CSV."""
     pictures = save_figure(figure, stem.with_suffix(".png"), svg=True)
-    return [*pictures, write_rows(stem.with_suffix(".parquet"), rows)]
+    return [*pictures, *_write_rows(rows, stem)]
+
+
+def _write_rows(rows: Sequence[Row], stem: Path) -> list[Path]:
+    return [write_rows(stem.with_suffix(".parquet"), rows), write_csv(stem.with_suffix(".csv"), rows)]
 
 
 def _draw_surface(result: Surface, folder: Path) -> list[Path]:

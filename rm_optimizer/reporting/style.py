@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -36,9 +36,15 @@ def new_figure(title: str, caption: str, *, strip: bool = False, shares_x: bool 
         strip: True for a second, low axes under the first.
         shares_x: True if both have one horizontal axis.
     """
-    figure = Figure(figsize=(7.0, 5.2 if strip else 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     heights = (5, 1) if strip else (1,)
+    return _empty_figure((7.0, 5.2 if strip else 4.2), heights, title, caption, shares_x=shares_x)
+
+
+def _empty_figure(
+    size: tuple[float, float], heights: Sequence[int], title: str, caption: str, *, shares_x: bool = True
+) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
     grid = figure.subplots(len(heights), 1, sharex=shares_x, squeeze=False, height_ratios=heights)
     all_axes: list[Axes] = list(grid[:, 0])
     all_axes[0].set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
@@ -97,6 +103,21 @@ def two_panels(
     grid = axes[0].get_gridspec()
     assert grid is not None, "the axes of a strip stand in a grid"
     grid.set_height_ratios(ratios)
+    return figure, axes
+
+
+def stacked_panels(title: str, caption: str, *, count: int) -> tuple[Figure, list[Axes]]:
+    """An empty figure with several axes of one height over each other, which share the horizontal one.
+
+    Args:
+        title: title, top left.
+        caption: anything needed to read it; parts separated by semicolons are wrapped.
+        count: number of axes.
+    """
+    lines = wrapped(caption)
+    height = 1.2 + 1.9 * count + 0.2 * len(lines)
+    figure, axes = _empty_figure((7.0, height), (1,) * count, title + "\n" * (len(lines) - 1), "\n".join(lines))
+    axes[0].texts[0].set(va="bottom", in_layout=False)
     return figure, axes
 
 

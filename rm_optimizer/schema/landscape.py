@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING as MISSING_DEFAULT
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -24,6 +25,8 @@ class AnalysisType(StrEnum):
     surface = "surface"
     layers = "layers"
     trajectory = "trajectory"
+    evolution = "evolution"
+    between = "between"
 
 
 class SpectrumMethod(StrEnum):
@@ -72,7 +75,7 @@ class LandscapeConfig(Options, group="landscape"):
     """Measurement, parameters and number of pairs; `landscape=TYPE` sets the defaults of the type."""
 
     type: AnalysisType = AnalysisType.hessian
-    """hessian, gauss_newton, density, slices, surface, layers or trajectory."""
+    """hessian, gauss_newton, density, slices, surface, layers, trajectory, evolution or between."""
     params: Any = "trainable"
     """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of these."""
     num_pairs: int = within("[2, inf)", 64)
@@ -109,6 +112,8 @@ class LandscapeConfig(Options, group="landscape"):
     """Distance to either side; null is 1 for random directions, for eigenvectors a rise of the parabola by 1 nat."""
     processes: int = within("[1, inf)", 1)
     """Processes that share the points of slices, surfaces and trajectories; CPU only."""
+    others: list[str] = field(default_factory=list)
+    """Run folders or models that `between` compares with the checkpoint, over the checkpoint's pairs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,11 +147,21 @@ def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
         read -= {"num_sampled"}
     if "directions" in read and config.directions == DirectionKind.eigenvectors:
         read |= _SOLVER
-    defaults = {item.name: item.default for item in fields(config) if item.name not in read}
+    defaults = {
+        item.name: item.default if item.default_factory is MISSING_DEFAULT else item.default_factory()
+        for item in fields(config)
+        if item.name not in read
+    }
     return {name: default for name, default in defaults.items() if getattr(config, name) != default}
 
 
-_SPECTRA = (AnalysisType.hessian, AnalysisType.gauss_newton, AnalysisType.density)
+_SPECTRA = (
+    AnalysisType.hessian,
+    AnalysisType.gauss_newton,
+    AnalysisType.density,
+    AnalysisType.evolution,
+    AnalysisType.between,
+)
 _ALWAYS_READ = frozenset({"type", "params", "num_pairs", "token_budget", "dtype"})
 _SOLVER = frozenset({"tolerance", "max_products"})
 _SPECTRUM = _SOLVER | {"method", "top_k", "num_sampled", "num_probes"}
@@ -158,6 +173,8 @@ _READ_BY_TYPE: Mapping[AnalysisType, frozenset[str]] = {
     AnalysisType.slices: frozenset({"directions", "num_directions", "num_points", "span", "processes"}),
     AnalysisType.surface: frozenset({"directions", "num_points", "span", "processes"}),
     AnalysisType.trajectory: frozenset({"num_points", "processes"}),
+    AnalysisType.evolution: _SPECTRUM | {"trace_method"},
+    AnalysisType.between: _SPECTRUM | {"trace_method", "num_points", "others"},
 }
 _UNREAD_BY_METHOD: Mapping[SpectrumMethod, frozenset[str]] = {
     SpectrumMethod.full: _SOLVER | {"top_k", "num_probes", "probe_steps", "trace_method"},

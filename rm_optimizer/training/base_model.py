@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.head import require_trainable_head
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_training_data
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.schema import ModelConfig, TrainConfig
-from rm_optimizer.schema.adapters import AdapterKind
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.schema.data import DataConfig
 
 log = logging.getLogger("rm_optimizer")
 
@@ -23,6 +29,25 @@ def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTer
         log.info("%s: %s", config.adapter.kind.value, count)
     require_trainable_head(model.train().model)
     return model
+
+
+def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, Tensor]:
+    """Weights of the classifier before the first step of a run, by name, built again from what the run records.
+
+    Args:
+        options: the run's `options.json`.
+        data: its pairs, on which the tokenizer of a small model is trained.
+
+    Raises:
+        CheckpointError: if the base model cannot be loaded.
+        DataError: if the pairs are needed and gone.
+    """
+    config, adapter = from_values(ModelConfig, options["model"]), from_values(AdapterConfig, options["adapter"])
+    train = PreferenceDataset.from_pairs([]) if config.path is not None else load_training_data(data).train
+    model = build_model(config, train, options["seed"])
+    add_adapter(model.model, adapter, seed=options["seed"])
+    weights: dict[str, Tensor] = model.model.state_dict()
+    return weights
 
 
 def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:

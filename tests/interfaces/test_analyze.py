@@ -20,6 +20,9 @@ from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.estimates.trace import deflated_trace
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.quantities import summarize
+from rm_optimizer.landscape.runs import evolution
+from rm_optimizer.landscape.runs.between import BetweenModels
+from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.run_folder import RunFolder
@@ -158,6 +161,64 @@ def test_a_trajectory_ends_at_the_last_checkpoint(run_dir):
     assert result.steps == (1, 2, 3)
     assert result.coordinates[-1] == pytest.approx((0.0, 0.0), abs=1e-6)
     assert {"trajectory.png", "trajectory.parquet", "contour.png", "surface.png", "surface.parquet"} <= names(folder)
+
+
+def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_stop(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [
+        "landscape=evolution",
+        "landscape.params=head",
+        "landscape.top_k=2",
+        "landscape.num_sampled=0",
+        "split=val",
+    ]
+    load, calls = evolution.load_weights, list[str]()
+
+    def stops_at_the_third(model: object, weights: object, path: Path) -> None:
+        calls.append(str(path))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        load(model, weights, path)
+
+    monkeypatch.setattr(evolution, "load_weights", stops_at_the_third)
+    with pytest.raises(Interrupted, match="the same command goes on from them"):
+        analyzed(run_dir, *options)
+    folder = analyzed(run_dir, *options)
+    assert calls == ["step 0", "step 1", "step 2", "step 2", "step 3"]
+    found = Evolution.from_json((folder / "evolution.json").read_text())
+    assert (found.steps, found.missing) == ((0, 1, 2, 3), ())
+    assert found.overlaps[0] is None
+    assert all(0 <= overlap <= 1 + 1e-6 for overlap in found.overlaps[1:])
+    evaluated = {int(row["step"]): float(row["eval_nll"]) for row in RunFolder(run_dir).metrics() if row["eval_nll"]}
+    measured = {step: found.spectra[found.steps.index(step)].loss for step in evaluated}
+    assert measured == pytest.approx(evaluated, rel=1e-5)
+    assert 0 in evaluated
+    alone = analyzed(
+        run_dir / "checkpoints" / "step-00000002.ckpt", "landscape.method=full", *options[1:2], "split=val"
+    )
+    whole = HessianSpectrum.from_json((alone / "hessian.json").read_text())
+    assert found.spectra[2].eigenvalues[:2] == pytest.approx(whole.eigenvalues[:2], rel=1e-3)
+    assert {"evolution.png", "evolution.svg", "evolution.parquet", "evolution.csv"} <= names(folder)
+    assert "vectors.pt" not in names(folder)
+
+
+def test_between_two_models_lie_a_barrier_and_an_overlap(run_dir: Path) -> None:
+    others = sorted((run_dir / "checkpoints").glob("step-0000000[12].ckpt"))
+    small = ["landscape.params=head", "landscape.top_k=2", "landscape.num_sampled=0", "landscape.num_points=3"]
+    named = ", ".join(f"'{path}'" for path in others)
+    folder = analyzed(run_dir, "landscape=between", f"landscape.others=[{named}]", *small)
+    found = BetweenModels.from_json((folder / "between.json").read_text())
+    assert found.names == ("run", "step-00000001", "step-00000002")
+    assert [(path.first, path.second) for path in found.paths] == [(0, 1), (0, 2), (1, 2)]
+    for path in found.paths:
+        ends = [found.spectra[path.first].loss, found.spectra[path.second].loss]
+        assert [path.losses[0], path.losses[-1]] == pytest.approx(ends, rel=1e-5)
+        assert path.barrier.value == pytest.approx(max(path.losses) - max(ends), abs=1e-6)
+    assert all(overlap is not None and 0 <= overlap <= 1 + 1e-6 for overlap in found.overlaps)
+    assert {"between.png", "between.parquet", "between.csv", "paths.parquet"} <= names(folder)
+    with pytest.raises(ConfigError, match=r"add landscape\.others=\[RUN, …\]"):
+        analyzed(run_dir, "landscape=between", "landscape.params=head")
 
 
 def test_a_run_with_an_adapter_is_measured_over_what_it_trained(lora_run, tmp_path):

@@ -43,6 +43,27 @@ def test_readings_follow_the_weights() -> None:
                 parameter *= 1.01
 
 
+def test_preconditioned_sharpness_is_the_largest_eigenvalue_in_the_scale() -> None:
+    model = reward_model("llama")
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("score" in name)
+    batches, generator = micro_batches(model), torch.Generator().manual_seed(3)
+    scales = {name: torch.rand(p.shape, generator=generator) for name, p in model.named_parameters() if p.requires_grad}
+    read = measure_curvature(model, batches, EVERYTHING)
+    for _ in range(2):
+        reading = read(scales)
+        with measuring(model, batches, EVERYTHING) as objective:
+            matrix = dense_matrix(HessianOperator(objective, product="kept_graph"))
+            scale = torch.cat([scales[name].flatten() for name in objective.subset.names])
+        sharpness = float(torch.linalg.eigvalsh(scale[:, None] * matrix * scale)[-1])
+        assert reading.preconditioned_sharpness == pytest.approx(sharpness, rel=0.02)
+        assert reading.num_products <= 2 * FIRST_PRODUCTS
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1.01
+
+
 def test_differences_are_near_the_exact_products_and_leave_the_weights() -> None:
     for family in ("bert", "llama"):
         model = reward_model(family)

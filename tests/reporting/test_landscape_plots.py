@@ -203,7 +203,7 @@ def test_one_point_of_a_surface_can_be_drawn():
     assert drawn[0].axes[0].texts[0].get_text().startswith("PARTIAL, 24 points missing")
 
 
-def test_curvature_during_training_stands_beside_as_parquet(tmp_path):
+def test_curvature_during_training_stands_beside_as_parquet_and_csv(tmp_path):
     history = [
         {"step": "0", "train_loss": "0.7", "curvature_top_eigenvalue": "", "curvature_trace": ""},
         {"step": "5", "train_loss": "0.6", "curvature_top_eigenvalue": "3.0", "curvature_trace": "8.5"},
@@ -211,7 +211,23 @@ def test_curvature_during_training_stands_beside_as_parquet(tmp_path):
     files = draw_training_curvature(history, tmp_path, "n = 8 pairs; seed 7 of the run")
     rows = pq.read_table(tmp_path / "during_training.parquet").to_pylist()
     assert rows == [{"step": 5, "curvature_top_eigenvalue": 3.0, "curvature_trace": 8.5}]
-    assert {file.name for file in files} == {f"during_training.{ending}" for ending in ("png", "svg", "parquet")}
+    assert {file.name for file in files} == {f"during_training.{ending}" for ending in ("png", "svg", "parquet", "csv")}
+    text = (tmp_path / "during_training.csv").read_text()
+    assert text == "step,curvature_top_eigenvalue,curvature_trace\n5,3.0,8.5\n"
+
+
+def test_the_limit_of_stability_stands_beside_the_sharpness_it_is_of(tmp_path):
+    rows = [{"step": str(step), "curvature_top_eigenvalue": "3.0", "curvature_trace": "8.0"} for step in (0, 5, 10)]
+    limits = [{"curvature_stability_limit": limit} for limit in ("nan", "40.0", "20.0")]
+    raw = plot_training_curvature([row | limit for row, limit in zip(rows, limits, strict=True)], caption="seed 7")
+    assert [line.get_xydata().tolist() for line in raw.axes[0].lines if line.get_label().startswith("limit")] == [
+        [[5.0, 40.0], [10.0, 20.0]]
+    ]
+    sharp = [{"curvature_preconditioned_sharpness": value} for value in ("nan", "900.0", "950.0")]
+    scaled = [row | limit | value for row, limit, value in zip(rows, limits, sharp, strict=True)]
+    third = plot_training_curvature(scaled, caption="seed 7").axes[2]
+    assert third.containers[0].lines[0].get_xydata().tolist() == [[5.0, 900.0], [10.0, 950.0]]
+    assert third.get_yscale() == "log"
 
 
 def test_curvature_during_training_takes_the_rows_that_have_it():

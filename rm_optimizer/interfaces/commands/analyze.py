@@ -21,8 +21,9 @@ def analyze(
 ) -> None:
     """Measure the loss landscape of a model: `rm-opt analyze --checkpoint RUN --type hessian`.
 
-    Types: hessian, gauss_newton, density, slices, surface, layers, trajectory. The flags are short for the commonest
-    options; everything else is passed on as it stands: `landscape.num_points=41`, `--cfg job` to see all of them.
+    Types: hessian, gauss_newton, density, slices, surface, layers, trajectory, evolution, between. The flags are short
+    for the commonest options; everything else is passed on as it stands: `landscape.num_points=41`, `--cfg job` to see
+    all of them.
     """
     given = {
         "checkpoint": checkpoint,

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature, ReadCurvature
 from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.optim import set_train_mode
+from rm_optimizer.optim.stability import Stability, stability_of
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import HessianConfig
@@ -32,6 +33,8 @@ CURVATURE_COLUMNS = {
     "curvature/top_eigenvalue_residual": "curvature_top_eigenvalue_residual",
     "curvature/trace": "curvature_trace",
     "curvature/trace_standard_error": "curvature_trace_standard_error",
+    "curvature/preconditioned_sharpness": "curvature_preconditioned_sharpness",
+    "curvature/stability_limit": "curvature_stability_limit",
     "curvature/num_products": "curvature_num_products",
 }
 """Metric name to column of `metrics.csv`, where curvature is watched; its seconds go to the other loggers only."""
@@ -60,7 +63,7 @@ class HessianCallback(RunCallback):
         self.num_measured = 0
         self.num_pairs = 0
         self._started = 0.0
-        self._take: Callable[[], CurvatureReading] | None = None
+        self._take: ReadCurvature | None = None
 
     def require(self, config: TrainConfig) -> None:
         """Refuse runs whose gradient cannot be had at copies of the weights: compiled backbones, sharded weights."""
@@ -109,13 +112,15 @@ class HessianCallback(RunCallback):
                 self._take = self._take or self.measure(
                     pl_module.model, self._drawn(trainer, pl_module), pl_module.loss_config
                 )
-                reading = self._take()
+                stability = stability_of(trainer.optimizers[0])
+                reading = self._take(_by_name(pl_module.model, stability))
             finally:
                 set_train_mode(trainer.optimizers[0], True)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         self.num_measured += 1
         values = curvature_values(reading) | {
+            "curvature/stability_limit": math.nan if stability.limit is None else stability.limit,
             "curvature/seconds": seconds,
             "curvature/share_of_training_time": self._share(),
         }
@@ -142,14 +147,21 @@ class HessianCallback(RunCallback):
         return self.seconds / max(time.perf_counter() - self._started, 1e-9)
 
 
+def _by_name(model: nn.Module, stability: Stability) -> dict[str, Tensor] | None:
+    """Scales of the trained parameters by name; None where there are none."""
+    scales = stability.scales
+    return None if scales is None else {name: scales[p] for name, p in model.named_parameters() if p in scales}
+
+
 def curvature_values(reading: CurvatureReading) -> dict[str, float]:
-    """The numbers of a measurement, as logged; an unknown standard error is NaN."""
-    error = reading.trace.standard_error
+    """The numbers of a measurement, as logged; what is unknown is NaN."""
+    error, sharpness = reading.trace.standard_error, reading.preconditioned_sharpness
     return {
         "curvature/top_eigenvalue": reading.top_eigenvalue,
         "curvature/top_eigenvalue_residual": reading.residual,
         "curvature/trace": reading.trace.value,
         "curvature/trace_standard_error": math.nan if error is None else error,
+        "curvature/preconditioned_sharpness": math.nan if sharpness is None else sharpness,
         "curvature/num_products": reading.num_products,
     }
 

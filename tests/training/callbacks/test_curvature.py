@@ -22,7 +22,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.loading import load_measured_loss
@@ -55,10 +55,8 @@ class PowerIteration:
         self.pairs: list[list[int]] = []
         self.trained: list[bool] = []
 
-    def __call__(
-        self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig
-    ) -> Callable[[], CurvatureReading]:
-        return lambda: self.reading(model, batches, loss)
+    def __call__(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> ReadCurvature:
+        return lambda scales=None: self.reading(model, batches, loss)
 
     def reading(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> CurvatureReading:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -294,3 +292,5 @@ def test_the_command_s_own_measurement_changes_nothing_either(
     measured = [row for row in read_rows(tmp_path / "watched" / "metrics.csv") if row["curvature_trace"]]
     assert [row["step"] for row in measured] == ["0", "2", "4"]
     assert all(math.isfinite(float(row["curvature_top_eigenvalue"])) for row in measured)
+    preconditioned = [float(row["curvature_preconditioned_sharpness"]) for row in measured]
+    assert [math.isfinite(sharpness) for sharpness in preconditioned] == [False, True, True]

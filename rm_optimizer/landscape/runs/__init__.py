@@ -1,0 +1,1 @@
+"""Curvature and loss of several models: along a run, and between runs."""

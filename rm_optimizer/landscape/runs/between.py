@@ -1,0 +1,218 @@
+"""Spectra of several models over the same pairs, overlaps of their subspaces, and loss barriers between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
+from rm_optimizer.core.storage.loading import load_weights
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
+from rm_optimizer.landscape.comparison import compare_spectra
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
+from rm_optimizer.landscape.pairs_input import clusters_of
+from rm_optimizer.landscape.runs.evolution import spectrum_of
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.records.codec import JsonRecord, from_values, json_values
+from rm_optimizer.records.files import replacing
+
+BETWEEN_FILE = "between.jsonl"
+"""In the folder of results: each spectrum and each path as soon as it is measured."""
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossPath:
+    """Loss along the straight line between the weights of two models.
+
+    Args:
+        first: index of the model at position 0.
+        second: index of the model at position 1.
+        positions: shares of the way.
+        losses: loss at each position.
+        barrier: largest loss on the way less the larger one of the ends (Frankle et al., 2020, arXiv 1912.05671, with
+            the mean of the ends there), and its 95 % interval over resampled prompts.
+    """
+
+    first: int
+    second: int
+    positions: tuple[float, ...]
+    losses: tuple[float, ...]
+    barrier: Estimate
+
+
+@dataclass(frozen=True)
+class BetweenModels(JsonRecord, indent=1):
+    """Spectra of several models over the same pairs, and what lies between them.
+
+    Args:
+        names: of the models.
+        spectra: spectrum of each; fewer than the names after an interruption.
+        overlaps: for each pair of models `(first, second)` in the order of `paths`, the overlap of the subspaces of
+            their largest eigenvalues, in [0, 1]; None where vectors are gone.
+        paths: loss between each pair of models; fewer after an interruption.
+        num_prompts: different prompts among the pairs.
+    """
+
+    names: tuple[str, ...]
+    spectra: tuple[HessianSpectrum, ...]
+    overlaps: tuple[float | None, ...]
+    paths: tuple[LossPath, ...]
+    num_prompts: int
+
+
+def measure_between(
+    context: AnalysisContext, models: Mapping[str, Callable[[], Weights]]
+) -> AnalysisResult[BetweenModels]:
+    """Measure the spectrum of each model and the loss between each two.
+
+    The model of the context is left with other weights.
+
+    Args:
+        context: pairs, loss and options; the model is the first one.
+        models: readers of the classifiers' weights by the models' names.
+
+    Raises:
+        ConfigError: if there are fewer than two models, or their parameters differ.
+        KeyboardInterrupt: if the user stopped it before the first spectrum was whole.
+    """
+    if len(models) < 2:
+        raise ConfigError("landscape=between needs other models beside the checkpoint; add landscape.others=[RUN, …]")
+    _require_alike(context.measured_loss, models)
+    config, sample = context.config, context.measured_loss.sample
+    pairs = list(combinations(range(len(models)), 2))
+    how = [config.method.value, config.top_k, config.num_sampled, config.tolerance, config.max_products]
+    identity = [context.measured_loss.fingerprint(), list(models), how, config.num_probes, config.num_points]
+    with context.ledger(BETWEEN_FILE, [*identity, sample.seed], len(models) + len(pairs)) as ledger:
+        rows = list(ledger.values())
+        try:
+            for row in _measured(context, models, rows):
+                ledger.append(row)
+                rows.append(row)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+    spectra = [from_values(HessianSpectrum, row["spectrum"]) for row in rows if "spectrum" in row]
+    paths = [row for row in rows if "path" in row]
+    result = BetweenModels(
+        tuple(models),
+        tuple(spectra),
+        tuple(row["overlap"] for row in paths),
+        tuple(from_values(LossPath, row["path"]) for row in paths),
+        sample.num_prompts,
+    )
+    is_partial = len(paths) < len(pairs)
+    if not is_partial:
+        for index in range(len(models)):
+            _vectors_file(context, index).unlink(missing_ok=True)
+    return AnalysisResult(result, is_partial)
+
+
+def _measured(
+    context: AnalysisContext, models: Mapping[str, Callable[[], Weights]], rows: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The rows that are not there yet: spectra first, then paths."""
+    spectra = [from_values(HessianSpectrum, row["spectrum"]) for row in rows if "spectrum" in row]
+    num_paths = sum("path" in row for row in rows)
+    measured, readers = context.measured_loss, list(models.values())
+    for index, (name, read) in enumerate(models.items()):
+        if index < len(spectra):
+            continue
+        load_weights(measured.model.model, read(), Path(name))
+        spectrum = spectrum_of(context, None)
+        if spectrum.status == SpectrumStatus.interrupted:
+            raise KeyboardInterrupt
+        with replacing(_vectors_file(context, index)) as temporary:
+            torch.save(spectrum.eigenvectors, temporary)
+        spectra.append(spectrum)
+        yield {"spectrum": spectrum.entries()}
+    pairs = list(combinations(range(len(models)), 2))
+    for done, (first, second) in enumerate(pairs):
+        if done < num_paths:
+            continue
+        context.on_progress("paths", done, len(pairs), "")
+        path = _path(context, readers[first](), readers[second](), (first, second))
+        overlap = _overlap(context, spectra, first, second)
+        yield {"path": json_values(path), "overlap": overlap}
+
+
+def _overlap(context: AnalysisContext, spectra: Sequence[HessianSpectrum], first: int, second: int) -> float | None:
+    files = [_vectors_file(context, index) for index in (first, second)]
+    if not all(file.exists() for file in files):
+        return None
+    one, other = (
+        replace(spectra[index], eigenvectors=torch.load(file, weights_only=True))
+        for index, file in zip((first, second), files, strict=True)
+    )
+    return compare_spectra(one, other, top_k=min(one.num_top, other.num_top, context.config.top_k)).subspace_overlap
+
+
+def _path(context: AnalysisContext, start: Weights, end: Weights, ends: tuple[int, int]) -> LossPath:
+    measured, positions = context.measured_loss, np.linspace(0, 1, context.config.num_points)
+    rows: list[np.ndarray] = []
+    for done, position in enumerate(positions.tolist()):
+        context.on_point(done, len(positions))
+        load_weights(measured.model.model, _between(start, end, position), Path("path"))
+        rows.append(_weighted_losses(measured))
+    weights = torch.cat([batch.weight for batch in measured.sample.batches]).double().cpu().numpy()
+    columns = np.column_stack([*rows, weights])
+    sums = cluster_totals(columns, clusters_of(measured.sample.batches, measured.sample.prompts))
+    (barrier,) = cluster_bootstrap(sums, _barrier, num_bootstrap=1000, seed=measured.sample.seed, kind="basic")
+    losses = columns[:, :-1].sum(axis=0) / weights.sum()
+    return LossPath(*ends, tuple(positions.tolist()), tuple(losses.tolist()), barrier)
+
+
+def _between(start: Weights, end: Weights, position: float) -> Weights:
+    """Weights on the way; numbers that are no weights are those of the start."""
+    return {
+        name: torch.lerp(value, end[name], position) if value.is_floating_point() else value
+        for name, value in start.items()
+    }
+
+
+def _weighted_losses(measured: MeasuredLoss) -> Float[np.ndarray, " pairs"]:
+    """Weight times loss of each pair at the model's weights, in the order of the micro-batches."""
+    with measured.measuring() as objective, torch.no_grad():
+        losses = [
+            objective.pair_losses(objective.rewards_at(objective.parameters, batch), batch) * batch.weight
+            for batch in objective.batches
+        ]
+        return np.asarray(torch.cat(losses).double().cpu().numpy())
+
+
+def _barrier(sums: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
+    """Largest mean loss less the larger one at the ends, from totals of weighted losses and of weights."""
+    losses = sums[..., :-1] / sums[..., -1:]
+    ends = np.maximum(losses[..., 0], losses[..., -1])
+    return np.asarray((losses.max(axis=-1) - ends)[..., None])
+
+
+def _require_alike(measured: MeasuredLoss, models: Mapping[str, Callable[[], Weights]]) -> None:
+    """Require weights of the same names and shapes.
+
+    Raises:
+        ConfigError: naming the model and a parameter that differs.
+    """
+    own = {name: value.shape for name, value in measured.model.model.state_dict().items()}
+    for name, read in models.items():
+        shapes = {each: value.shape for each, value in read().items()}
+        differing = sorted(each for each in own.keys() | shapes.keys() if own.get(each) != shapes.get(each))
+        if differing:
+            raise ConfigError(
+                f"landscape.others must be models of the same parameters, and {name} differs in {len(differing)} of "
+                f"them, such as {differing[0]}; compare models of one architecture"
+            )
+
+
+def _vectors_file(context: AnalysisContext, index: int) -> Path:
+    return context.folder / f"vectors-{index}.pt"

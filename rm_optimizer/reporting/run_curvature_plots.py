@@ -1,0 +1,242 @@
+"""Pictures, tables and rows of curvature along a run and between models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rm_optimizer.landscape.runs.between import BetweenModels
+from rm_optimizer.landscape.runs.evolution import Evolution
+from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.landscape.surface.results import Row
+from rm_optimizer.reporting.style import (
+    BLUE,
+    GRAY,
+    ORANGE,
+    SERIES,
+    VERMILION,
+    count_ticks,
+    draw_legend,
+    stacked_panels,
+    two_panels,
+)
+from rm_optimizer.reporting.tables import Cell
+
+_MOST_RANKS = 5
+"""Largest eigenvalues that are drawn and listed."""
+
+
+def plot_evolution(result: Evolution) -> Figure:
+    """Largest and smallest eigenvalues, trace and subspace overlap over the steps of a run, with their errors."""
+    first = result.spectra[0]
+    partial = f"PARTIAL, without steps {', '.join(map(str, result.missing))}; " if result.missing else ""
+    caption = (
+        f"{partial}n = {first.num_pairs:,} pairs; {first.num_parameters:,} {first.params} parameters; "
+        f"{first.method}; bars: error bounds; seed {first.seed}"
+    )
+    panels = {"eigenvalue": _draw_ends}
+    if any(spectrum.trace is not None for spectrum in result.spectra):
+        panels["trace"] = _draw_trace
+    if any(overlap is not None for overlap in result.overlaps):
+        panels["subspace overlap"] = _draw_overlap
+    matrix = first.matrix.replace("_", "-").capitalize().replace("newton", "Newton")
+    figure, all_axes = stacked_panels(f"{matrix} along the run", caption, count=len(panels))
+    for axes, (label, draw) in zip(all_axes, panels.items(), strict=True):
+        draw(axes, result)
+        axes.set_ylabel(label)
+        draw_legend(axes)
+    all_axes[-1].set_xlabel("optimizer step")
+    count_ticks(all_axes[-1].xaxis)
+    return figure
+
+
+def evolution_rows(result: Evolution) -> list[Row]:
+    """One row for each listed eigenvalue of each step, with what belongs to the step."""
+    rows: list[Row] = []
+    for step, spectrum, overlap in _steps(result):
+        trace = spectrum.trace
+        of_step: Row = {
+            "loss": spectrum.loss,
+            "trace": None if trace is None else trace.value,
+            "trace_standard_error": None if trace is None else trace.standard_error,
+            "subspace_overlap": overlap,
+        }
+        for end, rank, index in _ranks(spectrum):
+            crossed = spectrum.cross_fit.values[index : index + 1] if spectrum.cross_fit and end == "largest" else ()
+            row: Row = {"step": step, "end": end, "rank": rank, "eigenvalue": spectrum.eigenvalues[index]}
+            row |= {"error_bound": spectrum.error_bounds[index], "converged": spectrum.converged[index]}
+            rows.append(row | {"cross_fitted": crossed[0].value if crossed else None} | of_step)
+    return rows
+
+
+def evolution_table(result: Evolution) -> dict[str, Cell]:
+    """Rows for `summary_table`: the ends of the spectrum at each step."""
+    first = result.spectra[0]
+    rows: dict[str, Cell] = {"matrix, method": f"{first.matrix}, {first.method}", "pairs": first.num_pairs}
+    for step, spectrum, overlap in _steps(result):
+        ends = [f"largest {_value(spectrum, 0)}"]
+        if spectrum.num_bottom:
+            ends.append(f"smallest {_value(spectrum, len(spectrum.eigenvalues) - 1)}")
+        if spectrum.cross_fit is not None and spectrum.cross_fit.values:
+            ends.append(f"cross-fitted {spectrum.cross_fit.values[0].value:.3g}")
+        if spectrum.trace is not None:
+            ends.append(f"trace {spectrum.trace.value:.4g}")
+        if overlap is not None:
+            ends.append(f"overlap {overlap:.2f}")
+        rows[f"step {step:,}"] = ", ".join(ends)
+    return rows
+
+
+def plot_between(result: BetweenModels) -> Figure:
+    """Largest eigenvalues of each model, and the loss between each two."""
+    first = result.spectra[0]
+    crossed = "; diamonds: cross-fitted, with their 95 % intervals" if first.cross_fit is not None else ""
+    caption = (
+        f"n = {first.num_pairs:,} pairs of {result.num_prompts:,} prompts; {first.num_parameters:,} {first.params} "
+        f"parameters; {first.method}; bars: error bounds{crossed}; seed {first.seed}"
+    )
+    figure, (upper, lower) = two_panels("Between models", caption, ratios=(1, 1), shares_x=False)
+    width = 0.5 / max(1, len(result.spectra))
+    for index, spectrum in enumerate(result.spectra):
+        _draw_spectrum(upper, spectrum, result.names[index], SERIES[index % len(SERIES)], index * width)
+    upper.set(xlabel="rank from the largest", ylabel="eigenvalue")
+    count_ticks(upper.xaxis)
+    draw_legend(upper)
+    for index, path in enumerate(result.paths):
+        name = f"{result.names[path.first]} to {result.names[path.second]}"
+        lower.plot(path.positions, path.losses, color=SERIES[index % len(SERIES)], marker="o", markersize=4, label=name)
+    lower.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
+    if result.paths:
+        draw_legend(lower)
+    return figure
+
+
+def between_table(result: BetweenModels) -> dict[str, Cell]:
+    """Rows for `summary_table`: eigenvalues and trace of each model, barrier and overlap of each two."""
+    first = result.spectra[0]
+    rows: dict[str, Cell] = {
+        "matrix, method": f"{first.matrix}, {first.method}",
+        "pairs / prompts": f"{first.num_pairs:,} / {result.num_prompts:,}",
+    }
+    for name, spectrum in zip(result.names, result.spectra, strict=False):
+        top = f"largest {spectrum.eigenvalues[0]:.4g} ± {spectrum.error_bounds[0]:.1g}"
+        crossed = spectrum.cross_fit.values[0] if spectrum.cross_fit and spectrum.cross_fit.values else None
+        parts = [f"loss {spectrum.loss:.4f}", top, *([f"cross-fitted {crossed:.3g}"] if crossed else [])]
+        rows[name] = ", ".join([*parts, *([f"trace {spectrum.trace:.4g}"] if spectrum.trace else [])])
+    for path, overlap in zip(result.paths, result.overlaps, strict=True):
+        shared = "" if overlap is None else f", subspace overlap {overlap:.2f}"
+        rows[f"{result.names[path.first]} to {result.names[path.second]}"] = f"barrier {path.barrier:.3g}{shared}"
+    return rows
+
+
+def between_rows(result: BetweenModels) -> list[Row]:
+    """One row for each of the largest eigenvalues of each model."""
+    rows: list[Row] = []
+    for name, spectrum in zip(result.names, result.spectra, strict=False):
+        crossed = spectrum.cross_fit.values if spectrum.cross_fit else ()
+        for index in range(spectrum.num_top):
+            estimate = crossed[index] if index < len(crossed) else None
+            rows.append(
+                {
+                    "model": name,
+                    "rank": index + 1,
+                    "eigenvalue": spectrum.eigenvalues[index],
+                    "error_bound": spectrum.error_bounds[index],
+                    "cross_fitted": estimate.value if estimate else None,
+                    "cross_fitted_low": estimate.low if estimate else None,
+                    "cross_fitted_high": estimate.high if estimate else None,
+                }
+            )
+    return rows
+
+
+def path_rows(result: BetweenModels) -> list[Row]:
+    """One row for each point of each path."""
+    rows: list[Row] = []
+    for path, overlap in zip(result.paths, result.overlaps, strict=True):
+        ends: Row = {"first": result.names[path.first], "second": result.names[path.second]}
+        barrier: Row = {
+            "barrier": path.barrier.value,
+            "barrier_low": path.barrier.low,
+            "barrier_high": path.barrier.high,
+        }
+        for position, loss in zip(path.positions, path.losses, strict=True):
+            rows.append(ends | {"position": position, "loss": loss, "subspace_overlap": overlap} | barrier)
+    return rows
+
+
+def _steps(result: Evolution) -> list[tuple[int, HessianSpectrum, float | None]]:
+    return list(zip(result.steps, result.spectra, result.overlaps, strict=True))
+
+
+def _ranks(spectrum: HessianSpectrum) -> list[tuple[str, int, int]]:
+    """End, rank and index of the largest eigenvalues, and of the smallest one where it is known."""
+    count = min(_MOST_RANKS, spectrum.num_top)
+    found = [("largest", index + 1, index) for index in range(count)]
+    last = len(spectrum.eigenvalues) - 1
+    return [*found, ("smallest", 1, last)] if spectrum.num_bottom and last >= count else found
+
+
+def _value(spectrum: HessianSpectrum, index: int) -> str:
+    done = "" if spectrum.converged[index] else " (not converged)"
+    return f"{spectrum.eigenvalues[index]:.4g} ± {spectrum.error_bounds[index]:.1g}{done}"
+
+
+def _draw_ends(axes: Axes, result: Evolution) -> None:
+    by_place: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
+    for step, spectrum, _ in _steps(result):
+        for end, rank, index in _ranks(spectrum):
+            point = (step, spectrum.eigenvalues[index], spectrum.error_bounds[index])
+            by_place.setdefault((end, rank), []).append(point)
+    for (end, rank), points in by_place.items():
+        color = VERMILION if end == "smallest" else BLUE
+        name = f"{end} {rank}" if rank == 1 else None
+        fade = 1.0 if rank == 1 else 0.75 - 0.12 * rank
+        _draw_line(axes, points, color, name if rank < 2 else "largest 2 to 5" if rank == 2 else None, fade)
+    crossed = [
+        (step, spectrum.cross_fit.values[0].value)
+        for step, spectrum, _ in _steps(result)
+        if spectrum.cross_fit is not None and spectrum.cross_fit.values
+    ]
+    if crossed:
+        axes.plot(*zip(*crossed, strict=True), color=ORANGE, marker="D", markersize=4, lw=1.2, label="cross-fitted 1")
+    axes.axhline(0.0, color=GRAY, linewidth=0.8)
+
+
+def _draw_trace(axes: Axes, result: Evolution) -> None:
+    points = [(s, t.value, t.standard_error or math.nan) for s, x, _ in _steps(result) if (t := x.trace) is not None]
+    _draw_line(axes, points, SERIES[2], "trace; bar: standard error")
+    axes.axhline(0.0, color=GRAY, linewidth=0.8)
+
+
+def _draw_overlap(axes: Axes, result: Evolution) -> None:
+    points = [(step, overlap) for step, _, overlap in _steps(result) if overlap is not None]
+    axes.plot(*zip(*points, strict=True), color=SERIES[4], marker="o", markersize=4, label="with the step before")
+    axes.set_ylim(0, 1.02)
+
+
+def _draw_line(
+    axes: Axes, points: Sequence[tuple[int, float, float]], color: str, label: str | None, alpha: float = 1.0
+) -> None:
+    steps, values, errors = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    axes.errorbar(steps, values, yerr=errors, color=color, alpha=alpha, marker="o", markersize=4, linewidth=1.5,
+                  elinewidth=1.0, capsize=2, label=label)  # fmt: skip
+
+
+def _draw_spectrum(axes: Axes, spectrum: HessianSpectrum, name: str, color: str, shift: float) -> None:
+    values, errors = (np.array(each[: spectrum.num_top]) for each in (spectrum.eigenvalues, spectrum.error_bounds))
+    rank = np.arange(1, len(values) + 1) + shift
+    axes.errorbar(
+        rank, values, yerr=errors, color=color, marker="o", markersize=4, linewidth=1.4, capsize=2, label=name
+    )
+    for index, estimate in enumerate(spectrum.cross_fit.values if spectrum.cross_fit else ()):
+        if estimate.low is None or estimate.high is None:
+            continue
+        bar = np.clip([[estimate.value - estimate.low], [estimate.high - estimate.value]], 0, None)
+        axes.errorbar(
+            [rank[index] + 0.08], [estimate.value], yerr=bar, color=color, marker="D", markersize=4, capsize=2
+        )
