@@ -45,7 +45,7 @@ def print_report(report: HypothesisReport) -> None:
         cells = " ".join(f"{score!s:22}" for score in (arm.accuracy, arm.nll, arm.ece))
         print(f"{name:14} {cells} {arm.scored_step:6.0f} {arm.parameters:11,d} {arm.cpu_seconds:6.0f}")
     for found in report.findings:
-        print(f"{found.name:30} {found.effect:+.4f}  threshold {found.threshold:+.3f}  {found.verdict}")
+        print(f"{found.name:30} {found.effect:+.4f}  margin {found.margin:.3f}  {found.verdict}")
     for found in report.findings:
         print(f"{found.name}: {found.effect.value:.5f}")
         for end, value in (("low", found.effect.low), ("high", found.effect.high)):

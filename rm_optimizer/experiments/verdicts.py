@@ -1,22 +1,36 @@
-"""Verdicts on trained arms against a reference arm, over common seeds and prompts."""
+"""Verdicts on trained arms against a reference arm, over common seeds and prompts.
+
+One score is primary: its tests are corrected for the number of challengers, and it alone decides. The other scores are
+exploratory, each with its own uncorrected tests.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
-from scipy.stats import t as student_t
 
-from rm_optimizer.core.metrics.effects import SCORES, Score, detectable_effect, holm_adjusted, paired_effect
-from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
+from rm_optimizer.core.metrics.effects import (
+    ERROR_RATE,
+    SCORES,
+    Outcome,
+    PairedScores,
+    Score,
+    detectable_effect,
+    holm_adjusted,
+    power,
+)
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import StudentMean
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import JsonRecord
 
 MARGINS: Mapping[Score, float] = MappingProxyType({"accuracy": 0.01, "nll": 0.005, "brier": 0.0025, "ece": 0.01})
-"""Differences that do not matter."""
+"""Differences that do not matter: a point of accuracy, and about what it means for the other scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +42,34 @@ class Verdict(JsonRecord):
         reference: name of the arm that it is compared with.
         score: compared metric.
         is_primary: true of the one score whose tests are corrected for the number of challengers.
+        num_seeds: seeds that both arms have.
         difference: the challenger's score less the reference's, with its 95 % interval over seeds and prompts.
-        p_value: two-sided, against no difference, with as many degrees of freedom as seeds less one.
+        p_value: two-sided, against no difference.
         holm_p: the same after Holm's correction over challengers; None of an exploratory score.
-        verdict: `better` or `worse` with the (corrected) p-value below 0.05, else `equivalent` with the interval inside
-            the margin, else `inconclusive`.
-        detectable: smallest true difference that would be found with probability 0.8, uncorrected.
+        margin: difference that does not matter.
+        equivalence_p: against a difference of at least the margin, by two one-sided tests; of the primary score after
+            Holm's correction.
+        verdict: `better` or `worse` with the (corrected) p-value below 0.05, else `equivalent` with that of equivalence
+            below 0.05, else `inconclusive`.
+        power: probability of finding a true difference as large as the margin.
+        detectable: smallest true difference that would be found with probability 0.8.
+        seed_correlation: correlation of both arms' scores over seeds; None of fewer than three, or of equal scores.
     """
 
     arm: str
     reference: str
     score: Score
     is_primary: bool
+    num_seeds: int
     difference: Estimate
     p_value: float
     holm_p: float | None
-    verdict: Literal["better", "worse", "equivalent", "inconclusive"]
+    margin: float
+    equivalence_p: float
+    verdict: Outcome
+    power: float
     detectable: float
+    seed_correlation: float | None
 
 
 def judge(
@@ -55,8 +80,12 @@ def judge(
     primary: Score = "nll",
     label: Float[np.ndarray, " pairs"] | None = None,
     weight: Float[np.ndarray, " pairs"] | None = None,
+    equivalence: Mapping[Score, float] | None = None,
 ) -> tuple[Verdict, ...]:
-    """Verdicts of every arm but the reference, in every score; two seeds at least.
+    """Verdicts of every arm but the reference, in every score.
+
+    Differences are paired by seed and prompt; `PairedScores` says how their error is computed. p-values are Student's,
+    those of the primary score adjusted over challengers (Holm, 1979). Power counts with the strictest of Holm's levels.
 
     Args:
         margins: margins of each arm times beta, seeds in the same order.
@@ -65,45 +94,110 @@ def judge(
         primary: score that decides.
         label: probability that the chosen response is the better one, in [0, 1]; None is 1.
         weight: number of pairs that each counts for, positive; None is 1.
+        equivalence: differences that do not matter, positive; scores that it does not name keep `MARGINS`.
+
+    Raises:
+        ConfigError: if the reference is missing, there is no other arm, arms differ in their seeds or pairs, there are
+            fewer than two seeds, or a margin is not positive.
     """
-    arms, freedom = [arm for arm in margins if arm != reference], len(margins[reference]) - 1
+    limits = {**MARGINS, **(equivalence or {})}
+    _check(margins, prompts, reference, limits)
+    challengers = [arm for arm in margins if arm != reference]
+    paired = [PairedScores(margins[arm], margins[reference], prompts, label, weight) for arm in challengers]
+    alone = [PairedScores(margins[arm], None, prompts, label, weight) for arm in (*challengers, reference)]
     found: list[Verdict] = []
     for score in SCORES:
-        gains = [
-            paired_effect(margins[arm], margins[reference], prompts, score, label=label, weight=weight) for arm in arms
-        ]
-        alone = [_p_value(gain, freedom) for gain in gains]
-        adjusted = holm_adjusted(np.array(alone)).tolist() if score == primary else alone
-        for arm, gain, p_value, decisive in zip(arms, gains, alone, adjusted, strict=True):
-            found.append(
-                Verdict(
-                    arm=arm,
-                    reference=reference,
-                    score=score,
-                    is_primary=score == primary,
-                    difference=gain if score == "accuracy" else _negated(gain),
-                    p_value=p_value,
-                    holm_p=decisive if score == primary else None,
-                    verdict=_word(gain, decisive, MARGINS[score]),
-                    detectable=detectable_effect(gain.standard_error, freedom) if gain.standard_error else 0.0,
-                )
+        differences = [_signed(each.crossed(score), score) for each in paired]
+        tests = _Tests.of(differences, limits[score], corrected=score == primary)
+        found += [
+            Verdict(
+                arm=arm,
+                reference=reference,
+                score=score,
+                is_primary=score == primary,
+                num_seeds=len(margins[reference]),
+                difference=differences[i].estimate,
+                p_value=differences[i].p_different,
+                holm_p=float(tests.different[i]) if score == primary else None,
+                margin=limits[score],
+                equivalence_p=float(tests.equivalent[i]),
+                verdict=tests.outcome(i, score),
+                power=tests.power(i),
+                detectable=tests.detectable(i),
+                seed_correlation=_correlation(alone[i].per_seed(score), alone[-1].per_seed(score)),
             )
-    return tuple(found)
+            for i, arm in enumerate(challengers)
+        ]
+    return tuple(sorted(found, key=lambda each: not each.is_primary))
 
 
-def _p_value(gain: Estimate, freedom: int) -> float:
-    if not gain.standard_error:
-        return 1.0 if gain.value == 0 else 0.0
-    return float(2 * student_t.sf(abs(gain.value) / gain.standard_error, freedom))
+@dataclass(frozen=True)
+class _Tests:
+    """Tests of one score over all challengers, with p-values as they decide."""
+
+    differences: Sequence[StudentMean]
+    margin: float
+    different: Float[np.ndarray, " arms"]
+    equivalent: Float[np.ndarray, " arms"]
+    strictest: float
+
+    @classmethod
+    def of(cls, differences: Sequence[StudentMean], margin: float, *, corrected: bool) -> _Tests:
+        different = np.array([each.p_different for each in differences])
+        equivalent = np.array([max(each.p_above(-margin), each.p_below(margin)) for each in differences])
+        if not corrected:
+            return cls(differences, margin, different, equivalent, ERROR_RATE)
+        adjusted = holm_adjusted(different), holm_adjusted(equivalent)
+        return cls(differences, margin, *adjusted, ERROR_RATE / len(differences))
+
+    def outcome(self, i: int, score: Score) -> Outcome:
+        if self.different[i] < ERROR_RATE:
+            return "better" if (self.differences[i].value > 0) == (score == "accuracy") else "worse"
+        return "equivalent" if self.equivalent[i] < ERROR_RATE else "inconclusive"
+
+    def power(self, i: int) -> float:
+        each = self.differences[i]
+        if not each.standard_error > 0:
+            return 1.0 if each.standard_error == 0 else math.nan
+        return power(self.margin, each.standard_error, each.freedom, error_rate=self.strictest)
+
+    def detectable(self, i: int) -> float:
+        each = self.differences[i]
+        if not each.standard_error > 0:
+            return each.standard_error
+        return detectable_effect(each.standard_error, each.freedom, error_rate=self.strictest)
 
 
-def _word(gain: Estimate, p_value: float, margin: float) -> Literal["better", "worse", "equivalent", "inconclusive"]:
-    if p_value < 1 - CONFIDENCE:
-        return "better" if gain.value > 0 else "worse"
-    is_inside = gain.low is not None and gain.high is not None and -margin < gain.low and gain.high < margin
-    return "equivalent" if is_inside else "inconclusive"
+def _signed(effect: StudentMean, score: Score) -> StudentMean:
+    """The challenger's score less the reference's, from an effect that is positive where the challenger is better."""
+    return effect if score == "accuracy" else effect.negated
 
 
-def _negated(gain: Estimate) -> Estimate:
-    low, high = (None if end is None else -end for end in (gain.high, gain.low))
-    return replace(gain, value=-gain.value, low=low, high=high)
+def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:
+    if len(first) < 3 or first.std() == 0 or second.std() == 0:
+        return None
+    value = float(np.corrcoef(first, second)[0, 1])
+    return value if math.isfinite(value) else None
+
+
+def _check(
+    margins: Mapping[str, np.ndarray], prompts: Sequence[str], reference: str, limits: Mapping[Score, float]
+) -> None:
+    """Refuse arms that cannot be paired."""
+    if reference not in margins:
+        raise ConfigError(did_you_mean("reference", reference, tuple(margins)))
+    if len(margins) < 2:
+        raise ConfigError(f"a verdict needs an arm beside the reference {reference}; add one")
+    for arm, values in margins.items():
+        if values.shape != margins[reference].shape or values.shape[1] != len(prompts):
+            raise ConfigError(
+                f"arms must have margins of the same seeds and of {len(prompts)} pairs, got {values.shape} of {arm} "
+                f"and {margins[reference].shape} of {reference}"
+            )
+    if (num_seeds := len(margins[reference])) < 2:
+        raise ConfigError(f"a verdict needs at least two common seeds, got {num_seeds}; train more seeds")
+    for score, limit in limits.items():
+        if score not in SCORES:
+            raise ConfigError(did_you_mean("equivalence", score, SCORES))
+        if not 0 < limit < math.inf:
+            raise ConfigError(f"equivalence margins must be positive numbers, got {limit} for {score}")

@@ -40,9 +40,9 @@ def batching_rows(ratio: float, difference: float) -> list[dict[str, float]]:
 
 def test_pair_aware_batching_needs_both_the_time_and_the_gradient():
     rows = {
-        "confirmed": batching_rows(0.4, 1e-6),
-        "refuted": batching_rows(0.4, 1e-2),
-        "undecided": batching_rows(0.0, 1e-6),
+        "better": batching_rows(0.4, 1e-6),
+        "worse": batching_rows(0.4, 1e-2),
+        "inconclusive": batching_rows(0.0, 1e-6),
     }
     assert {word: batching_finding(found).verdict for word, found in rows.items()} == {word: word for word in rows}
 
@@ -67,22 +67,22 @@ def test_the_gap_is_test_less_training_nll_of_one_arm_less_that_of_the_other():
     result = found(test)["h2"]
     expected = gap("ablation_a1", margins(5, 2.0)) - gap("ablation_a2", margins(6, 1.0))
     assert result.effect.value == pytest.approx(expected)
-    assert result.verdict == "confirmed"
+    assert result.verdict == "better"
 
 
 def test_lora_is_not_judged_against_a_model_that_learned_nothing():
     coin = np.where(np.arange(PAIRS) % 2, 1.0, -1.0) + 0.01 * margins(1)
-    assert found(arms(full_finetune=coin, lora_r16=coin))["h4"].verdict == "undecided"
-    assert found(arms(full_finetune=margins(1, 1), lora_r16=margins(1, 1)))["h4"].verdict == "confirmed"
-    assert found(arms(full_finetune=margins(1, 2), lora_r16=margins(1)))["h4"].verdict == "refuted"
+    assert found(arms(full_finetune=coin, lora_r16=coin))["h4"].verdict == "inconclusive"
+    assert found(arms(full_finetune=margins(1, 1), lora_r16=margins(1, 1)))["h4"].verdict == "equivalent"
+    assert found(arms(full_finetune=margins(1, 2), lora_r16=margins(1)))["h4"].verdict == "worse"
 
 
 def test_early_stopping_must_keep_the_nll_and_save_steps():
     kept = margins(12)
     same = arms(ablation_a3=kept, ablation_a4=kept)
-    assert found(same)["h5"].verdict == "confirmed"
-    assert found(same, saved=0.0)["h5"].verdict == "undecided"
-    assert found(arms(ablation_a3=margins(12, 1.0)))["h5"].verdict == "refuted"
+    assert found(same)["h5"].verdict == "equivalent"
+    assert found(same, saved=0.0)["h5"].verdict == "inconclusive"
+    assert found(arms(ablation_a3=margins(12, 1.0)))["h5"].verdict == "worse"
 
 
 def test_parts_share_no_prompt_and_hold_few_pairs_of_each():
@@ -126,7 +126,7 @@ def test_a_finished_study_is_read_not_repeated(miniature, monkeypatch):
     monkeypatch.setattr(hypothesis_study, "gradients", None)
     report = HypothesisStudy(miniature).run()
     assert [finding.name[:2] for finding in report.findings] == ["h1", "h2", "h3", "h4", "h5"]
-    assert {finding.verdict for finding in report.findings} <= {"confirmed", "refuted", "undecided"}
+    assert {finding.verdict for finding in report.findings} <= {"better", "worse", "equivalent", "inconclusive"}
     stored = HypothesisReport.from_json((miniature.output / "hypotheses.json").read_text())
     assert [finding.name for finding in stored.findings] == [finding.name for finding in report.findings]
     assert stored.settings == miniature
@@ -140,7 +140,7 @@ def test_the_benchmark_takes_the_options_and_prints_each_verdict(miniature, monk
     files = ["--train", miniature.train, "--val", miniature.val, "--output", str(miniature.output)]
     hypotheses.main([*files, "--model", "tiny", *sizes.split()])
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
-    assert {lines[f"h{i}_verdict"] for i in range(1, 6)} <= {"confirmed", "refuted", "undecided"}
+    assert {lines[f"h{i}_verdict"] for i in range(1, 6)} <= {"better", "worse", "equivalent", "inconclusive"}
 
 
 def test_other_settings_need_another_folder(miniature):

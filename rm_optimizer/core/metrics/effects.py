@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -14,12 +17,95 @@ from scipy.stats import t as student_t
 
 from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, crossed_mean, with_honest_width
+from rm_optimizer.core.metrics.intervals import (
+    StudentMean,
+    cluster_bootstrap,
+    cluster_totals,
+    crossed_mean,
+    with_honest_width,
+)
 
 Score = Literal["accuracy", "nll", "brier", "ece"]
 SCORES: tuple[Score, ...] = ("accuracy", "nll", "brier", "ece")
 """Scores that arms are compared by, in the order of `_scores`."""
-Verdict = Literal["confirmed", "refuted", "undecided"]
+Outcome = Literal["better", "worse", "equivalent", "inconclusive"]
+"""Words for what a comparison has shown."""
+ERROR_RATE = 1 - CONFIDENCE
+
+
+@dataclass(frozen=True)
+class PairedScores:
+    """Totals of one arm or two over the prompts, from which the effect of each seed follows.
+
+    Args:
+        better: margins of the arm that ought to be better, times beta.
+        worse: margins of the other arm; None for the score of `better` itself.
+        prompts: prompt of each pair.
+        label: probability that the chosen response is the better one, in [0, 1]; None is 1.
+        weight: number of pairs that each counts for, positive; None is 1.
+    """
+
+    better: Float[np.ndarray, "seeds pairs"]
+    worse: Float[np.ndarray, "seeds pairs"] | None
+    prompts: Sequence[str]
+    label: Float[np.ndarray, " pairs"] | None = None
+    weight: Float[np.ndarray, " pairs"] | None = None
+
+    @cached_property
+    def sums(self) -> Float[np.ndarray, "prompts terms"]:
+        """Share of each prompt in the totals of every arm and seed."""
+        ones = np.ones(len(self.prompts))
+        label, weight = (ones if given is None else given for given in (self.label, self.weight))
+        arms = [self.better] if self.worse is None else [self.better, self.worse]
+        margins = np.concatenate(arms)
+        columns = _terms(margins.ravel(), np.tile(label, len(margins)), np.tile(weight, len(margins)))
+        rows = columns.reshape(*margins.shape, -1).swapaxes(0, 1)
+        return cluster_totals(rows.reshape(len(self.prompts), -1), self.prompts)
+
+    def effects(self, totals: np.ndarray, score: Score) -> np.ndarray:
+        """Effect of each seed in a score, along the last axis."""
+        arms = 1 if self.worse is None else 2
+        values = _scores(totals.reshape(*totals.shape[:-1], arms, len(self.better), -1))[..., SCORES.index(score)]
+        if self.worse is None:
+            return np.asarray(values[..., 0, :])
+        sign = 1.0 if score == "accuracy" else -1.0
+        return np.asarray(sign * (values[..., 0, :] - values[..., 1, :]))
+
+    def per_seed(self, score: Score) -> Float[np.ndarray, " seeds"]:
+        """Effect of each seed in a score."""
+        return self.effects(self.sums.sum(axis=0), score)
+
+    def mean_effect(self, totals: np.ndarray, score: Score) -> np.ndarray:
+        """Mean of the effects of seeds in a score, as a last axis of one."""
+        return np.asarray(self.effects(totals, score).mean(axis=-1, keepdims=True))
+
+    def prompt_error(self, score: Score) -> float:
+        """Standard error of the mean that prompts cause whatever the seed.
+
+        The jackknife's variance of a mean over S seeds holds the prompts' own variance and a part 1 / S of the variance
+        that each pair of a prompt and a seed adds. The variance between seeds holds that part too, so it is taken out
+        here: `(S b - mean over seeds of their own b) / (S - 1)`, as in two-way clustering (Cameron, Gelbach & Miller,
+        2011, doi:10.1198/jbes.2010.07136).
+        """
+        num_seeds = len(self.better)
+        if num_seeds < 2 or len(self.sums) < 2:
+            return 0.0
+        jackknife = [
+            estimate.standard_error or 0.0
+            for statistic in (self.mean_effect, self.effects)
+            for estimate in cluster_bootstrap(self.sums, partial(statistic, score=score), num_bootstrap=0, seed=0)
+        ]
+        b, own = jackknife[0] ** 2, float(np.mean(np.square(jackknife[1:])))
+        return math.sqrt(max(num_seeds * b - own, 0.0) / (num_seeds - 1))
+
+    def crossed(self, score: Score, offset: Float[np.ndarray, " seeds"] | float = 0.0) -> StudentMean:
+        """Mean effect, with an error over seeds and prompts; see `crossed_mean`.
+
+        Args:
+            score: compared metric.
+            offset: added to each seed's effect, and known exactly given the seed.
+        """
+        return crossed_mean(self.per_seed(score) + offset, self.prompt_error(score), len(self.sums))
 
 
 def paired_effect(
@@ -36,7 +122,7 @@ def paired_effect(
     """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
 
     The variance of the prompts is the jackknife's over prompts of the mean over seeds, that of the seeds the variance
-    between their own effects; see `crossed_mean`. One seed has no variance: its interval, if there is to be one, is of
+    between their own effects; see `PairedScores`. One seed has no variance: its interval, if there is to be one, is of
     these very models over prompts.
 
     Args:
@@ -49,46 +135,40 @@ def paired_effect(
         weight: number of pairs that each counts for, positive; None is 1.
         num_bootstrap: resamples of prompts for the interval of one seed; 0 gives it none.
     """
-    sign = 1.0 if worse is None or score == "accuracy" else -1.0
-    arms = [better] if worse is None else [better, worse]
-    ones = np.ones(len(prompts))
-    label, weight = ones if label is None else label, ones if weight is None else weight
-    columns = np.stack([[_terms(margin, label, weight) for margin in arm] for arm in arms])
-    num_arms, num_seeds, _, width = columns.shape
-    sums = cluster_totals(columns.transpose(2, 0, 1, 3).reshape(len(prompts), -1), prompts)
-
-    def seed_effects(totals: np.ndarray) -> np.ndarray:
-        values = _scores(totals.reshape(*totals.shape[:-1], num_arms, num_seeds, width))[..., SCORES.index(score)]
-        return np.asarray(sign * (values[..., 0, :] - (values[..., 1, :] if worse is not None else 0.0)))
-
-    def mean_effect(totals: np.ndarray) -> np.ndarray:
-        return np.asarray(seed_effects(totals).mean(axis=-1, keepdims=True))
-
-    if num_seeds == 1 and num_bootstrap:
-        if worse is not None and np.array_equal(better, worse):
-            return Estimate(0.0, 0.0, len(sums), 0.0, 0.0)
-        estimate = cluster_bootstrap(sums, mean_effect, num_bootstrap=num_bootstrap, seed=0)[0]
-        bounds = None if score == "nll" else (0.0 if worse is None else -1.0, 1.0)
-        return with_honest_width(estimate, sums[:, width - 1], bounds=bounds)
-    prompt_error = cluster_bootstrap(sums, mean_effect, num_bootstrap=0, seed=0)[0].standard_error
-    per_seed = seed_effects(sums.sum(axis=0)) + (0.0 if offset is None else offset)
-    return crossed_mean(per_seed, prompt_error or 0.0, len(sums))
+    scores = PairedScores(better, worse, prompts, label, weight)
+    if len(better) > 1 or not num_bootstrap:
+        return scores.crossed(score, 0.0 if offset is None else offset).estimate
+    if worse is not None and np.array_equal(better, worse):
+        return Estimate(0.0, 0.0, len(scores.sums), 0.0, 0.0)
+    mean = partial(scores.mean_effect, score=score)
+    estimate = cluster_bootstrap(scores.sums, mean, num_bootstrap=num_bootstrap, seed=0)[0]
+    bounds = None if score == "nll" else (0.0 if worse is None else -1.0, 1.0)
+    return with_honest_width(estimate, scores.sums[:, -1], bounds=bounds)
 
 
-def verdict(estimate: Estimate, threshold: float) -> Verdict:
-    """Confirmed with the whole interval above the threshold, refuted with none of it above, else undecided."""
-    if estimate.low is not None and estimate.low > threshold:
-        return "confirmed"
-    if estimate.high is not None and estimate.high <= threshold:
-        return "refuted"
-    return "undecided"
+def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
+    """Outcome of an arm whose effect is positive where it is better, held against a one-sided margin.
+
+    `better` with the whole interval above 0, `worse` with the whole interval below `-margin`, `equivalent` (no worse
+    than the margin) with none of it below `-margin`, else `inconclusive`.
+
+    Args:
+        estimate: the effect with its 95 % interval.
+        margin: loss that does not matter, not negative.
+    """
+    low, high = estimate.low, estimate.high
+    if low is None or high is None:
+        return "inconclusive"
+    if low > 0:
+        return "better"
+    if low >= -margin:
+        return "equivalent"
+    return "worse" if high < -margin else "inconclusive"
 
 
-def both(first: Verdict, second: Verdict) -> Verdict:
-    """Verdict on a hypothesis of two parts."""
-    if "refuted" in (first, second):
-        return "refuted"
-    return "confirmed" if first == second == "confirmed" else "undecided"
+def both(first: Outcome, second: Outcome) -> Outcome:
+    """Outcome of a hypothesis of two parts: the weaker part's."""
+    return next(word for word in ("worse", "inconclusive", "equivalent", "better") if word in (first, second))
 
 
 def holm_adjusted(p_values: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
@@ -111,8 +191,8 @@ def holm_adjusted(p_values: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " 
     return adjusted
 
 
-def power(effect: float, standard_error: float, freedom: float) -> float:
-    """Probability that the two-sided 95 % Student interval of a paired comparison excludes 0.
+def power(effect: float, standard_error: float, freedom: float, *, error_rate: float = ERROR_RATE) -> float:
+    """Probability that a two-sided Student test of a paired comparison finds a true difference.
 
     `P(T^2 > t^2)` with `T^2` noncentral F of 1 and `freedom` degrees of freedom and noncentrality `(effect /
     standard_error)^2` (Cohen, 1988, chapter 2). Over n paired seeds the standard error is the differences' deviation
@@ -122,25 +202,33 @@ def power(effect: float, standard_error: float, freedom: float) -> float:
         effect: true difference.
         standard_error: of its estimate, positive.
         freedom: degrees of freedom of the standard error.
+        error_rate: probability to find a difference where there is none; 0.05 is the 95 % interval's.
     """
     if effect == 0:
-        return 1 - CONFIDENCE
-    critical = float(student_t.ppf(0.5 + CONFIDENCE / 2, freedom))
+        return error_rate
+    critical = float(student_t.isf(error_rate / 2, freedom))
     return float(ncf.sf(critical**2, 1, freedom, (effect / standard_error) ** 2))
 
 
-def detectable_effect(standard_error: float, freedom: float, *, wanted: float = 0.8) -> float:
+def detectable_effect(
+    standard_error: float, freedom: float, *, wanted: float = 0.8, error_rate: float = ERROR_RATE
+) -> float:
     """Smallest true difference that a paired comparison finds with probability `wanted`.
 
     Args:
         standard_error: of the estimated difference, positive.
         freedom: degrees of freedom of the standard error.
-        wanted: power, above 0.05 and below 1.
+        wanted: power, above `error_rate` and below 1.
+        error_rate: probability to find a difference where there is none.
     """
+
+    def excess(shift: float) -> float:
+        return power(shift, 1.0, freedom, error_rate=error_rate) - wanted
+
     highest = 2.0
-    while power(highest, 1.0, freedom) < wanted:
+    while excess(highest) < 0:
         highest *= 2
-    return standard_error * float(brentq(lambda shift: power(shift, 1.0, freedom) - wanted, 0.0, highest))
+    return standard_error * float(brentq(excess, 0.0, highest))
 
 
 def _scores(totals: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -52,6 +52,60 @@ def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]
     return min(max(low, 0.0), frequency), max(min(high, 1.0), frequency)
 
 
+@dataclass(frozen=True)
+class StudentMean:
+    """Mean whose error is estimated, so that its distance from the truth in errors is Student's.
+
+    Args:
+        value: the mean.
+        standard_error: estimated standard deviation of the mean; NaN where one sample gives none.
+        freedom: degrees of freedom of the standard error.
+        num_samples: independent samples behind it.
+    """
+
+    value: float
+    standard_error: float
+    freedom: float
+    num_samples: int
+
+    @property
+    def estimate(self) -> Estimate:
+        """The mean with its 95 % interval, or without one where the error is unknown."""
+        if math.isnan(self.standard_error):
+            return Estimate(self.value, None, self.num_samples)
+        half = self._quantile() * self.standard_error if self.standard_error else 0.0
+        low, high = self.value - half, self.value + half
+        return Estimate(self.value, self.standard_error, self.num_samples, low, high, IntervalKind.student)
+
+    def p_above(self, null: float) -> float:
+        """One-sided p-value against the claim that the true mean is at most `null`; NaN where the error is unknown.
+
+        Example:
+            >>> round(StudentMean(2.0, 0.5, 4, 5).p_above(1.0), 4)
+            0.0581
+        """
+        if self.standard_error == 0:
+            return 0.0 if self.value > null else 1.0
+        return float(student_t.sf((self.value - null) / self.standard_error, self.freedom))
+
+    def p_below(self, null: float) -> float:
+        """One-sided p-value against the claim that the true mean is at least `null`."""
+        return self.negated.p_above(-null)
+
+    @property
+    def negated(self) -> StudentMean:
+        """The mean with the other sign."""
+        return replace(self, value=-self.value)
+
+    @property
+    def p_different(self) -> float:
+        """Two-sided p-value against a true mean of 0."""
+        return min(1.0, 2 * min(self.p_above(0.0), self.p_below(0.0)))
+
+    def _quantile(self) -> float:
+        return float(student_t.ppf(0.5 + CONFIDENCE / 2, self.freedom))
+
+
 def student_mean(samples: Float[np.ndarray, " samples"], *, widening: float = 1.0, bias: float = 0.0) -> Estimate:
     """Mean of independent samples with Student's interval `mean ± t s / sqrt(n)`; one sample gets none.
 
@@ -68,42 +122,37 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, widening: float = 1.
     if count < 2:
         return Estimate(value, None, count)
     error = math.hypot(widening * float(samples.std(ddof=1)) / math.sqrt(count), bias)
-    return _student(value, error, count - 1, count)
+    return StudentMean(value, error, count - 1, count).estimate
 
 
-def crossed_mean(per_seed: Float[np.ndarray, " seeds"], prompt_error: float, num_prompts: int) -> Estimate:
-    """Mean over seeds with Student's interval, from the variances of the mean that seeds and prompts cause.
+def crossed_mean(per_seed: Float[np.ndarray, " seeds"], prompt_error: float, num_prompts: int) -> StudentMean:
+    """Mean over seeds, with an error from the variances of the mean that seeds and prompts cause.
 
     Three seeds are too few to resample. Degrees of freedom are `(a + b)^2 / (a^2 / (seeds - 1) + b^2 / (prompts - 1))`
-    with `a` the variance that seeds cause and `b` that prompts cause (Satterthwaite, 1946, doi:10.2307/3002019). What
-    prompts and seeds share is counted twice, so intervals are rather too wide than too narrow. One seed has no variance
-    and gets no interval.
+    with `a` the variance that seeds cause and `b` that prompts cause (Satterthwaite, 1946, doi:10.2307/3002019). One
+    seed has no variance and gets no error.
 
     Args:
         per_seed: value of each seed.
-        prompt_error: standard error over prompts of the mean over seeds; 0 where prompts cause none.
+        prompt_error: standard error of the mean that prompts cause, whatever the seed; 0 where they cause none.
         num_prompts: prompts behind it.
     """
     value, num_seeds = float(per_seed.mean()), len(per_seed)
     if num_seeds < 2:
-        return Estimate(value, None, num_prompts)
+        return StudentMean(value, math.nan, 0.0, num_prompts)
     a, b = float(per_seed.var(ddof=1)) / num_seeds, prompt_error**2
-    if a + b == 0:
-        return Estimate(value, 0.0, num_prompts, value, value, IntervalKind.student)
     others = b**2 / (num_prompts - 1) if num_prompts > 1 else 0.0
-    return _student(value, math.sqrt(a + b), (a + b) ** 2 / (a**2 / (num_seeds - 1) + others), num_prompts)
+    spread = a**2 / (num_seeds - 1) + others
+    freedom = (a + b) ** 2 / spread if spread else float(num_seeds - 1)
+    return StudentMean(value, math.sqrt(a + b), freedom, num_prompts)
 
 
 def with_student_interval(estimate: Estimate) -> Estimate:
     """The estimate with Student's interval from its standard error and samples; without an error it stays as it is."""
     if estimate.standard_error is None or estimate.num_samples < 2:
         return estimate
-    return _student(estimate.value, estimate.standard_error, estimate.num_samples - 1, estimate.num_samples)
-
-
-def _student(value: float, error: float, freedom: float, num_samples: int) -> Estimate:
-    half = float(student_t.ppf(0.5 + CONFIDENCE / 2, freedom)) * error
-    return Estimate(value, error, num_samples, value - half, value + half, IntervalKind.student)
+    freedom = estimate.num_samples - 1
+    return StudentMean(estimate.value, estimate.standard_error, freedom, estimate.num_samples).estimate
 
 
 def with_honest_width(

@@ -14,9 +14,9 @@ from rm_optimizer.core.metrics.effects import (
     both,
     detectable_effect,
     holm_adjusted,
+    outcome,
     paired_effect,
     power,
-    verdict,
 )
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 
@@ -33,14 +33,14 @@ def margins(seed: int, shift: float = 0.0) -> np.ndarray:
 @pytest.mark.parametrize("score", ["accuracy", "nll"])
 def test_a_planted_effect_is_confirmed_its_reverse_refuted_and_nothing_undecided(score):
     found = {
-        name: verdict(paired_effect(better, worse, NAMES, score), 0.0)
+        name: outcome(paired_effect(better, worse, NAMES, score))
         for name, better, worse in (
             ("planted", margins(1, 1.0), margins(2)),
             ("reversed", margins(1), margins(2, 1.0)),
             ("nothing", margins(1), margins(2)),
         )
     }
-    assert found == {"planted": "confirmed", "reversed": "refuted", "nothing": "undecided"}
+    assert found == {"planted": "better", "reversed": "worse", "nothing": "inconclusive"}
 
 
 def test_a_planted_calibration_effect_is_confirmed():
@@ -49,14 +49,14 @@ def test_a_planted_calibration_effect_is_confirmed():
     calibrated = np.where(rng.random(logits.shape) < 1 / (1 + np.exp(-logits)), logits, -logits)
     names = [str(i) for i in range(4000)]
     estimate = paired_effect(calibrated, 4 * calibrated, names, "ece")
-    assert verdict(estimate, 0.0) == "confirmed"
-    assert verdict(paired_effect(4 * calibrated, calibrated, names, "ece"), 0.0) == "refuted"
+    assert outcome(estimate) == "better"
+    assert outcome(paired_effect(4 * calibrated, calibrated, names, "ece")) == "worse"
 
 
 def test_equal_arms_are_no_worse_than_each_other_with_certainty():
     estimate = paired_effect(margins(1), margins(1), NAMES, "accuracy")
     assert (estimate.value, estimate.low, estimate.high) == (0.0, 0.0, 0.0)
-    assert verdict(estimate, -0.03) == "confirmed"
+    assert [outcome(estimate, margin) for margin in (0.0, 0.03)] == ["equivalent", "equivalent"]
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -88,7 +88,7 @@ def test_two_models_differ_over_prompts_as_their_own_bootstrap_says(score):
         getattr(alone, score).value
     )
     assert effect.low < effect.value < effect.high
-    assert verdict(effect, 0.0) == "confirmed" or score == "ece"
+    assert outcome(effect) == "better" or score == "ece"
     same = paired_effect(first, first, NAMES, score, num_bootstrap=500)
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
 
@@ -99,18 +99,17 @@ def test_models_that_rank_every_pair_alike_may_still_differ_elsewhere():
     assert effect.low < 0.0 < effect.high
 
 
-def test_one_seed_gives_no_interval_and_no_verdict():
+def test_one_seed_gives_no_interval_and_no_outcome():
     estimate = paired_effect(margins(1, 3.0)[:1], margins(2)[:1], NAMES, "nll")
     assert estimate.low is None
-    assert verdict(estimate, 0.0) == "undecided"
+    assert outcome(estimate) == "inconclusive"
 
 
 def test_two_parts_are_as_good_as_the_weaker():
-    words = ("confirmed", "undecided", "refuted")
-    found = {both(a, b) for a in words for b in words if "refuted" in (a, b)}
-    assert found == {"refuted"}
-    assert [both("confirmed", word) for word in words] == list(words)
-    assert both("undecided", "undecided") == "undecided"
+    words = ("better", "equivalent", "inconclusive", "worse")
+    assert [both(a, b) for i, a in enumerate(words) for b in words[i:]] == [
+        b for i in range(len(words)) for b in words[i:]
+    ]
 
 
 def test_adjusted_p_values_are_those_of_the_steps():
@@ -172,9 +171,9 @@ def trained(rng: np.random.Generator, prompts: np.ndarray, seeds: int, shift: fl
     return np.repeat(own, 2, axis=1) + rng.normal(0.0, 0.5, (seeds, 2 * len(prompts)))
 
 
-@pytest.mark.parametrize(("seeds", "num_prompts"), [(3, 60), (5, 100)])
+@pytest.mark.parametrize(("seeds", "num_prompts"), [(3, 60), (5, 30)])
 def test_intervals_over_seeds_and_prompts_hold_the_truth_as_often_as_they_say(seeds, num_prompts):
-    rng, shift, repetitions = np.random.default_rng(0), 0.2, 800
+    rng, shift, repetitions = np.random.default_rng(0), 0.2, 1000
     names = [str(i // 2) for i in range(2 * num_prompts)]
     # a margin is normal, so its chance to be positive is known: variances 1 and 0.25 of prompts, 0.04 and 0.25
     spread = math.sqrt(1 + 0.25 + 0.04 + 0.25)
@@ -185,4 +184,4 @@ def test_intervals_over_seeds_and_prompts_hold_the_truth_as_often_as_they_say(se
         arms = [trained(rng, prompts, seeds, each) for each in (shift, 0.0)]
         effect = paired_effect(*arms, names, "accuracy")
         held += effect.low <= truth <= effect.high
-    assert 0.925 <= held / repetitions <= 0.98
+    assert 0.93 <= held / repetitions <= 0.97

@@ -116,10 +116,10 @@ def test_the_mean_s_interval_is_student_s():
 
 def test_intervals_reduce_to_student_s_where_only_seeds_or_only_prompts_vary():
     per_seed = np.array([0.1, 0.2, 0.6])
-    seeds = crossed_mean(per_seed, 0.0, 50)
+    seeds = crossed_mean(per_seed, 0.0, 50).estimate
     half = student.ppf(0.975, 2) * per_seed.std(ddof=1) / math.sqrt(3)
     assert (seeds.low, seeds.high) == pytest.approx((0.3 - half, 0.3 + half))
-    prompts = crossed_mean(np.full(3, 0.3), 0.05, 50)
+    prompts = crossed_mean(np.full(3, 0.3), 0.05, 50).estimate
     assert prompts.high - 0.3 == pytest.approx(student.ppf(0.975, 49) * 0.05)
 
 
@@ -131,6 +131,6 @@ def test_intervals_hold_the_truth_at_least_as_often_as_they_say(seed_std, prompt
         table = truth + rng.normal(0, seed_std, (SEEDS, 1)) + rng.normal(0, prompt_std, (1, PROMPTS))
         table += rng.normal(0, 0.5, (SEEDS, PROMPTS))
         prompt_error = table.mean(axis=0).std(ddof=1) / math.sqrt(PROMPTS)
-        estimate = crossed_mean(table.mean(axis=1), prompt_error, PROMPTS)
+        estimate = crossed_mean(table.mean(axis=1), prompt_error, PROMPTS).estimate
         held += estimate.low <= truth <= estimate.high
     assert held / repetitions > 0.95 - 3 * math.sqrt(0.95 * 0.05 / repetitions)

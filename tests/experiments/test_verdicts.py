@@ -1,0 +1,73 @@
+"""Arms are called better, worse or equivalent as often as they are, and as rarely where they are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rm_optimizer.core.metrics.effects import PairedScores
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.verdicts import Verdict, judge
+
+PAIRS = 40
+NAMES = [f"prompt {i}" for i in range(PAIRS)]
+
+
+def arm(rng: np.random.Generator, seeds: int = 4, shift: float = 0.0) -> np.ndarray:
+    return rng.normal(0.5 + shift, 1.0, (seeds, PAIRS))
+
+
+def primary(verdicts: tuple[Verdict, ...]) -> dict[str, Verdict]:
+    return {each.arm: each for each in verdicts if each.is_primary}
+
+
+def test_planted_differences_are_named_and_equal_arms_are_equivalent():
+    rng = np.random.default_rng(0)
+    reference = arm(rng)
+    arms = {"adamw": reference, "same": reference.copy(), "good": reference + 1.0, "bad": reference - 1.0}
+    verdicts = judge(arms | {"noise": arm(rng)}, NAMES)
+    found = primary(verdicts)
+    words = {"same": "equivalent", "good": "better", "bad": "worse", "noise": "inconclusive"}
+    assert {name: each.verdict for name, each in found.items()} == words
+    assert found["good"].difference.value < 0 < found["bad"].difference.value
+    assert found["good"].holm_p > found["good"].p_value
+    assert (found["same"].power, found["same"].detectable, found["same"].equivalence_p) == (1.0, 0.0, 0.0)
+    accuracy = {each.arm: each for each in verdicts if each.score == "accuracy"}
+    assert accuracy["good"].verdict == "better"
+    assert accuracy["good"].difference.value > 0
+    assert accuracy["good"].holm_p is None
+    assert [each.is_primary for each in verdicts] == [True] * 4 + [False] * 12
+    assert Verdict.from_json(verdicts[0].to_json()) == verdicts[0]
+
+
+def test_differences_are_those_of_the_arms_scores_and_smaller_ones_are_found_with_less_power():
+    rng = np.random.default_rng(1)
+    arms = {"adamw": arm(rng), "lion": arm(rng)}
+    weight = rng.uniform(0.5, 2.0, PAIRS)
+    for each in judge(arms, NAMES, weight=weight):
+        scores = [
+            PairedScores(arms[name], None, NAMES, weight=weight).per_seed(each.score) for name in ("lion", "adamw")
+        ]
+        assert each.difference.value == pytest.approx((scores[0] - scores[1]).mean())
+        assert each.seed_correlation == pytest.approx(np.corrcoef(*scores)[0, 1])
+    strict, wide = (primary(judge(arms, NAMES, equivalence={"nll": limit}))["lion"] for limit in (0.01, 10.0))
+    assert (strict.verdict, wide.verdict) == ("inconclusive", "equivalent")
+    assert strict.power < 0.1 < 0.9 < wide.power
+    assert 0.01 < strict.detectable == wide.detectable < 10.0
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"reference": "adam"}, "unknown reference 'adam'; did you mean 'adamw'"),
+        ({"arms": {"adamw": np.zeros((2, PAIRS))}}, "needs an arm beside the reference adamw"),
+        ({"arms": {"adamw": np.zeros((1, PAIRS)), "lion": np.zeros((1, PAIRS))}}, "at least two common seeds, got 1"),
+        ({"arms": {"adamw": np.zeros((2, PAIRS)), "lion": np.zeros((3, PAIRS))}}, "margins of the same seeds"),
+        ({"equivalence": {"nll": 0.0}}, "equivalence margins must be positive numbers, got 0.0 for nll"),
+        ({"equivalence": {"nil": 1.0}}, "unknown equivalence 'nil'; did you mean 'nll'"),
+    ],
+)
+def test_arms_that_cannot_be_judged_are_refused(change, sentence):
+    arms = change.pop("arms", {"adamw": np.zeros((2, PAIRS)), "lion": np.zeros((2, PAIRS))})
+    with pytest.raises(ConfigError, match=sentence):
+        judge(arms, NAMES, **change)
