@@ -108,7 +108,7 @@ def judge(
     found: list[Verdict] = []
     for score in SCORES:
         differences = [_signed(each.crossed(score), score) for each in paired]
-        tests = _Tests.of(differences, limits[score], corrected=score == primary)
+        tests = FamilyOfTests.of(differences, limits[score], corrected=score == primary)
         found += [
             Verdict(
                 arm=arm,
@@ -132,8 +132,16 @@ def judge(
 
 
 @dataclass(frozen=True)
-class _Tests:
-    """Tests of one score over all challengers, with p-values as they decide."""
+class FamilyOfTests:
+    """Tests of one score over all challengers.
+
+    Args:
+        differences: the challengers' scores less the reference's.
+        margin: difference that does not matter.
+        different: p-values against no difference, as they decide.
+        equivalent: p-values against a difference of at least the margin, likewise.
+        strictest: smallest level at which a p-value is tested.
+    """
 
     differences: Sequence[StudentMean]
     margin: float
@@ -142,7 +150,8 @@ class _Tests:
     strictest: float
 
     @classmethod
-    def of(cls, differences: Sequence[StudentMean], margin: float, *, corrected: bool) -> _Tests:
+    def of(cls, differences: Sequence[StudentMean], margin: float, *, corrected: bool) -> FamilyOfTests:
+        """Tests of these differences; `corrected` ones by Holm's method."""
         different = np.array([each.p_different for each in differences])
         equivalent = np.array([max(each.p_above(-margin), each.p_below(margin)) for each in differences])
         if not corrected:
@@ -151,17 +160,20 @@ class _Tests:
         return cls(differences, margin, *adjusted, ERROR_RATE / len(differences))
 
     def outcome(self, i: int, score: Score) -> Outcome:
+        """What is shown about a challenger."""
         if self.different[i] < ERROR_RATE:
             return "better" if (self.differences[i].value > 0) == (score == "accuracy") else "worse"
         return "equivalent" if self.equivalent[i] < ERROR_RATE else "inconclusive"
 
     def power(self, i: int) -> float:
+        """Probability of finding a true difference as large as the margin."""
         each = self.differences[i]
         if not each.standard_error > 0:
             return 1.0 if each.standard_error == 0 else math.nan
         return power(self.margin, each.standard_error, each.freedom, error_rate=self.strictest)
 
     def detectable(self, i: int) -> float:
+        """Smallest true difference found with probability 0.8."""
         each = self.differences[i]
         if not each.standard_error > 0:
             return each.standard_error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from rm_optimizer.core.metrics.effects import PairedScores
+from rm_optimizer.core.metrics.effects import PairedScores, power
+from rm_optimizer.core.metrics.intervals import crossed_mean
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.verdicts import Verdict, judge
+from rm_optimizer.experiments.verdicts import FamilyOfTests, Verdict, judge
 
 PAIRS = 40
 NAMES = [f"prompt {i}" for i in range(PAIRS)]
@@ -71,3 +74,40 @@ def test_arms_that_cannot_be_judged_are_refused(change, sentence):
     arms = change.pop("arms", {"adamw": np.zeros((2, PAIRS)), "lion": np.zeros((2, PAIRS))})
     with pytest.raises(ConfigError, match=sentence):
         judge(arms, NAMES, **change)
+
+
+def studies(truth: float, *, seeds: int, arms: int, repetitions: int, margin: float = 0.01) -> list[FamilyOfTests]:
+    """Tests of simulated studies whose challengers share the reference's noise over seeds; accuracies in points."""
+    rng = np.random.default_rng(5)
+    noise = rng.normal(0.0, 0.008, (repetitions, arms, seeds)) - rng.normal(0.0, 0.008, (repetitions, 1, seeds))
+    return [
+        FamilyOfTests.of([crossed_mean(truth + each, 0.0, 1) for each in study], margin, corrected=True)
+        for study in noise
+    ]
+
+
+def share(found: list[FamilyOfTests], word: str) -> float:
+    """Share of studies in which at least one challenger gets the word."""
+    return float(
+        np.mean([any(each.outcome(i, "accuracy") == word for i in range(len(each.different))) for each in found])
+    )
+
+
+def test_of_four_equal_challengers_one_is_called_different_as_rarely_as_it_says():
+    found = studies(0.0, seeds=5, arms=4, repetitions=500)
+    wrong = share(found, "better") + share(found, "worse")
+    assert 0.01 < wrong <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 500)
+
+
+def test_two_points_are_found_with_the_stated_power():
+    found = studies(0.02, seeds=5, arms=1, repetitions=500, margin=0.02)
+    expected = power(0.02, 0.008 * math.sqrt(2 / 5), 4)
+    assert expected == pytest.approx(0.835, abs=0.001)
+    assert share(found, "better") == pytest.approx(expected, abs=3 * math.sqrt(0.84 * 0.16 / 500))
+    assert np.median([each.power(0) for each in found]) == pytest.approx(expected, abs=0.1)
+
+
+def test_a_difference_of_the_margin_is_called_equivalent_as_rarely_as_it_says():
+    found = studies(-0.01, seeds=8, arms=3, repetitions=500)
+    assert share(found, "equivalent") <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 500)
+    assert share(studies(0.0, seeds=20, arms=1, repetitions=100, margin=0.02), "equivalent") > 0.9

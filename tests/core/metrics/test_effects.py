@@ -184,4 +184,5 @@ def test_intervals_over_seeds_and_prompts_hold_the_truth_as_often_as_they_say(se
         arms = [trained(rng, prompts, seeds, each) for each in (shift, 0.0)]
         effect = paired_effect(*arms, names, "accuracy")
         held += effect.low <= truth <= effect.high
-    assert 0.93 <= held / repetitions <= 0.97
+    # 0.95 ± 0.02, and two standard errors of a share of 1,000 studies
+    assert 0.93 - 0.014 <= held / repetitions <= 0.97 + 0.014

@@ -1,0 +1,183 @@
+"""Checks that the first step of a training run was its optimizer's, and not another rule under that name.
+
+The first step starts from empty state, so each rule has a closed form in the gradient. An optimizer can lose its rule
+without an error: Muon on flattened parameters is AdamW, and SAM whose closure is called once takes AdamW's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import sqrt
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.optim.registry import optimizer_info
+
+TOLERANCE = 1e-3
+"""Largest error of a closed form, relative to the largest entry of the step."""
+MATRICES = 4
+"""Matrices of each group whose singular values are computed."""
+SINGULAR_VALUES = (0.6, 1.35)
+"""Range of Newton-Schulz's singular values after five iterations, 0.68 to 1.13, with room for bfloat16."""
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Copies of an optimizer's parameters and learning rates before its first step.
+
+    Args:
+        weights: values of every parameter, group by group.
+        rates: learning rate of each group.
+    """
+
+    weights: tuple[tuple[Tensor, ...], ...]
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """First step of one parameter.
+
+    Args:
+        start: value before the step.
+        moved: value before the step less the value after it.
+        gradient: gradient that the step was taken with.
+        group: options of the parameter's group.
+        rate: learning rate of the step.
+    """
+
+    start: Tensor
+    moved: Tensor
+    gradient: Tensor
+    group: Mapping[str, Any]
+    rate: float
+
+    @property
+    def without_decay(self) -> Tensor:
+        """Step less decoupled weight decay."""
+        return self.moved - self.rate * self.group["weight_decay"] * self.start
+
+    @property
+    def regularized(self) -> Tensor:
+        """Gradient of the loss with an L2 penalty."""
+        return self.gradient + self.group["weight_decay"] * self.start
+
+    def is_close(self, moved: Tensor, expected: Tensor) -> bool:
+        """True if a step is the expected one, up to the rounding of the weights."""
+        rounding = 4 * torch.finfo(self.start.dtype).eps * self.start.abs().max()
+        return bool((moved - expected).abs().max() <= TOLERANCE * expected.abs().max() + rounding)
+
+
+def mechanism_state(optimizer: Optimizer) -> StartingPoint:
+    """Copies of the parameters and learning rates, to be taken before the first step."""
+    groups = optimizer.param_groups
+    return StartingPoint(
+        weights=tuple(tuple(p.detach().clone() for p in group["params"]) for group in groups),
+        rates=tuple(float(group["lr"]) for group in groups),
+    )
+
+
+def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, passes: int) -> None:
+    """Refuse an optimizer whose first step was not that of its rule.
+
+    Args:
+        optimizer: optimizer that has taken one step; gradients of that step are still in the parameters.
+        name: name in the registry.
+        before: what `mechanism_state` returned before the step.
+        passes: forward and backward passes of the step, those of micro-batches counted once.
+
+    Raises:
+        ConfigError: naming the optimizer, the group and what its step lacks.
+    """
+    wanted = optimizer_info(name).passes_per_step
+    if passes != wanted:
+        raise ConfigError(f"optimizer={name} must compute {wanted} passes in a step, got {passes}; leave this arm out")
+    for group, weights, rate in zip(optimizer.param_groups, before.weights, before.rates, strict=True):
+        rule = RULES.get(group["algorithm"])
+        if rule is None:
+            continue
+        steps = list(_first_steps(group, weights, rate))
+        if (lack := rule(steps)) is not None:
+            raise ConfigError(
+                f"optimizer={name} did not take its own first step on the group {group['role']}: {lack}; leave this "
+                "arm out, or train in 32-true or bf16-mixed on one device"
+            )
+
+
+def _first_steps(group: Mapping[str, Any], weights: tuple[Tensor, ...], rate: float) -> Iterator[FirstStep]:
+    for p, start in zip(group["params"], weights, strict=True):
+        if p.grad is not None and rate > 0 and bool(p.grad.any()):
+            yield FirstStep(start, start - p.detach(), p.grad, group, rate)
+
+
+def _adam(steps: list[FirstStep]) -> str | None:
+    for step in steps:
+        gradient = step.regularized
+        expected = step.rate * gradient / (gradient.abs() + step.group["eps"])
+        if not step.is_close(step.moved, expected):
+            return "the step is not lr g / (|g| + eps)"
+    return None
+
+
+def _adamw(steps: list[FirstStep]) -> str | None:
+    for step in steps:
+        expected = step.rate * step.gradient / (step.gradient.abs() + step.group["eps"])
+        if not step.is_close(step.without_decay, expected):
+            return "the step is not lr g / (|g| + eps)"
+    return None
+
+
+def _sgd(steps: list[FirstStep]) -> str | None:
+    for step in steps:
+        factor = 1 + step.group["momentum"] * step.group["nesterov"]
+        if not step.is_close(step.moved, step.rate * factor * step.regularized):
+            return "the step is not parallel to the gradient"
+    return None
+
+
+def _lion(steps: list[FirstStep]) -> str | None:
+    for step in steps:
+        if not step.is_close(step.without_decay, step.rate * step.gradient.sign()):
+            return "entries do not move by the learning rate along the gradient's sign"
+    return None
+
+
+def _muon(steps: list[FirstStep]) -> str | None:
+    """A step whose singular values are about 1 and whose product with the gradient is about the nuclear norm.
+
+    Among matrices of spectral norm 1 the product is largest for the gradient's orthogonal factor, and equals the
+    gradient's nuclear norm for it alone.
+    """
+    low, high = SINGULAR_VALUES
+    for step in islice(steps, MATRICES):
+        if step.start.ndim != 2:
+            return "its parameters are not matrices"
+        rows, columns = step.start.shape
+        match = step.group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = step.rate * (0.2 * sqrt(max(rows, columns)) if match else sqrt(max(1, rows / columns)))
+        orthogonal, gradient = step.without_decay.double() / scale, step.gradient.double()
+        alignment = float((orthogonal * gradient).sum() / torch.linalg.matrix_norm(gradient, "nuc"))
+        if float(torch.linalg.matrix_norm(orthogonal, 2)) > high or not low <= alignment <= high:
+            return "the step is not orthogonal"
+    return None
+
+
+RULES: Mapping[str, Callable[[list[FirstStep]], str | None]] = MappingProxyType(
+    {
+        "adam": _adam,
+        "adamw": _adamw,
+        "sam": _adamw,
+        "schedulefree": _adamw,
+        "sgd": _sgd,
+        "lion": _lion,
+        "muon": _muon,
+    }
+)
+"""What the first step lacks of each rule, None where it lacks nothing; rules of other packages are not checked."""
