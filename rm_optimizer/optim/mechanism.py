@@ -60,14 +60,19 @@ class FirstStep:
     rate: float
 
     @property
+    def decay(self) -> float:
+        """Weight decay of the group."""
+        return float(self.group["weight_decay"])
+
+    @property
     def without_decay(self) -> Tensor:
         """Step less decoupled weight decay."""
-        return self.moved - self.rate * self.group["weight_decay"] * self.start
+        return self.moved - self.start * (self.rate * self.decay)
 
     @property
     def regularized(self) -> Tensor:
         """Gradient of the loss with an L2 penalty."""
-        return self.gradient + self.group["weight_decay"] * self.start
+        return self.gradient + self.start * self.decay
 
     def is_close(self, moved: Tensor, expected: Tensor) -> bool:
         """True if a step is the expected one, up to the rounding of the weights."""
