@@ -210,7 +210,7 @@ def _measured(frozen: Frozen, folder: Path) -> tuple[float, float]:
     options = frozen.options
     rate = options.config(options.reference).optimizer.lr
     trial = arm_trial(frozen, folder, TUNE, options.reference, rate, FIRST_TUNING_SEED, beside=None)
-    config, recorder = config_of(trial.spec["options"]), ArmRecorder()
+    config, recorder = config_of(trial.spec["options"]), ArmRecorder(options.reference)
     short = replace(config.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS)
     with tempfile.TemporaryDirectory() as scratch:
         before = time.monotonic()

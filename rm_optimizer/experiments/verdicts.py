@@ -160,7 +160,7 @@ class FamilyOfTests:
         return cls(differences, margin, *adjusted, ERROR_RATE / len(differences))
 
     def outcome(self, i: int, score: Score) -> Outcome:
-        """What is shown about a challenger."""
+        """Outcome of a challenger."""
         if self.different[i] < ERROR_RATE:
             return "better" if (self.differences[i].value > 0) == (score == "accuracy") else "worse"
         return "equivalent" if self.equivalent[i] < ERROR_RATE else "inconclusive"

@@ -104,16 +104,18 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
     wanted = optimizer_info(name).passes_per_step
     if passes != wanted:
         raise ConfigError(f"optimizer={name} must compute {wanted} passes in a step, got {passes}; leave this arm out")
+    with_gradient = 0
     for group, weights, rate in zip(optimizer.param_groups, before.weights, before.rates, strict=True):
-        rule = RULES.get(group["algorithm"])
-        if rule is None:
-            continue
         steps = list(_first_steps(group, weights, rate))
-        if (lack := rule(steps)) is not None:
+        with_gradient += len(steps)
+        rule = RULES.get(group["algorithm"])
+        if rule is not None and (lack := rule(steps)) is not None:
             raise ConfigError(
                 f"optimizer={name} did not take its own first step on the group {group['role']}: {lack}; leave this "
                 "arm out, or train in 32-true or bf16-mixed on one device"
             )
+    if not with_gradient:
+        raise ConfigError(f"optimizer={name} had no gradient in its first step, so nothing trains; leave this arm out")
 
 
 def _first_steps(group: Mapping[str, Any], weights: tuple[Tensor, ...], rate: float) -> Iterator[FirstStep]:
@@ -185,4 +187,4 @@ RULES: Mapping[str, Callable[[list[FirstStep]], str | None]] = MappingProxyType(
         "muon": _muon,
     }
 )
-"""What the first step lacks of each rule, None where it lacks nothing; rules of other packages are not checked."""
+"""Checks by algorithm, which return what the first step lacks, or None. Rules of other packages are not checked."""

@@ -64,3 +64,10 @@ def test_sam_of_one_pass_is_refused(toy, preset, head):
     optimizer, before = first_step(toy, preset, head, "sam")
     with pytest.raises(ConfigError, match="optimizer=sam must compute 2 passes in a step, got 1"):
         check_mechanism(optimizer, "sam", before, passes=1)
+
+
+def test_a_step_without_gradients_is_refused(toy, preset, head):
+    optimizer, before = first_step(toy, preset, head, "adamw")
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match="optimizer=adamw had no gradient in its first step"):
+        check_mechanism(optimizer, "adamw", before, passes=1)

@@ -106,9 +106,9 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
         Scores on each file of pairs, and on the way there: time, tokens, memory, passes, and digests of the weights
         before the first step and of the order of the pairs.
     """
-    run_dir, recorder = folder / RUN.name, ArmRecorder()
+    run_dir, config = folder / RUN.name, config_of(spec["options"])
+    recorder = ArmRecorder(config.optimizer.name)
     shutil.rmtree(run_dir, ignore_errors=True)
-    config = config_of(spec["options"])
     result = train_reward_model(replace(config, output_dir=str(run_dir)), callbacks=[recorder])
     write_text(folder / CURVE_FILE, LearningCurve(points=tuple(recorder.points)).to_json() + "\n")
     model = BradleyTerryRM.from_pretrained(

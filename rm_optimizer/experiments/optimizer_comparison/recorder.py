@@ -14,6 +14,7 @@ import torch
 
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.experiments.optimizer_comparison.frozen import weights_digest
+from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.callbacks.rss import rss_bytes
@@ -54,14 +55,19 @@ class LearningCurve(JsonRecord):
 
 
 class ArmRecorder(pl.Callback):
-    """Watches a run without a trace in it.
+    """Watches a run without a trace in it, and refuses an optimizer whose first step is not its own.
+
+    Args:
+        optimizer: name of the optimizer in the registry.
 
     Attributes:
         initial: digest of the weights before the first step.
         points: evaluations in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: str) -> None:
+        self._optimizer = optimizer
+        self._before: StartingPoint | None = None
         self.initial = ""
         self.points: list[CurvePoint] = []
         self._order = hashlib.sha256()
@@ -95,7 +101,9 @@ class ArmRecorder(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the step's clock."""
+        """Keep the weights before the first step, and start the step's clock."""
+        if not self._step_seconds:
+            self._before = mechanism_state(trainer.optimizers[0])
         self._evaluating, self._began = _evaluation(trainer).seconds, time.perf_counter()
 
     def on_train_batch_end(
@@ -113,7 +121,9 @@ class ArmRecorder(pl.Callback):
         self._clipped += pl_module.step_metrics["train/grad_norm"] > limit
         self._passes = pl_module.passes_made
         self._peak = max(self._peak, _memory_bytes())
-        if len(self._step_seconds) == 1:
+        if self._before is not None:
+            check_mechanism(trainer.optimizers[0], self._optimizer, self._before, passes=self._passes)
+            self._before = None
             self._state_bytes = _state_bytes(trainer.optimizers[0])
         latest = evaluation.latest
         if latest is not None and latest.step == trainer.global_step:
