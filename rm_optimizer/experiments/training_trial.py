@@ -19,7 +19,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.experiments.study.plan import PlannedTrial
-from rm_optimizer.experiments.study.tasks import RUN, config_of, training_trial
+from rm_optimizer.experiments.study.tasks import RUN, config_of, require_contents, training_trial
 from rm_optimizer.experiments.study.trial import WORK, Trial
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.schema import TrainConfig
@@ -60,6 +60,7 @@ def train_and_score(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     started, run_dir = time.process_time(), folder / RUN.name
     shutil.rmtree(run_dir, ignore_errors=True)
     config = config_of(spec["options"])
+    require_contents(config, spec["contents"])
     result = train_reward_model(replace(config, output_dir=str(run_dir)))
     best = config.training.early_stopping.enabled
     weights = Path(result.export) if best else checkpoint_path(run_dir, result.steps)

@@ -14,7 +14,7 @@ from rm_optimizer.errors import ConfigError, Interrupted
 from rm_optimizer.experiments.study.driver import Study
 from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor, RayExecutor
 from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, planned_trial, publish
-from rm_optimizer.experiments.study.tasks import config_of, training_trial
+from rm_optimizer.experiments.study.tasks import config_of, train, training_trial
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
@@ -110,6 +110,7 @@ def test_a_trial_of_another_process_is_waited_for_and_one_of_a_dead_process_is_m
         assert holder.stdout is not None
         holder.stdout.readline()
         assert study.status().counts == {"running": 1}
+        assert [row["state"] for row in study.rows()] == ["running"]
         assert trial.measure() == 75
         holder.kill()
     assert study.status().counts == {"waiting": 1}
@@ -203,3 +204,21 @@ def test_a_command_that_is_also_a_folder_is_refused(tmp_path, monkeypatch):
     Path("run").mkdir()
     done = CliRunner().invoke(app, ["compare", "run", "other"])
     assert (done.exit_code, "write ./run for the folder" in done.stderr) == (2, True)
+
+
+def test_a_trial_is_named_by_its_pairs_and_refuses_others_under_the_same_path(tmp_path):
+    lines = [json.dumps({"prompt": f"{i}", "chosen": "a", "rejected": "b"}) + "\n" for i in range(3)]
+    first, copy = tmp_path / "pairs.jsonl", tmp_path / "copy.jsonl"
+    for path in (first, copy):
+        path.write_text("".join(lines))
+
+    def planned(path: Path):
+        given = [*SMALL, f"data.train={path}", "output_dir=unused"]
+        return training_trial("one", typed(compose(given), TrainConfig))
+
+    trial = planned(first)
+    assert planned(copy).name == trial.name
+    first.write_text("".join(lines[:2]))
+    assert planned(first).name != trial.name
+    with pytest.raises(ConfigError, match=r"data\.train holds other pairs than when the study was planned"):
+        train(trial.spec, tmp_path)

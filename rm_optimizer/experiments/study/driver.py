@@ -86,12 +86,10 @@ class Study:
             if (result := trial.result) is not None:
                 states[planned.name] = result.status
                 seconds.append(result.seconds)
-            elif trial.is_claimed:
-                states[planned.name] = "running"
-            elif (failure := trial.failure) is not None:
-                states[planned.name], errors[planned.name] = "failed", failure.error
-            else:
-                states[planned.name] = "waiting"
+                continue
+            states[planned.name] = trial.state
+            if states[planned.name] == "failed" and (failure := trial.failure) is not None:
+                errors[planned.name] = failure.error
         return StudyStatus(states, tuple(seconds), errors)
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -101,7 +99,7 @@ class Study:
             result, failure = trial.result, trial.failure
             about = {"trial": planned.name, "label": planned.label}
             if result is None:
-                yield about | {"state": "failed" if failure else "waiting", "error": failure.error if failure else None}
+                yield about | {"state": trial.state, "error": failure.error if failure else None}
             else:
                 spent = {"seconds": result.seconds, "attempts": result.attempts}
                 yield about | {"state": result.status, "error": result.error} | spent | result.values

@@ -9,7 +9,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.study.contents import content_of
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
+from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.config import Resume
@@ -23,25 +26,32 @@ RUN = Path("work", "run")
 def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
     """A trial that trains with these options; those that change no result are no part of its name.
 
+    The pairs are part of it by their content, not by their paths.
+
     Args:
         label: what tells it from the other trials.
         config: its options, with absolute paths; `output_dir` is not used.
     """
     options = options_of(config)
-    identity = {name: value for name, value in flat(options) if not is_among(name, FREE)}
-    return planned_trial(label, {"options": options}, identity)
+    identity = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data.train", "data.val"))}
+    contents = _contents(config)
+    return planned_trial(label, {"options": options, "contents": contents}, identity | {"contents": contents})
 
 
 def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
     """Train a reward model and return its validation metrics; a run that was killed goes on from its checkpoint.
 
     Args:
-        spec: `options` of the run.
+        spec: `options` of the run, and the `contents` of its pairs.
         folder: folder of the trial's work; the run stands in its `run/`.
+
+    Raises:
+        ConfigError: if the files of the pairs were changed since the study was planned.
     """
     from rm_optimizer.training import train_reward_model  # needs torch, which a plan does not wait for
 
     config = config_of(spec["options"])
+    require_contents(config, spec["contents"])
     result = train_reward_model(replace(config, output_dir=str(folder / RUN.name), resume=Resume.auto))
     scores = {name: getattr(result.metrics, name).value for name in ("accuracy", "nll", "brier", "ece", "mean_margin")}
     return scores | {
@@ -51,6 +61,25 @@ def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str 
         "best_step": result.best_step,
         "train_fingerprint": result.data.train_fingerprint,
     }
+
+
+def require_contents(config: TrainConfig, planned: Mapping[str, Any]) -> None:
+    """Refuse pairs that are not those of the plan.
+
+    Raises:
+        ConfigError: if the files of the pairs were changed since.
+    """
+    for name, content in _contents(config).items():
+        if content != planned[name]:
+            raise ConfigError(
+                f"data.{name} holds other pairs than when the study was planned; put the former file back, or plan the "
+                "study again in another folder"
+            )
+
+
+def _contents(config: TrainConfig) -> dict[str, Any]:
+    """Contents of the pairs of a run, as JSON values."""
+    return {name: json_values(content_of(getattr(config.data, name))) for name in ("train", "val")}
 
 
 def config_of(options: Mapping[str, Any]) -> TrainConfig:

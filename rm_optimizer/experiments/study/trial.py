@@ -105,6 +105,15 @@ class Trial:
         return self.failure.attempts if self.failure else 0
 
     @property
+    def state(self) -> str:
+        """`finished`, `diverged`, `running`, `failed` or `waiting`."""
+        if (result := self.result) is not None:
+            return result.status
+        if self.is_claimed:
+            return "running"
+        return "waiting" if self.failure is None else "failed"
+
+    @property
     def is_claimed(self) -> bool:
         """True while a living process measures the trial."""
         try:
