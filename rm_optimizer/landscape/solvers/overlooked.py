@@ -13,7 +13,9 @@ from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, select
 
 CHECK_PRODUCTS = 8
-"""Products after which an extreme value of the rest shows itself, if it lies beyond those found."""
+"""Fewest products after which an extreme value of the rest shows itself, if it lies beyond those found."""
+_CHECK_SHARE = 4
+"""Products of the iteration for each one of the search: at the edge of a wide bulk both converge slowly."""
 _OUTSIDE = 0.5
 """Squared length, outside the eigenvectors found, that a vector of the rest has."""
 
@@ -25,12 +27,13 @@ def with_overlooked(
 
     A Krylov space holds one vector of a repeated eigenvalue, and of a close pair the second late. With the vectors `V`
     taken out, `(1 - V^T V) A (1 - V^T V)` has what was overlooked at its end. `CHECK_PRODUCTS` of Lanczos from a random
-    vector of the rest show it. What lies beyond the innermost value found is iterated until it has converged, and the
-    search begins anew.
+    vector of the rest show it, or a quarter of the iteration's own products where these are more. What lies beyond the
+    innermost value found is iterated until it has converged, and the search begins anew.
 
     Args:
         operator: the matrix.
-        found: eigenpairs of it at that end, orthonormal.
+        found: eigenpairs of it at that end, orthonormal and converged. One that did not converge may hold a part of a
+            copy, which is then not found.
         which: end of the spectrum.
         tolerance: relative residual of each value.
         seed: of the random vectors.
@@ -40,8 +43,9 @@ def with_overlooked(
         the error bounds are residuals, as gaps were computed without them.
     """
     found = replace(found, num_overlooked=0)
+    num_products = max(CHECK_PRODUCTS, found.num_products // _CHECK_SHARE)
     for attempt in range(len(found.values)):
-        missed = _beyond(operator, found, which, tolerance, seed + attempt)
+        missed = _beyond(operator, found, which, tolerance, num_products, seed + attempt)
         before = found.num_overlooked
         found = _merged(found, missed, which, tolerance)
         if found.num_overlooked == before:
@@ -49,15 +53,17 @@ def with_overlooked(
     return found
 
 
-def _beyond(operator: SymmetricOperator, found: Eigenpairs, which: End, tolerance: float, seed: int) -> Eigenpairs:
-    """Extreme eigenpairs of the rest, iterated further only where one lies beyond those found."""
+def _beyond(
+    operator: SymmetricOperator, found: Eigenpairs, which: End, tolerance: float, num_products: int, seed: int
+) -> Eigenpairs:
+    """Extreme eigenpairs of the rest after some products, iterated further only where one lies beyond those found."""
     rest, state = DeflatedOperator(operator, found.vectors), KrylovState()
     ends = 2 if which == "both" else 1
     free = operator.dimension - len(found.values)
     if free < ends:
         return _only(found, [], num_products=0)
     state.basis.append(unit(rest.project(RandomVectors(operator, seed).normals(1))[0]))
-    count = min(CHECK_PRODUCTS, free)
+    count = min(num_products, free)
     for limit in (count, min(free, 40 + count)):
         missed = lanczos(rest, 1, which=which, tolerance=tolerance, max_products=limit, seed=seed, state=state)
         inside = (missed.vectors @ found.vectors.T).double().square().sum(dim=1)

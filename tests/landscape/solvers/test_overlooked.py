@@ -73,13 +73,23 @@ def test_copies_and_close_pairs_are_found_beside_the_iteration(values: list[floa
     assert num_found >= len(SEEDS) / 2
 
 
+def test_a_copy_near_the_edge_of_a_wide_bulk_is_found() -> None:
+    values = torch.cat([torch.tensor([3.0, 1.05, 1.05], dtype=torch.float64), 10 * CLOUD[:297]])
+    basis = torch.linalg.qr(torch.randn(300, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    operator = MatrixOperator((basis * values) @ basis.T)
+    for seed in SEEDS:
+        alone = lanczos(operator, 3, seed=seed)
+        found = with_overlooked(operator, alone, "largest", tolerance=1e-3, seed=seed + 100)
+        assert num_wrong(found, torch.tensor([3.0, 1.05, 1.05], dtype=torch.float64)) == 0
+
+
 def test_nothing_is_added_where_nothing_was_overlooked() -> None:
     operator = of_values([10.0, 8.0, 6.0, -3.0, -9.0])
     found = lanczos(operator, 2, which="both")
     checked = with_overlooked(operator, found, "both", tolerance=1e-3, seed=1)
     assert checked.num_overlooked == 0
     assert torch.equal(checked.vectors, found.vectors)
-    assert checked.num_products <= found.num_products + 8
+    assert checked.num_products <= found.num_products + max(8, found.num_products // 4)
 
 
 def test_a_warm_start_sees_a_new_top_eigenvalue_at_right_angles_to_the_old() -> None:
