@@ -11,15 +11,12 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import composed_once, runtime_types
-from tests.fork_server import starts
+from tests import composed_once, fork_server, runtime_types
 
 CHECKED = (
     "core.classifier",
@@ -47,11 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
+def pytest_sessionfinish() -> None:
+    fork_server.running.close()
+
+
 @pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def python() -> Path:
     """A `python` with an `rm-opt` beside it; on Linux they start with torch and Lightning imported."""
-    if sys.platform != "linux":
-        yield Path(sys.executable)
-        return
-    with starts(tmp_path_factory.mktemp("python")) as python:
-        yield python
+    return fork_server.forking_python()

@@ -1,13 +1,15 @@
 """Python commands that do not each import torch again: a server has imported it, and forks one process per command.
 
-`starts` makes a folder whose `python` and `rm-opt` take the place of the real ones. They send their arguments, folder,
-environment, process group and standard streams to the server, pass on signals, and end with the command's exit code.
-Each command is a process of its own, which dies with the `python` or `rm-opt` that asked for it. Lightning reads the
-rank of its process when it is imported, so a forked process takes its rank from its own environment.
+`forking_python` gives a folder whose `python`, `rm-opt` and `torchrun` take the place of the real ones. They send their
+arguments, folder, environment, process group and open files to the server, pass on signals, and end with the command's
+exit code. Each command is a process of its own, which dies with the `python` or `rm-opt` that asked for it, and which
+`forked_by` finds. What a command spawns by `multiprocessing` is forked so as well. Lightning reads the rank of its
+process when it is imported, so a forked process takes its rank from its own environment.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -16,8 +18,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 MODULES = (
@@ -26,21 +30,53 @@ MODULES = (
     "hydra._internal.core_plugins.basic_launcher",
     "rm_optimizer.interfaces.cli",
     "rm_optimizer.interfaces.command_line",
+    "rm_optimizer.interfaces.commands.serve",
     "rm_optimizer.training.run",
     "rm_optimizer.reporting.pictures",
     "rm_optimizer.landscape",
     "rm_optimizer.core.storage.loading",
+    "rm_optimizer.serving.embedded.engine",
+    "rm_optimizer.serving.http.bounded_headers",
+    "rm_optimizer.serving.http.connections",
+    "rm_optimizer.serving.weights.weight_routes",
     "transformers.models.llama.modeling_llama",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.utils.tensorboard",
 )
 SIZE_BYTES = 8
+MAX_FILES = 64
+FREE_NUMBERS = 512
+"""File numbers from here on are taken by nothing else."""
+running = ExitStack()
+"""The server of `forking_python`, which ends when this is closed."""
+
+
+@cache
+def forking_python() -> Path:
+    """Path of a `python`, with an `rm-opt` and a `torchrun` beside it, on Linux; the real ones elsewhere."""
+    if sys.platform != "linux":
+        return Path(sys.executable)
+    return running.enter_context(starts(Path(running.enter_context(TemporaryDirectory()))))
+
+
+def forked_by(process: int) -> int:
+    """Id of the process that runs what a `python` or `rm-opt` of this module was asked for.
+
+    Raises:
+        ProcessLookupError: if there is none.
+    """
+    for name in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(OSError):
+            if name.read_text() == f"for {process}\n":
+                return int(name.parent.name)
+    raise ProcessLookupError(f"nothing runs for process {process}")
 
 
 @contextmanager
 def starts(folder: Path) -> Iterator[Path]:
-    """Give the path of a `python`, with an `rm-opt` beside it, that the server of this block answers."""
-    for name in ("python", "rm-opt"):
+    """Give the path of a `python` that the server of this block answers."""
+    for name in ("python", "rm-opt", "torchrun"):
         shim = folder / name
         shim.write_text(f"#!{sys.executable} -IS\n{Path(__file__).read_text()}\nask({sys.executable!r})\n")
         shim.chmod(0o755)
@@ -69,10 +105,12 @@ def ask(real: str) -> None:
             del arguments[0]
         if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-W")):
             os.execv(real, [real, *arguments])
+    files = open_files()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(str(Path(name).parent / "socket"))
-        payload = json.dumps([os.getpgrp(), os.getcwd(), dict(os.environ), name, arguments]).encode()
-        socket.send_fds(server, [len(payload).to_bytes(SIZE_BYTES, "big")], [0, 1, 2])
+        command = [files, os.getpid(), os.getpgrp(), os.getcwd(), dict(os.environ), name, arguments]
+        payload = json.dumps(command).encode()
+        socket.send_fds(server, [len(payload).to_bytes(SIZE_BYTES, "big")], files)
         server.sendall(payload)
         answers = server.makefile()
         pid = int(answers.readline())
@@ -86,14 +124,24 @@ def ask(real: str) -> None:
     sys.exit(code)
 
 
+def open_files() -> list[int]:
+    """Numbers of this process's open files."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # of the list itself
+            os.fstat(number)
+            found.append(number)
+    return found
+
+
 def serve(door_number: int, python: str) -> None:
     """Fork a process for every command that is sent, until standard input is closed."""
     import gc
     import importlib
     import multiprocessing
 
-    multiprocessing.set_executable(sys.executable)
     sys.executable = python
+    multiprocessing.set_executable(python)
     for module in MODULES:
         importlib.import_module(module)
     gc.freeze()  # or each process would visit all of it at its end
@@ -111,13 +159,21 @@ def serve(door_number: int, python: str) -> None:
 def answer(client: socket.socket) -> None:
     """Become the command that a client sends, below a process that watches it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, streams, _, _ = socket.recv_fds(client, SIZE_BYTES, 3)
+    size, files, _, _ = socket.recv_fds(client, SIZE_BYTES, MAX_FILES)
     payload = client.makefile("rb").read(int.from_bytes(size, "big"))
     if pid := os.fork():
+        os.closerange(min(files), max(files) + 1)
         watch(client, pid)
         os._exit(0)
     client.close()
-    become(streams, *json.loads(payload))
+    numbers, *command = json.loads(payload)
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, FREE_NUMBERS) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(high, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    become(*command)
 
 
 def watch(client: socket.socket, pid: int) -> None:
@@ -129,16 +185,14 @@ def watch(client: socket.socket, pid: int) -> None:
         client.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
 
 
-def become(streams: list[int], group: int, folder: str, variables: dict[str, str], name: str, words: list[str]) -> None:
-    """Run a command in this process, as `python` or `rm-opt` starts it."""
+def become(asker: int, group: int, folder: str, variables: dict[str, str], name: str, words: list[str]) -> None:
+    """Run a command in this process, as `python`, `rm-opt` or `torchrun` starts it."""
     import runpy
     import warnings
 
     from lightning_fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    Path("/proc/self/comm").write_text(f"for {asker}")
     os.setpgid(0, group)
     os.chdir(folder)
     os.environ.clear()
@@ -152,6 +206,10 @@ def become(streams: list[int], group: int, folder: str, variables: dict[str, str
 
         sys.argv = [name, *words]
         app()
+    elif Path(name).name == "torchrun":
+        from torch.distributed.run import main
+
+        main(words)
     elif words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -1,9 +1,9 @@
-"""A trainer that stops in the middle of a transfer."""
+"""A trainer that stops in the middle of a transfer: `python -m tests.serving.half_sender URL CHECKPOINT`."""
 
 from __future__ import annotations
 
+import sys
 import time
-from multiprocessing.synchronize import Event
 
 import httpx
 import torch
@@ -15,8 +15,8 @@ from rm_optimizer.serving.weights.group_transfer import SENDER, GroupLink, open_
 from rm_optimizer.serving.weights.sent_tensors import manifest
 
 
-def send_half(url: str, checkpoint: str, sent: Event) -> None:
-    """Begin an update, send half of it, say so, and then nothing more."""
+def send_half(url: str, checkpoint: str) -> None:
+    """Begin an update, send half of it, print a line, and then nothing more."""
     tensors = dict(BradleyTerryRM.from_pretrained(checkpoint).model.state_dict())
     specs = manifest(tensors)
     store = open_store("127.0.0.1", 30.0)
@@ -32,5 +32,9 @@ def send_half(url: str, checkpoint: str, sent: Event) -> None:
     httpx.post(f"{url}/rm/weights/begin", json=begin.model_dump(mode="json"), timeout=30).raise_for_status()
     link = GroupLink(store, SENDER, Transport.gloo, 30.0)
     link.send((spec.name, torch.zeros_like(tensors[spec.name])) for spec in specs[: len(specs) // 2])
-    sent.set()
+    print("sent", flush=True)
     time.sleep(600)
+
+
+if __name__ == "__main__":
+    send_half(*sys.argv[1:])

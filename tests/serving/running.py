@@ -22,7 +22,7 @@ from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router
-from tests.serving.server_processes import ForkedServer, StartedServer
+from tests.serving.server_processes import ServerProcess
 
 READY_SECONDS = 300.0
 
@@ -97,7 +97,7 @@ def serve_process(
         *("serve", str(checkpoint), "--port", str(port), "--threads", "1", "--token-budget", "512"),
         *("--transports", "inline,path,gloo", *options),
     ]
-    process = (ForkedServer if is_forked else StartedServer)(arguments)
+    process = ServerProcess(arguments, is_forked=is_forked)
     state = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
     try:
         wait_ready(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import subprocess
 import threading
 import time
 
@@ -23,9 +24,7 @@ from rm_optimizer.serving.update_protocol import OutcomeStatus
 from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, create_rm_publisher
 from tests.builders import FAMILIES
 from tests.serving.engines import InProcessEngine, exported, options_of
-from tests.serving.half_sender import send_half
 from tests.serving.running import engine_running, serve_process
-from tests.serving.server_processes import FORKS
 from tests.serving.trained import moved
 
 SHORT = [*DEFAULT_PROBE[:3], ("Hi", "Go away."), ("Name a colour.", "Blue."), ("Why?", "Because."), ("Hi", "Hello!")]
@@ -153,14 +152,12 @@ def test_a_head_over_another_backbone_is_taken_back(plain):
     assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
 
 
-def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain):
+def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain, python):
     before = plain.client.score_versioned(PROMPTS, RESPONSES)
-    sent = FORKS.Event()
-    sender = FORKS.Process(target=send_half, args=(plain.url, str(plain.checkpoint), sent), daemon=True)
-    sender.start()
-    assert sent.wait(60)
-    sender.kill()
-    sender.join()
+    command = [python, "-m", "tests.serving.half_sender", plain.url, str(plain.checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
+        assert sender.stdout.readline() == b"sent\n"
+        sender.kill()
     assert httpx.get(f"{plain.url}/rm/weights/status").json()["active"] == "half"
     hasty = create_rm_publisher(plain.url, timeout_seconds=1)
     with hasty, pytest.raises(PublishFailed, match="half is under way"):
