@@ -9,6 +9,7 @@ process when it is imported, so a forked process takes its rank from its own env
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
@@ -17,12 +18,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import NoReturn
 
 MODULES = (
     "hydra.main",
@@ -101,7 +104,7 @@ def ask(real: str) -> None:
     """Have the server run this command; a command that it cannot fork is run by the real Python."""
     name, *arguments = sys.argv
     if Path(name).name == "python":
-        if arguments[:1] == ["-u"]:  # torchrun's
+        while arguments[:1] in (["-u"], ["-B"]):  # torchrun's and multiprocessing's
             del arguments[0]
         if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-W")):
             os.execv(real, [real, *arguments])
@@ -151,9 +154,29 @@ def serve(door_number: int, python: str) -> None:
         client, _ = door.accept()
         if os.fork() == 0:
             door.close()
-            answer(client)
-            return
+            ending_at_once(answer, client)
         client.close()
+
+
+def ending_at_once(function: Callable[..., None], *arguments: object) -> NoReturn:
+    """End this process with a function, as an interpreter does but without taking every module apart."""
+    code = 1
+    try:
+        function(*arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError):  # a closed one
+                stream.flush()
+        os._exit(code)
 
 
 def answer(client: socket.socket) -> None:
@@ -162,7 +185,8 @@ def answer(client: socket.socket) -> None:
     size, files, _, _ = socket.recv_fds(client, SIZE_BYTES, MAX_FILES)
     payload = client.makefile("rb").read(int.from_bytes(size, "big"))
     if pid := os.fork():
-        os.closerange(min(files), max(files) + 1)
+        for file in files:
+            os.close(file)
         watch(client, pid)
         os._exit(0)
     client.close()

@@ -80,16 +80,13 @@ def engine_running(make_engine, *, root: Path | None = None, **options: object) 
 
 
 @contextmanager
-def serve_process(
-    checkpoint: Path, *options: str, port: int | None = None, is_forked: bool = True
-) -> Iterator[SimpleNamespace]:
-    """`rm-opt serve` as a process: `url` and `process`.
+def serve_process(checkpoint: Path, *options: str, port: int | None = None) -> Iterator[SimpleNamespace]:
+    """`rm-opt serve` as a forked process: `url` and `process`.
 
     Args:
         checkpoint: what it serves.
         options: more options of the command.
         port: None takes a free one.
-        is_forked: fork it, with its imports done, and so its workers; otherwise start it as a user does.
     """
     with free_socket() as taken:
         port = port or taken.getsockname()[1]
@@ -97,7 +94,7 @@ def serve_process(
         *("serve", str(checkpoint), "--port", str(port), "--threads", "1", "--token-budget", "512"),
         *("--transports", "inline,path,gloo", *options),
     ]
-    process = ServerProcess(arguments, is_forked=is_forked)
+    process = ServerProcess(arguments)
     state = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
     try:
         wait_ready(state)

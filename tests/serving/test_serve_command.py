@@ -22,6 +22,7 @@ from rm_optimizer.interfaces.commands.serve import bound_socket
 from rm_optimizer.serving.options import ServeOptions, name_of
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from tests.serving.engines import exported
+from tests.serving.server_processes import START
 from tests.serving.test_openapi import free_port
 
 KEY = {"authorization": "Bearer secret"}
@@ -32,8 +33,7 @@ def test_the_server_starts_answers_and_ends_with_every_accepted_request_answered
     model = exported("qwen2", tmp_path / "model")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    start = "from rm_optimizer.interfaces.cli import app; app()"
-    command = [sys.executable, "-c", start, "serve", str(tmp_path / "model")]
+    command = [sys.executable, "-c", START, "serve", str(tmp_path / "model")]
     options = ["--port", str(port), "--api-key", "secret", "--served-model-name", "mine", "--token-budget", "256"]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -125,14 +125,12 @@ def test_a_taken_port_is_told_in_one_sentence_before_anything_is_loaded(capsys):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_while_it_loads_ends_well(tmp_path):
+def test_a_server_that_is_stopped_while_it_loads_ends_well(tmp_path, python):
     exported("llama", tmp_path / "model")
-    start = "from rm_optimizer.interfaces.cli import app; app()"
-    command = [sys.executable, "-c", start, "serve", str(tmp_path / "model"), "--port", str(free_port())]
+    command = [python.with_name("rm-opt"), "serve", tmp_path / "model", "--port", str(free_port())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert "loading" in server.stdout.readline()
-            time.sleep(0.3)
             server.send_signal(signal.SIGTERM)
             out, error = server.communicate(timeout=60)
         finally:

@@ -150,7 +150,7 @@ def test_a_server_killed_in_a_commit_leaves_no_process_and_its_successor_serves_
         patched.setattr("rm_optimizer.serving.weights.publisher.GIVING_UP_SECONDS", LOST_SECONDS)
         if moment == SWAPPED:
             patched.setattr("rm_optimizer.serving.weights.publisher.weight_probe", slow_probe)
-        with serve_process(checkpoint, is_forked=moment == SWAPPED) as server:
+        with serve_process(checkpoint) as server:
             family = descendants(server.process.pid)
             publication = kill_in_commit(server, new, moment)
         wait_until(lambda: all(map(is_gone, family)), f"of {family} some outlived their server")
