@@ -52,3 +52,9 @@ def pytest_sessionfinish() -> None:
 def python() -> Path:
     """A `python` with an `rm-opt` beside it; on Linux they start with torch and Lightning imported."""
     return fork_server.forking_python()
+
+
+@pytest.fixture
+def forked_workers(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that `multiprocessing` spawns are forked with their imports done."""
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(python))

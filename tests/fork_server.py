@@ -69,6 +69,8 @@ def forked_by(process: int) -> int:
     Raises:
         ProcessLookupError: if there is none.
     """
+    if sys.platform != "linux":
+        return process
     for name in Path("/proc").glob("[0-9]*/comm"):
         with suppress(OSError):
             if name.read_text() == f"for {process}\n":
@@ -96,6 +98,7 @@ def starts(folder: Path) -> Iterator[Path]:
             cwd=Path(__file__).parents[1],
             env=environment,
         )
+        subprocess.run([folder / "python", "-c", ""], check=True)  # once it has imported all
         yield folder / "python"
         server.communicate()  # which closes its input and so ends it
 

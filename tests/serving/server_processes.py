@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,12 +22,8 @@ class ServerProcess(subprocess.Popen[bytes]):
     @property
     def worker(self) -> int:
         """Process id of the child that holds the model."""
-        server = _running(self.pid)
+        server = forked_by(self.pid)
         for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return _running(int(child))
+                return forked_by(int(child))
         raise AssertionError("the server has no worker")
-
-
-def _running(process: int) -> int:
-    return forked_by(process) if sys.platform == "linux" else process

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.serving.server_processes import forked
+import psutil
+import pytest
+
+from tests.fork_server import forked_by
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SECONDS = 4.0
@@ -12,11 +15,12 @@ PLAUSIBLE_GROWTH = 32 * 2**20
 """Bytes; some 200 open connections of a tenth of a megabyte, and the allocator's steps."""
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_ten_times_the_capacity_is_refused_in_words_and_what_is_accepted_is_answered(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import serving_overload as bench  # type: ignore[import-not-found]
 
-    monkeypatch.setattr(bench.multiprocessing, "get_context", forked)
+    monkeypatch.setattr(bench.psutil, "Process", lambda number, process=psutil.Process: process(forked_by(number)))
     tally = bench.measure(SECONDS, factor=10.0)
     capacity = SECONDS * bench.TOKENS_PER_SECOND / len(bench.ROW)
     assert tally.unanswered == []

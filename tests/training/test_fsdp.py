@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,10 +61,12 @@ def one_process(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def folders_of_torchrun(small_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders_of_torchrun(
+    python: Path, small_overrides: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
     """What `outputs/train` holds after torchrun's processes each took the time for its name."""
     cwd = tmp_path_factory.mktemp("torchrun")
-    found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # torchrun
+    found = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}  # torchrun
     overrides = [line for line in on_ranks([*small_overrides, *OPTIONS]) if not line.startswith("hardware=")]
     command = ["bash", str(SCRIPT), *overrides]  # which names the hardware itself
     run_to_its_end(command, cwd, DEVICES="2", STRATEGY="fsdp", **found)

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from rm_optimizer.errors import CheckpointError, EngineUnavailable, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded import worker_link
 from rm_optimizer.serving.embedded.engine import TransformersEngine
 from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.embedded.worker_link import WorkerLimits
@@ -21,7 +20,6 @@ from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import tiny_reward_model
 from tests.serving.engines import exported
-from tests.serving.server_processes import forked
 
 FULL = RewardModelTrainingMode.full
 SEQUENCES = [list(range(5, 60)), [7, 8, 9], [*range(5, 58), 9]]
@@ -39,8 +37,8 @@ def close(rewards, expected):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_link, "get_context", forked)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_request(tmp_path):
     first = rewards_of(exported("llama", tmp_path / "model"))
     other = tiny_reward_model("llama", seed=1)
     second = rewards_of(other)
@@ -121,9 +119,8 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_link, "get_context", forked)
-
+@pytest.mark.usefixtures("forked_workers")
+def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path):
     async def scenario():
         engine = TransformersEngine(WorkerOptions(str(tmp_path / "nothing")))
         try:
