@@ -225,9 +225,11 @@ def _certified(
     compared = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
     certificate = replace(compared, tolerance=form.tolerance[dtype])
     if not certificate.is_passed:
+        is_half = dtype in (torch.float16, torch.bfloat16)
         raise CheckpointError(
             f"the export does not score as the model does: rewards differ by up to {certificate.max_difference:.3g} "
             f"on the probe, allowed is {certificate.tolerance:.3g} times max(1, |reward|); nothing was written"
+            + (f"; rounding to {certificate.dtype} alone can do that: export it with float32 weights" * is_half)
         )
     return certificate
 

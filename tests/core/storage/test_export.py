@@ -106,6 +106,10 @@ def test_a_half_precision_export_stays_within_its_stated_tolerance(tmp_path: Pat
     assert certificate.dtype == "bfloat16"
     assert 0 < certificate.relative_difference <= certificate.tolerance == 2.0**-4
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").dtype is torch.bfloat16
+    with torch.no_grad():
+        model.reward_head.weight.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="rounding to bfloat16 alone can do that: export it with float32 weights"):
+        model.save_pretrained(tmp_path / "export")
 
 
 def test_a_float64_model_is_exported_exactly(tmp_path: Path) -> None:
