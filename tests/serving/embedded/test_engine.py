@@ -19,6 +19,7 @@ from rm_optimizer.serving.embedded.worker_link import WorkerLimits
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import tiny_reward_model
+from tests.fork_server import forked_by
 from tests.serving.engines import exported
 
 FULL = RewardModelTrainingMode.full
@@ -67,7 +68,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             assert not (tmp_path / "good.safetensors").exists()  # it is the engine's now
             waiting = [asyncio.create_task(engine.score(SEQUENCES)) for _ in range(4)]
             await asyncio.sleep(0)
-            os.kill(engine._link.process.pid, signal.SIGKILL)
+            os.kill(forked_by(engine._link.process.pid), signal.SIGKILL)
             noticed = time.perf_counter()
             while engine.is_up:
                 await asyncio.sleep(0.001)
@@ -80,7 +81,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
                 await engine.commit(3)
 
             await engine.stage(weights("v4", "again"))
-            os.kill(engine._link.process.pid, signal.SIGSTOP)
+            os.kill(forked_by(engine._link.process.pid), signal.SIGSTOP)
             stopped = time.perf_counter()
             scoring = asyncio.create_task(engine.score(SEQUENCES))
             with pytest.raises(EngineUnavailable):
@@ -93,14 +94,14 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
 
             [kept] = (engine._folder / "history").iterdir()
             kept.write_bytes(b"torn")
-            os.kill(engine._link.process.pid, signal.SIGKILL)
+            os.kill(forked_by(engine._link.process.pid), signal.SIGKILL)
             while engine.version == "v1":
                 await asyncio.sleep(0.01)
             back = await engine.score(SEQUENCES)
             assert close(back.rewards, first)
             assert back.weights == (started.version, engine.revision)
             assert engine.revision > started.revision
-            os.kill(engine._link.process.pid, signal.SIGSTOP)
+            os.kill(forked_by(engine._link.process.pid), signal.SIGSTOP)
             stopped = time.perf_counter()
         finally:
             await engine.stop()
