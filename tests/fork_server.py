@@ -220,7 +220,10 @@ def become(asker: int, group: int, folder: str, variables: dict[str, str], name:
     from lightning_fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
     Path("/proc/self/comm").write_text(f"for {asker}")
-    os.setpgid(0, group)
+    try:
+        os.setpgid(0, group)
+    except PermissionError:  # the group is of another session, which torchrun began
+        os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

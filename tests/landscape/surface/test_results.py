@@ -136,7 +136,6 @@ def test_the_split_into_micro_batches_changes_no_point(cache, measured_loss):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
 def test_two_processes_find_what_one_finds(measured_loss):
     directions = random_directions(measured_loss, 2)
     points = plane_grid((-1.0, 0.0, 1.0), (0.0, 0.5))
