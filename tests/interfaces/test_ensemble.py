@@ -78,3 +78,13 @@ def test_adapters_on_one_base_are_members_that_share_it(tmp_path: Path, monkeypa
     expected = [model.score(["Hi", "Hi"], ["Yes.", "No, never."]).tolist() for model in merged]
     assert rewards == pytest.approx(np.array(expected), abs=1e-5)
     assert abs(expected[0][0] - expected[1][0]) > 1e-4
+
+
+@pytest.mark.parametrize(("kind", "path"), [("none", "base"), ("lora", None), ("lora", "base.ckpt")])
+def test_members_whose_base_cannot_be_loaded_again_are_whole(
+    kind: str, path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.ckpt").write_bytes(b"")
+    config = SimpleNamespace(adapter=SimpleNamespace(kind=kind), model=SimpleNamespace(path=path))
+    assert ensemble._member(tmp_path, config) == str(tmp_path / "best")  # type: ignore[arg-type]

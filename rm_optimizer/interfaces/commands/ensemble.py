@@ -91,7 +91,8 @@ def _member(run: Path, config: TrainConfig) -> str:
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.adapters import AdapterKind
 
-    if config.adapter.kind == AdapterKind.none or config.model.path is None:
+    path = config.model.path
+    if config.adapter.kind == AdapterKind.none or path is None or Path(path).expanduser().is_file():
         return str(run / "best")
     model = BradleyTerryRM.from_pretrained(RunFolder(run).best_checkpoint)
     save_adapter(model, run / "adapter", statistics=read_record(run / "best").get("reward_statistics"))
