@@ -20,7 +20,7 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.rlhf import optimization
 from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
-from rm_optimizer.rl_coupling.rlhf.measurement import Judges
+from rm_optimizer.rl_coupling.rlhf.measurement import Judges, MeasuredCheckpoint, curve_of
 from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult, optimize_policy
 from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
@@ -84,7 +84,7 @@ def test_the_policy_moves_and_every_checkpoint_is_measured(whole, policy):
     first = whole.checkpoints[0]
     assert first.gold_gain.value == first.proxy_gain.value == 0.0
     assert all(each.gold == each.proxy for each in whole.checkpoints)
-    assert whole.curve.points[-1].distance == pytest.approx(math.sqrt(max(divergence)))
+    assert whole.curve is None or whole.curve.points[-1].distance == pytest.approx(math.sqrt(max(divergence)))
     before, after = (
         AutoModelForCausalLM.from_pretrained(folder).lm_head.weight for folder in (policy, Path(whole.policy))
     )
@@ -196,6 +196,18 @@ def _log_ratio(policy: TrainedPolicy, seed: int) -> tuple[torch.Tensor, torch.Te
     found = policy.respond(PROMPTS[:1], 256, seed).divergence[0]
     policy._divergence = original
     return torch.cat(drawn), found
+
+
+def test_a_policy_that_comes_nearer_again_shows_no_fall():
+    def measured(step: int, nats: float, gold: float) -> MeasuredCheckpoint:
+        rewards = tuple(gold + 0.01 * prompt for prompt in range(8))
+        return MeasuredCheckpoint(step, (nats,) * 8, rewards, rewards, None, (5.0,) * 8, (1.0, 1.0), "")
+
+    steps = zip((0.0, 1.0, 4.0, 9.0, 8.0), (0.0, 1.0, 2.0, 3.0, 4.0), strict=True)
+    checkpoints = [measured(step, nats, gold) for step, (nats, gold) in enumerate(steps)]
+    curve = curve_of(checkpoints, num_bootstrap=20, seed=0)
+    assert [point.distance for point in curve.points] == [0.0, 1.0, 2.0, 3.0]
+    assert curve.turning_point is None
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"])

@@ -194,16 +194,23 @@ def largest_gain(checkpoints: Sequence[MeasuredCheckpoint], seed: int) -> tuple[
 def curve_of(
     checkpoints: Sequence[MeasuredCheckpoint], *, num_bootstrap: int, seed: int
 ) -> OveroptimizationCurve | None:
-    """Over-optimization curve of the checkpoints by ascending divergence; None without gold or with too few."""
+    """Over-optimization curve of the checkpoints; None without gold or with too few.
+
+    A checkpoint nearer to the start than one before it is left out. By distance it would stand before that one, and a
+    gold reward that grew from one to the other would look like a fall.
+    """
     first = checkpoints[0]
-    moved = sorted(
-        (each for each in checkpoints if np.mean(each.divergence) > 0), key=lambda at: np.mean(at.divergence)
-    )
+    moved: list[MeasuredCheckpoint] = []
+    farthest = 0.0
+    for each in checkpoints:
+        if (divergence := float(np.mean(each.divergence))) > farthest:
+            moved.append(each)
+            farthest = divergence
     if first.gold is None or len(moved) + 1 < FEWEST_CHECKPOINTS or not min(first.scales) > 0:
         return None
     kept = [first, *moved]
-    divergence = [0.0, *(float(np.mean(each.divergence)) for each in moved)]
+    nats = [0.0, *(float(np.mean(each.divergence)) for each in moved)]
     proxy, gold = (np.array([getattr(each, name) for each in kept]).T for name in ("proxy", "gold"))
     return OveroptimizationCurve.of_checkpoints(
-        divergence, proxy, gold, scales=first.scales, num_bootstrap=num_bootstrap, seed=seed
+        nats, proxy, gold, scales=first.scales, num_bootstrap=num_bootstrap, seed=seed
     )

@@ -62,7 +62,8 @@ class RLHFResult(JsonRecord, indent=2):
         checkpoints: the measured checkpoints, the first of them the start policy.
         best_gold_step: step with the highest gold reward on one half of the prompts; None without gold.
         best_gold_gain: its gain over the start policy on the other half.
-        curve: gains against the distance from the start policy; None without gold or with fewer than 4 checkpoints.
+        curve: gains against the distance from the start policy, which grows from point to point; None without gold or
+            with fewer than 4 such checkpoints.
         wall_seconds: duration of this call; a resumed one counts from its start.
         config: the options.
         versions: packages that decide the numbers.
