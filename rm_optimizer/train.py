@@ -183,6 +183,7 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.interfaces.flags import only_tells, parse_flags, require_given_once
     from rm_optimizer.records.run_folder import require_usable
+    from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.folder.lock import require_free
     from rm_optimizer.training.processes import require_launched
@@ -222,7 +223,7 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     if flags.multirun or flags.cfg is not None:
         return None
     if rank() == 0:  # the other processes find what the first has written
-        require_usable(config)
+        require_usable(RunRequest.of(config))
         require_free(Path(config.output_dir))
     return config
 
@@ -248,6 +249,7 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
 def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
     """Refuse a sweep whose jobs share a folder, or start in one that holds another run; its folder becomes taken."""
     from rm_optimizer.records.run_folder import require_usable
+    from rm_optimizer.records.run_options import RunRequest
 
     if config.output_dir in taken:
         raise ConfigError(
@@ -255,7 +257,7 @@ def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
             "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
         )
     taken.add(config.output_dir)
-    require_usable(config)
+    require_usable(RunRequest.of(config))
 
 
 def _require_compatible(config: TrainConfig) -> None:
@@ -267,18 +269,19 @@ def _require_compatible(config: TrainConfig) -> None:
 def _has_ended(config: TrainConfig) -> bool:
     """True if `resume=auto` finds a run that has ended; its summary is printed again and nothing changes."""
     from rm_optimizer.records.run_folder import RESULT_FILE
+    from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.schema.config import Resume
 
     if config.resume != Resume.auto or not (Path(config.output_dir) / RESULT_FILE).is_file():
         return False
     from rm_optimizer.reporting.pictures import print_run
-    from rm_optimizer.training.folder.start import finished_result, finished_sentence
+    from rm_optimizer.training.folder.start import ended_run
 
-    if (result := finished_result(config)) is None:
+    if (ended := ended_run(RunRequest.of(config))) is None:
         return False
     if rank() == 0:
-        print(finished_sentence(result, config))
-        print_run(result)
+        print(ended)
+        print_run(ended.result)
     return True
 
 
@@ -330,12 +333,13 @@ def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> 
 
 def _trained(config: DictConfig) -> float:
     from rm_optimizer.records.disk import writing
+    from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.schema import TrainConfig, typed
-    from rm_optimizer.training.folder.start import finished_result
+    from rm_optimizer.training.folder.start import ended_run
     from rm_optimizer.training.run import train_reward_model
 
     options = typed(config, TrainConfig)
-    ended = finished_result(options) is not None
+    ended = ended_run(RunRequest.of(options)) is not None
     with writing(Path(options.output_dir)):
         result = train_reward_model(options, callbacks=option_callbacks(options))
         if rank() == 0 and not ended:

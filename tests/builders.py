@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, processors, trainers
@@ -27,6 +27,11 @@ from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.records.codec import from_values
+from rm_optimizer.records.run_options import RunRequest
+from rm_optimizer.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from rm_optimizer.training.preparation import Run
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -188,3 +193,11 @@ def narrow_reward_model(
 def stored_certificate(folder: Path) -> ParityCertificate:
     """The parity certificate of an exported model."""
     return from_values(ParityCertificate, read_record(folder)["certificate"])
+
+
+def prepared_run(config: TrainConfig) -> Run:
+    """The parts of a run that starts anew in its folder."""
+    from rm_optimizer.training.folder.start import begin
+    from rm_optimizer.training.preparation import prepare
+
+    return prepare(config, begin(RunRequest.of(config), is_first_rank=True))

@@ -13,8 +13,8 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.ledger import whole_lines
 from rm_optimizer.records.locations import BEST_FOLDER, EXPORT_FILE
-from rm_optimizer.records.run_options import options_of, require_same_options
-from rm_optimizer.schema.config import Resume, TrainConfig
+from rm_optimizer.records.run_options import RunRequest, require_same_options
+from rm_optimizer.schema.config import Resume
 
 OPTIONS_FILE = "options.json"
 """The composed configuration that training leaves in the run folder."""
@@ -181,15 +181,15 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
     return rows if last_step is None else [row for row in rows if int(row["step"]) <= last_step]
 
 
-def require_usable(config: TrainConfig) -> None:
+def require_usable(request: RunRequest) -> None:
     """Refuse to start a run in a folder that holds another, or to continue one under other options.
 
     Raises:
         ConfigError: naming the folder, what is in it and what can be done.
     """
-    folder = Path(config.output_dir)
+    folder, resume = request.run_dir, request.resume
     run = RunFolder(folder)
-    if not (config.resume == Resume.restart and run.is_used):
+    if not (resume == Resume.restart and run.is_used):
         _require_replaceable(folder / BEST_FOLDER)
     results = run.results
     if not results:
@@ -197,14 +197,14 @@ def require_usable(config: TrainConfig) -> None:
     held = f"{_shown(folder)} already holds {results[0]}"
     if not run.is_used:
         raise ConfigError(f"{held}, which a run would overwrite, but no run; choose another hydra.run.dir")
-    if config.resume == Resume.none:
+    if resume == Resume.none:
         raise ConfigError(
             f"{held} of another run; resume=auto continues that run, resume=restart removes it and starts anew, or "
             "choose another hydra.run.dir"
         )
     before = run.options or _json(folder / RESULT_FILE).get("config")
-    if config.resume == Resume.auto and before:
-        require_same_options(before, options_of(config))
+    if resume == Resume.auto and before:
+        require_same_options(before, request.options)
 
 
 def _require_replaceable(export: Path) -> None:

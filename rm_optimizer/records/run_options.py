@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema.config import TrainConfig
-from rm_optimizer.schema.monitors import better_mode
+from rm_optimizer.schema.config import Resume, TrainConfig
 
 FREE = (
     *("resume", "output_dir", "profile_memory", "publish", "logger"),
@@ -33,11 +33,29 @@ LENGTH = ("training.max_steps", "training.epochs")
 """Options that may only grow: the run is then extended."""
 
 
+@dataclass(frozen=True)
+class RunRequest:
+    """A run that is to start in a folder.
+
+    Args:
+        run_dir: the run folder.
+        resume: treatment of a run in the folder.
+        options: options of the run, as JSON values.
+    """
+
+    run_dir: Path
+    resume: Resume
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> RunRequest:
+        """The run that the composed options describe."""
+        return cls(Path(config.output_dir), config.resume, options_of(config))
+
+
 def options_of(config: TrainConfig) -> dict[str, Any]:
-    """The options as JSON values, the direction of the monitored metric filled in."""
+    """The options as JSON values."""
     options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    training = config.training
-    options["training"]["mode"] = better_mode(training.monitor, training.mode).value
     return options
 
 

@@ -194,7 +194,7 @@ class TrainingConfig(Options, group="training"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        better_mode(self.monitor, self.mode)
+        self.mode = better_mode(self.monitor, self.mode)
 
 
 @dataclass(kw_only=True)

@@ -148,7 +148,7 @@ def test_a_run_resumes_with_and_without_compilation(
     with monkeypatch.context() as patch:
         patch.setattr(callbacks, "prune", dies)
         patch.setattr(
-            "rm_optimizer.training.run.compile_backbone", lambda model: compile_backbone(model, backend="eager")
+            "rm_optimizer.training.preparation.compile_backbone", lambda model: compile_backbone(model, backend="eager")
         )
         with pytest.raises(MemoryError):
             train_reward_model(small_config(tmp_path / "cut", *common, "hardware.compile=true"))

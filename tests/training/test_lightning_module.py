@@ -11,8 +11,8 @@ import torch
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.run import _prepare
 from rm_optimizer.training.trainer import build_trainer
+from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]
 
@@ -20,8 +20,8 @@ Build = Callable[..., TrainConfig]
 FLOAT32_ISLANDS = 1e-7
 
 
-def gradient_of_first_step(config: TrainConfig, folder: Path) -> torch.Tensor:
-    run = _prepare(config, folder)
+def gradient_of_first_step(config: TrainConfig) -> torch.Tensor:
+    run = prepared_run(config)
     run.module.double()
     gradients: list[torch.Tensor] = []
 
@@ -39,15 +39,15 @@ def gradient_of_first_step(config: TrainConfig, folder: Path) -> torch.Tensor:
 def test_any_budget_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int) -> None:
     loss = ["loss.label_smoothing=0.1", "loss.center_rewards=0.01", "loss.reward_l2=0.1"]
     options = ["training.eval_at_start=false", *loss]
-    whole = gradient_of_first_step(small_config(tmp_path, "batching.micro_token_budget=100000", *options), tmp_path)
-    split = gradient_of_first_step(small_config(tmp_path, f"batching.micro_token_budget={budget}", *options), tmp_path)
+    whole = gradient_of_first_step(small_config(tmp_path, "batching.micro_token_budget=100000", *options))
+    split = gradient_of_first_step(small_config(tmp_path, f"batching.micro_token_budget={budget}", *options))
     assert ((whole - split).abs().max() / whole.abs().max()).item() < 1e-10
 
 
 def test_the_gradient_is_that_of_the_loss_on_single_sequences(small_config: Build, tmp_path: Path) -> None:
     config = small_config(tmp_path, "batching.micro_token_budget=500")
-    ours = gradient_of_first_step(config, tmp_path)
-    run = _prepare(config, tmp_path)
+    ours = gradient_of_first_step(config)
+    run = prepared_run(config)
     run.module.double()
     step = next(iter(run.datamodule.steps(0, 1)))
     model, tokens = run.module.model, run.datamodule.train_tokens
@@ -66,8 +66,8 @@ def test_the_gradient_is_that_of_the_loss_on_single_sequences(small_config: Buil
 @pytest.mark.parametrize("budget", [1, 300, 100000])
 def test_prefix_sharing_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int) -> None:
     options = ["training.eval_at_start=false", f"batching.micro_token_budget={budget}"]
-    apart = gradient_of_first_step(small_config(tmp_path, "batching.prefix_sharing=off", *options), tmp_path)
-    shared = gradient_of_first_step(small_config(tmp_path, "batching.prefix_sharing=on", *options), tmp_path)
+    apart = gradient_of_first_step(small_config(tmp_path, "batching.prefix_sharing=off", *options))
+    shared = gradient_of_first_step(small_config(tmp_path, "batching.prefix_sharing=on", *options))
     assert ((apart - shared).abs().max() / apart.abs().max()).item() < FLOAT32_ISLANDS
 
 
@@ -76,5 +76,5 @@ def test_sharing_is_refused_by_name_where_it_cannot_be(small_config: Build, tmp_
     for config in (on, auto):
         config.model.architecture = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2}
     with pytest.raises(ConfigError, match=r"batching\.prefix_sharing=on cannot be had: .*no causal decoder"):
-        _prepare(on, tmp_path)
-    assert not _prepare(auto, tmp_path).datamodule.shares_prefixes
+        prepared_run(on)
+    assert not prepared_run(auto).datamodule.shares_prefixes

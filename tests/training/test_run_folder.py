@@ -15,6 +15,7 @@ import torch
 
 from rm_optimizer.errors import CheckpointError, ConfigError, RMOptimizerError
 from rm_optimizer.records.run_folder import RunFolder, read_rows, require_usable
+from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.folder.lock import require_free, run_lock
@@ -58,32 +59,32 @@ def test_a_second_run_in_a_used_folder_is_refused_and_changes_nothing(used: Path
 def test_what_is_left_of_a_run_is_refused_too(used: Path, small_config: Build, left: str) -> None:
     keep_only(used, left)
     with pytest.raises(ConfigError, match=left):
-        require_usable(small_config(used))
+        require_usable(RunRequest.of(small_config(used)))
 
 
 def test_a_link_to_a_used_folder_is_refused(used: Path, small_config: Build, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(used)
     with pytest.raises(ConfigError, match="already holds"):
-        require_usable(small_config(tmp_path / "link"))
+        require_usable(RunRequest.of(small_config(tmp_path / "link")))
 
 
 def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path) -> None:
     for name in ("notes.txt", "plots/old.png", "checkpoints/other.ckpt", "options.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    require_usable(small_config(tmp_path))
+    require_usable(RunRequest.of(small_config(tmp_path)))
 
 
 def test_the_start_of_a_run_that_left_no_result_is_no_run(used: Path, small_config: Build) -> None:
     keep_only(used, "options.json", "identity.json", "skipped_rows.txt")
-    require_usable(small_config(used, "seed=7"))
+    require_usable(RunRequest.of(small_config(used, "seed=7")))
 
 
 def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Build, tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("mine")
     for resume in ("none", "auto", "restart"):
         with pytest.raises(ConfigError, match=r"already holds metrics\.csv, which a run would overwrite"):
-            require_usable(small_config(tmp_path, f"resume={resume}"))
+            require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
 
 
 @pytest.mark.parametrize("resume", ["none", "auto", "restart"])
@@ -91,10 +92,10 @@ def test_a_folder_that_the_export_could_not_replace_is_refused_at_once(
     resume: str, small_config: Build, tmp_path: Path
 ) -> None:
     (tmp_path / "best").mkdir()
-    require_usable(small_config(tmp_path, f"resume={resume}"))
+    require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
     (tmp_path / "best" / "model.safetensors").write_text("mine")
     with pytest.raises(ConfigError, match="best is where a run puts its model, but holds no export of ours"):
-        require_usable(small_config(tmp_path, f"resume={resume}"))
+        require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
 
 
 def test_a_finished_run_stays_as_it_is(used: Path, finished_run: RunResult, small_config: Build) -> None:
@@ -137,7 +138,7 @@ def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: Ru
 
 def test_pairs_of_a_start_that_failed_are_not_those_of_the_run(small_config: Build, tmp_path: Path) -> None:
     (tmp_path / "trained_pairs.npz").write_text("of a start that failed")
-    begin(small_config(tmp_path), tmp_path, is_first_rank=True)
+    begin(RunRequest.of(small_config(tmp_path)), is_first_rank=True)
     assert not (tmp_path / "trained_pairs.npz").exists()
 
 
@@ -254,17 +255,15 @@ def test_a_finished_run_without_checkpoints_is_not_extended(used: Path, small_co
         train_reward_model(small_config(used, "resume=auto", "training.max_steps=9"))
 
 
-@pytest.mark.parametrize("name", ["write_record", "write_evaluation", "write_pair_rewards"])
+@pytest.mark.parametrize("name", ["run.write_record", "finishing.write_evaluation", "finishing.write_pair_rewards"])
 def test_a_run_killed_between_two_writes_goes_on(
     small_config: Build, finished_run: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from rm_optimizer.training import run
-
     def dies(*_: object, **__: object) -> None:
         raise MemoryError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, name, dies)
+        patch.setattr(f"rm_optimizer.training.{name}", dies)
         with pytest.raises(MemoryError):
             train_reward_model(small_config(tmp_path))
     train_reward_model(small_config(tmp_path, "resume=auto"))

@@ -14,7 +14,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, metrics_of
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.run import _prepare
+from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]
 
@@ -44,12 +44,12 @@ def test_pairs_that_say_little_are_said(
     said: str,
 ) -> None:
     files = write(tmp_path / "train.jsonl", train, **columns), write(tmp_path / "val.jsonl", val, **columns)
-    _prepare(small_config(tmp_path, f"data.train={files[0]}", f"data.val={files[1]}"), tmp_path)
+    prepared_run(small_config(tmp_path, f"data.train={files[0]}", f"data.val={files[1]}"))
     assert said in caplog.text
 
 
 def test_enough_pairs_bring_no_warning(small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _prepare(small_config(tmp_path, "training.evals_per_epoch=null"), tmp_path)
+    prepared_run(small_config(tmp_path, "training.evals_per_epoch=null"))
     assert "next to nothing" not in caplog.text
     assert "so few" not in caplog.text
 

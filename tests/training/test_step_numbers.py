@@ -23,17 +23,18 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.run import _prepare, _Run
+from rm_optimizer.training.preparation import Run
 from rm_optimizer.training.trainer import build_trainer
+from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]
 STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def prepared(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> _Run:
+def prepared(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("mixed")
-    return _prepare(small_config(folder, "hardware.precision=bf16-mixed", "schedule=constant"), folder)
+    return prepared_run(small_config(folder, "hardware.precision=bf16-mixed", "schedule=constant"))
 
 
 def optimizer_options(name: str) -> OptimizerConfig:
@@ -41,7 +42,7 @@ def optimizer_options(name: str) -> OptimizerConfig:
     return typed(compose(overrides), TrainConfig).optimizer
 
 
-def recorded_fit(run: _Run, options: OptimizerConfig) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def recorded_fit(run: Run, options: OptimizerConfig) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Weights after some steps under bf16-mixed, and the gradients of every call of the closure."""
     old = run.module
     module = RewardModelLightning(
@@ -69,7 +70,7 @@ def recorded_fit(run: _Run, options: OptimizerConfig) -> tuple[list[Tensor], lis
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_the_update_of_every_optimizer_is_made_in_float32_under_bf16_mixed(prepared: _Run, name: str) -> None:
+def test_the_update_of_every_optimizer_is_made_in_float32_under_bf16_mixed(prepared: Run, name: str) -> None:
     if OPTIMIZERS[name].extra == "optimizers":
         pytest.importorskip("pytorch_optimizer", reason="the optimizers extra is not installed")
     options = optimizer_options(name)
@@ -110,7 +111,7 @@ def first_step(small_config: Build, tmp_path: Path) -> Callable[..., dict[str, f
         train = write(tmp_path / "train.jsonl", content)
         data = [f"data.train={train}", f"data.val={val}", "training.eval_at_start=false", "training.max_steps=1"]
         config = small_config(tmp_path / "run", *data, *options)
-        run = _prepare(config, tmp_path)
+        run = prepared_run(config)
         build_trainer(config.hardware, [], [], 1).fit(run.module, datamodule=run.datamodule)
         return run.module.step_metrics
 
@@ -134,7 +135,7 @@ def test_a_pair_s_weight_counts_the_same_at_every_batch_size(small_config: Build
     for size in (1, 3, 12):
         config = small_config(tmp_path, f"data.train={train}", "data.val_fraction=0.3", f"batching.batch_size={size}")
         config.data.val = None
-        run = _prepare(config, tmp_path)
+        run = prepared_run(config)
         shares: dict[int, float] = {}
         for batch in run.datamodule.steps(0, run.datamodule.steps_per_epoch):
             for micro in batch.micro:
@@ -161,7 +162,7 @@ def test_divergence_that_an_evaluation_meets_names_step_and_good_checkpoint(
 
 
 def test_divergence_of_the_exported_weights_is_no_traceback(small_config: Build, tmp_path: Path) -> None:
-    run = _prepare(small_config(tmp_path, "training.max_steps=1"), tmp_path)
+    run = prepared_run(small_config(tmp_path, "training.max_steps=1"))
     rewards = run.datamodule.score_validation(run.module.model)
     from rm_optimizer.training.divergence import require_finite
 

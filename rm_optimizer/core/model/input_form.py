@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rm_optimizer.core.storage.loading import LoadedModel
-from rm_optimizer.core.tokens.written_template import choose_form, read_as_written, write_for_training
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConfigError
 
 
@@ -30,14 +30,15 @@ def settle_input(
         )
     if loaded.identity or has_render_fn:
         return
+    writer = TemplateWriter(tokenizer)
     if not is_trained:
-        write_for_training(tokenizer)
+        writer.write_for_training()
     elif tokenizer.chat_template:
-        read_as_written(tokenizer)
+        writer.read_as_written()
     else:
         if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
             raise ConfigError(
                 f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
                 "by token types, which are not given to it here"
             )
-        choose_form(tokenizer, form, source)
+        writer.choose_form(form, source)

@@ -33,7 +33,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, Render
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
 from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
-from rm_optimizer.core.tokens.written_template import write_for_training
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.records.codec import from_values, json_values
 
 
@@ -176,7 +176,7 @@ class BradleyTerryRM(BaseRewardModel):
         """
         loaded = build_model(architecture, tokenizer, LoadOptions(attn_implementation, dropout, seed))
         if render_fn is None:
-            write_for_training(tokenizer)
+            TemplateWriter(tokenizer).write_for_training()
         return cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
 
     @classmethod

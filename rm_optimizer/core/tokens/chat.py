@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.rows.messages import require_characters
-from rm_optimizer.core.tokens.conversation_text import PIN_MARK, PINNED_DATE, first_lost, pin_dates, plain_prompt
-from rm_optimizer.core.tokens.tokenizer import special_frame
+from rm_optimizer.core.tokens.conversation_text import PIN_MARK, PINNED_DATE, first_lost, pinned_template, plain_prompt
+from rm_optimizer.core.tokens.tokenizer import require_one_template, special_frame
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
@@ -74,7 +74,8 @@ class ConversationRenderer:
         self.max_length = max_length
         self.render_fn = render_fn
         self.frame = special_frame(tokenizer)
-        _require_one_template(tokenizer, render_fn)
+        if render_fn is None:
+            require_one_template(tokenizer)
         self._lead, self._end = ((), ()) if self.is_written else self.frame
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
@@ -84,7 +85,7 @@ class ConversationRenderer:
             special = len(self._lead) + len(self._end)
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
         if self.kind == "chat_template":
-            self._pin_template()
+            tokenizer.chat_template = pinned_template(tokenizer.chat_template)
         self._closing = self.closing() if self.is_written else ()
         self.template_hash, self.probe_rendering = self._probe()
 
@@ -182,19 +183,30 @@ class ConversationRenderer:
         cut = {i: self._cut(sequences[i], start) for i, start in zip(too_long, starts, strict=True)}
         return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
 
-    def encode_rendered(self, texts: Sequence[str], max_length: int, *, adds_frame: bool = True) -> list[Encoding]:
+    def encode_rendered(self, texts: Sequence[str], max_length: int) -> list[Encoding]:
         """Token ids of conversations that are text already; over-long ones lose tokens from the left, after BOS.
 
         Args:
             texts: as `text` renders them.
             max_length: most tokens of a sequence.
-            adds_frame: add BOS and EOS where the texts lack them.
         """
         encodings = []
-        for ids in map(self._framed if adds_frame else list[int], self._ids(list(texts))):
+        for ids in map(self._framed, self._ids(list(texts))):
             lead, cut = self._lead_width(ids), max(0, len(ids) - max_length)
             encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
         return encodings
+
+    def probe_ids(self, *, adds_frame: bool = True) -> list[list[int]]:
+        """Token ids of the probe conversations that the template takes, with or without what is added to them."""
+        found = []
+        for prompt, response in PROBES:
+            try:
+                text = self.text(prompt, response)
+            except (DataError, ValueError):
+                continue
+            ids = self._ids([text])[0]
+            found.append(self._framed(ids) if adds_frame else ids)
+        return found
 
     def identity(self) -> dict[str, Any]:
         """Rendering stored with a model, so that it never scores under another one; JSON values."""
@@ -221,16 +233,6 @@ class ConversationRenderer:
             f"{self.template_hash}: the probe reads {self.probe_rendering!r} instead of {stored.get('rendering')!r}; "
             "restore the tokenizer and chat template that were saved with the model"
         )
-
-    def _pin_template(self) -> None:
-        template = self.tokenizer.chat_template
-        if isinstance(template, dict):
-            pinned: str | dict[str, str] = {name: pin_dates(text) for name, text in template.items()}
-        else:
-            pinned = pin_dates(template)
-        if pinned != template:
-            _log.warning("the chat template inserts today's date; it is pinned to %s", PINNED_DATE)
-            self.tokenizer.chat_template = pinned
 
     def _probe(self) -> tuple[str, str]:
         """Digest of the fixed probe conversations' texts and ids, and the first one's text."""
@@ -384,13 +386,3 @@ def _check_encodable(text: str) -> None:
         require_characters("a text", text)
     except ValueError as error:
         raise ConversationRefused(f"{error}; repair or drop the row") from error
-
-
-def _require_one_template(tokenizer: PreTrainedTokenizerBase, render_fn: RenderFn | None) -> None:
-    """Refuse a tokenizer with several named chat templates and no default: the model's choice is unknown."""
-    named = tokenizer.chat_template
-    if render_fn is None and isinstance(named, dict) and "default" not in named:
-        raise CheckpointError(
-            f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none named 'default'; "
-            "save it with the one that the model reads as chat_template.jinja"
-        )

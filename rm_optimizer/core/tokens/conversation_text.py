@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -17,6 +18,7 @@ _PINNED_DAY = datetime(2024, 7, 26)
 PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
 _SET_DATE = f"{{% set date_string = '{PINNED_DATE}' %}}\n"
 _NOW_LITERAL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""")
+_log = logging.getLogger("rm_optimizer")
 ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
 
 
@@ -44,6 +46,17 @@ def pin_dates(template: str) -> str:
     if re.search(r"\bdate_string\b", pinned) and not re.search(r"\bset\s+date_string\b", pinned):
         pinned = _SET_DATE + pinned
     return pinned if pinned == template else PIN_MARK + pinned
+
+
+def pinned_template(template: str | dict[str, str]) -> str | dict[str, str]:
+    """A tokenizer's chat template, or each of its named ones, with pinned dates; logged where that changes it."""
+    if isinstance(template, dict):
+        pinned: str | dict[str, str] = {name: pin_dates(text) for name, text in template.items()}
+    else:
+        pinned = pin_dates(template)
+    if pinned != template:
+        _log.warning("the chat template inserts today's date; it is pinned to %s", PINNED_DATE)
+    return pinned
 
 
 def transcript(messages: Sequence[Message]) -> str:

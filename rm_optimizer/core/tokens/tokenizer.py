@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
+from rm_optimizer.errors import CheckpointError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
@@ -60,3 +61,17 @@ def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], 
     end = tuple(framed[start + len(bare) :])
     fallback = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     return tuple(framed[:start]), end or (() if fallback is None else (int(fallback),))
+
+
+def require_one_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with several named chat templates and no default: the model's choice is unknown.
+
+    Raises:
+        CheckpointError: naming the templates.
+    """
+    named = tokenizer.chat_template
+    if isinstance(named, dict) and "default" not in named:
+        raise CheckpointError(
+            f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none named 'default'; "
+            "save it with the one that the model reads as chat_template.jinja"
+        )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message
-from rm_optimizer.core.tokens.chat import PROBES, WRITTEN_MARK, ConversationRenderer
+from rm_optimizer.core.tokens.chat import WRITTEN_MARK, ConversationRenderer
 from rm_optimizer.core.tokens.conversation_text import ROLE_NAMES
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 
@@ -44,99 +44,118 @@ _ENOUGH = 1 << 20
 _log = logging.getLogger("rm_optimizer")
 
 
-def write_for_training(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer, whose model is yet to be trained, a chat template that writes the whole sequence.
-
-    A template that ends a turn with a special token of its own is read there, as plain `apply_chat_template` does; one
-    that does not gets EOS. The tokenizer is left alone where its template writes all, or where the completed one does
-    not give the tokens of the framed text (some SentencePiece tokenizers).
-    """
-    framed = ConversationRenderer(tokenizer, _ENOUGH)
-    lead, end = (_text_of(tokenizer, ids) for ids in framed.frame)
-    template = tokenizer.chat_template
-    if not template:
-        _replace(tokenizer, _without_template(lead, "Prompt: ", "\n\nResponse: ", end), _sequences(framed))
-    elif isinstance(template, str) and (closing := _closing(tokenizer, framed)) is not None:
-        written = _sequences(framed, adds_frame=False)
-        if written == _sequences(framed):
-            return
-        starts = all(framed.has_lead(ids) for ids in written)
-        completed = template if starts else f"{{{{ {json.dumps(lead)} }}}}{template}"
-        if closing:
-            expected = [ids if starts else [*framed.frame[0], *ids] for ids in written]
-        else:
-            ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
-            completed, expected = completed.removesuffix("\n") + ending, _sequences(framed)
-        _replace(tokenizer, completed, expected)
-
-
-def read_as_written(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Mark the chat template of a reward model that others trained: nothing is added to what it writes.
-
-    The template of an encoder that writes no CLS is framed as usual, with a warning.
-    """
-    framed = ConversationRenderer(tokenizer, _ENOUGH)
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or WRITTEN_MARK in template:
-        return
-    written = _sequences(framed, adds_frame=False)
-    if written == _sequences(framed):
-        return
-    if tokenizer.cls_token_id is not None and not all(framed.has_lead(ids) for ids in written):
-        _log.warning(
-            "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
-            "model was trained so is unknown",
-            tokenizer.cls_token,
-            tokenizer.sep_token,
-        )
-        return
-    _replace(tokenizer, template, written)
-
-
-def choose_form(tokenizer: PreTrainedTokenizerBase, form: str | None, source: object) -> None:
-    """Settle the form of the input of a reward model that others trained and that has no chat template.
+class TemplateWriter:
+    """Gives a tokenizer the chat template that writes what its model reads, or is to be trained on.
 
     Args:
-        tokenizer: without a chat template; gets one.
-        form: `plain`, `pair` (as OpenAssistant's DeBERTa reads it), or None, which takes `plain` with a warning.
-        source: path or name of the model, for the messages.
-
-    Raises:
-        ConfigError: if the form is unknown, or the tokenizer does not make text pairs that a template can write.
+        tokenizer: tokenizer to change.
     """
-    if form not in (None, *FORMS):
-        raise ConfigError(did_you_mean("input_form", str(form), FORMS))
-    if form == "pair":
-        _read_as_pair(tokenizer)
-    else:
-        write_for_training(tokenizer)
-    if form is None:
-        _log.warning(
-            "%s has neither a chat template nor our export.json, so the form of its input is unknown; its rewards here "
-            "are those of 'Prompt: …\\n\\nResponse: …'. If its card calls tokenizer(prompt, response), evaluate, score "
-            "and doctor take --input-form pair; for the rest, store it once with BradleyTerryRM.from_pretrained('%s', "
-            "input_form='pair').save_pretrained('FOLDER') and give FOLDER. The form 'plain' silences this",
-            source,
-            source,
-        )
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        renderer = ConversationRenderer(tokenizer, _ENOUGH)
+        self._frame = renderer.frame
+        self._framed, self._written = renderer.probe_ids(), renderer.probe_ids(adds_frame=False)
+        self._has_lead = all(renderer.has_lead(ids) for ids in self._written)
+        try:
+            self._closing: tuple[int, ...] | None = renderer.closing()
+        except DataError:  # the template renders no single turn
+            self._closing = None
 
-def _read_as_pair(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer a template that writes what it makes of the text pair (prompt, response)."""
-    pairs = (("Name a colour.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
-    expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
-    prompt, response = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in pairs[0])
-    start = _find(expected[0], prompt, 0)
-    middle = _find(expected[0], response, start + len(prompt))
-    frame = (expected[0][:start], expected[0][start + len(prompt) : middle], expected[0][middle + len(response) :])
-    lead, between, end = (_text_of(tokenizer, ids) for ids in frame)
-    tokenizer.chat_template = WRITTEN_MARK + _without_template(lead, "", between, end)
-    renderer = ConversationRenderer(tokenizer, _ENOUGH)
-    if [list(renderer.encode(*pair).ids) for pair in pairs] != expected:
-        raise ConfigError(
-            "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
-            "pass a render_fn to from_pretrained"
-        )
+    def write_for_training(self) -> None:
+        """Have the template write the whole sequence, for a model that is yet to be trained.
+
+        A template that ends a turn with a special token of its own is read there, as plain `apply_chat_template` does;
+        one that does not gets EOS. The tokenizer is left alone where its template writes all, or where the completed
+        one does not give the tokens of the framed text (some SentencePiece tokenizers).
+        """
+        lead, end = (self._text_of(ids) for ids in self._frame)
+        template = self.tokenizer.chat_template
+        if not template:
+            self._replace(_without_template(lead, "Prompt: ", "\n\nResponse: ", end), self._framed)
+        elif isinstance(template, str) and self._closing is not None and self._written != self._framed:
+            completed = template if self._has_lead else f"{{{{ {json.dumps(lead)} }}}}{template}"
+            special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+            if special.intersection(self._closing):
+                expected = [ids if self._has_lead else [*self._frame[0], *ids] for ids in self._written]
+            else:
+                ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
+                completed, expected = completed.removesuffix("\n") + ending, self._framed
+            self._replace(completed, expected)
+
+    def read_as_written(self) -> None:
+        """Mark the chat template of a reward model that others trained: nothing is added to what it writes.
+
+        The template of an encoder that writes no CLS is framed as usual, with a warning.
+        """
+        tokenizer, template = self.tokenizer, self.tokenizer.chat_template
+        if not isinstance(template, str) or WRITTEN_MARK in template or self._written == self._framed:
+            return
+        if tokenizer.cls_token_id is not None and not self._has_lead:
+            _log.warning(
+                "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
+                "model was trained so is unknown",
+                tokenizer.cls_token,
+                tokenizer.sep_token,
+            )
+            return
+        self._replace(template, self._written)
+
+    def choose_form(self, form: str | None, source: object) -> None:
+        """Settle the form of the input of a reward model that others trained and that has no chat template.
+
+        Args:
+            form: `plain`, `pair` (as OpenAssistant's DeBERTa reads it), or None, which takes `plain` with a warning.
+            source: path or name of the model, for the messages.
+
+        Raises:
+            ConfigError: if the form is unknown, or the tokenizer does not make text pairs that a template can write.
+        """
+        if form not in (None, *FORMS):
+            raise ConfigError(did_you_mean("input_form", str(form), FORMS))
+        if form == "pair":
+            self._read_as_pair()
+        else:
+            self.write_for_training()
+        if form is None:
+            _log.warning(
+                "%s has neither a chat template nor our export.json, so the form of its input is unknown; its rewards "
+                "here are those of 'Prompt: …\\n\\nResponse: …'. If its card calls tokenizer(prompt, response), "
+                "evaluate, score and doctor take --input-form pair; for the rest, store it once with "
+                "BradleyTerryRM.from_pretrained('%s', input_form='pair').save_pretrained('FOLDER') and give FOLDER. "
+                "The form 'plain' silences this",
+                source,
+                source,
+            )
+
+    def _read_as_pair(self) -> None:
+        """Have the template write what the tokenizer makes of the text pair (prompt, response)."""
+        tokenizer = self.tokenizer
+        pairs = (("Name a colour.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
+        expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
+        prompt, response = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in pairs[0])
+        start = _find(expected[0], prompt, 0)
+        middle = _find(expected[0], response, start + len(prompt))
+        frame = (expected[0][:start], expected[0][start + len(prompt) : middle], expected[0][middle + len(response) :])
+        lead, between, end = (self._text_of(ids) for ids in frame)
+        tokenizer.chat_template = WRITTEN_MARK + _without_template(lead, "", between, end)
+        renderer = ConversationRenderer(tokenizer, _ENOUGH)
+        if [list(renderer.encode(*pair).ids) for pair in pairs] != expected:
+            raise ConfigError(
+                "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
+                "pass a render_fn to from_pretrained"
+            )
+
+    def _replace(self, template: str, expected: list[list[int]]) -> None:
+        """Set a template and its mark, unless it gives other tokens than expected."""
+        before = self.tokenizer.chat_template
+        self.tokenizer.chat_template = WRITTEN_MARK + template
+        if ConversationRenderer(self.tokenizer, _ENOUGH).probe_ids() != expected:
+            self.tokenizer.chat_template = before
+            _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        return "".join(self.tokenizer.convert_ids_to_tokens(list(ids)))
 
 
 def _find(ids: list[int], part: list[int], start: int) -> int:
@@ -162,38 +181,3 @@ def writes_the_sequence(
         return False
     turns = [message.to_dict() for message in (*prompt, Message("assistant", response))]
     return list(tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True)["input_ids"]) == list(ids)
-
-
-def _closing(tokenizer: PreTrainedTokenizerBase, renderer: ConversationRenderer) -> bool | None:
-    """True if the template ends a response with a special token; None if it renders no single turn."""
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    try:
-        return any(token in special for token in renderer.closing())
-    except DataError:
-        return None
-
-
-def _sequences(renderer: ConversationRenderer, *, adds_frame: bool = True) -> list[list[int]]:
-    """Token ids of the probe conversations that the template takes, with or without what is added to them."""
-    found = []
-    for prompt, response in PROBES:
-        try:
-            text = renderer.text(prompt, response)
-        except (DataError, ValueError):
-            continue
-        encodings = renderer.encode_rendered([text], _ENOUGH, adds_frame=adds_frame)
-        found.append(list(encodings[0].ids))
-    return found
-
-
-def _replace(tokenizer: PreTrainedTokenizerBase, template: str, expected: list[list[int]]) -> None:
-    """Set a template and its mark, unless it gives other tokens than expected."""
-    before = tokenizer.chat_template
-    tokenizer.chat_template = WRITTEN_MARK + template
-    if _sequences(ConversationRenderer(tokenizer, _ENOUGH)) != expected:
-        tokenizer.chat_template = before
-        _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
-
-
-def _text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return "".join(tokenizer.convert_ids_to_tokens(list(ids)))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from rm_optimizer.records.run_folder import RunFolder
 
 log = logging.getLogger("rm_optimizer")
 
@@ -58,3 +61,28 @@ class StopSignal:
             "stopping after this step or batch of an evaluation, and saving a checkpoint; "
             "press Ctrl-C again to stop at once"
         )
+
+
+def stopped_after(steps: int, num_steps: int, where: str, run_dir: Path, checkpoint: Path | None) -> str:
+    """The sentence of a run that the user stopped.
+
+    Args:
+        steps: optimizer steps done.
+        num_steps: optimizer steps planned.
+        where: what it was doing, after a blank; empty between two steps.
+        run_dir: the run folder.
+        checkpoint: its last checkpoint.
+    """
+    best = RunFolder(run_dir).best_checkpoint
+    so_far = f", the best so far {best}" if best.exists() else ""
+    saved = f"its checkpoint is {checkpoint}{so_far}; resume=auto goes on from there"
+    return f"stopped after step {steps} of {num_steps}{where}; {saved}"
+
+
+def stopped_at_once(run_dir: Path) -> str:
+    """The sentence of a run that a second signal ended."""
+    newest = list(RunFolder(run_dir).checkpoints.values())
+    saved = (
+        f"the newest checkpoint is {newest[-1]}; resume=auto goes on from there" if newest else "nothing was saved yet"
+    )
+    return f"stopped at once, without a checkpoint of this step; {saved}"

@@ -23,7 +23,7 @@ from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.records.disk import writing
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainingConfig
-from rm_optimizer.schema.monitors import better_mode, monitored_group
+from rm_optimizer.schema.monitors import monitored_group
 from rm_optimizer.training.callbacks.best import BestSoFar
 from rm_optimizer.training.callbacks.evaluation_plan import EvaluationPlan
 from rm_optimizer.training.callbacks.interrupt import StopSignal
@@ -32,7 +32,7 @@ from rm_optimizer.training.callbacks.progress import ProgressLines
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.folder.checkpoints import checkpoint_path, prune, save_checkpoint
-from rm_optimizer.training.folder.resume import random_states, set_random_states
+from rm_optimizer.training.folder.random_states import random_states, set_random_states
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 log = logging.getLogger("rm_optimizer")
@@ -84,7 +84,8 @@ class Evaluation(pl.Callback):
         self.every = plan.every
         self.beta = beta
         self._sample = plan.positions(datamodule.seed)
-        self.best = BestSoFar(better_mode(config.monitor, config.mode), config.early_stopping.min_delta)
+        assert config.mode is not None, "resolved with the options"
+        self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
         self.latest: Evaluated | None = None
         self.stopped_early = False
         self.seconds = 0.0

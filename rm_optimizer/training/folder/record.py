@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -13,11 +14,21 @@ from typing import Any
 from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
 from rm_optimizer.core.rows.readers import is_hub_name
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.core.storage.checkpoint import read_checkpoint
+from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.run_folder import IDENTITY_FILE, OPTIONS_FILE, RunIdentity, checkpoint_step
-from rm_optimizer.records.run_options import options_of
-from rm_optimizer.schema import DataConfig, TrainConfig
+from rm_optimizer.records.run_folder import (
+    IDENTITY_FILE,
+    METRICS_FILE,
+    OPTIONS_FILE,
+    RunFolder,
+    RunIdentity,
+    checkpoint_step,
+)
+from rm_optimizer.schema import DataConfig
+
+log = logging.getLogger("rm_optimizer")
 
 RUN_KEY = "run"
 """Entry of a checkpoint's payload that identifies its run."""
@@ -55,10 +66,12 @@ class Start:
     """Start of a run.
 
     Args:
+        options: the options of the run, as JSON values.
         checkpoint: the checkpoint it goes on from; None starts anew.
         before: the record of that checkpoint.
     """
 
+    options: dict[str, Any]
     checkpoint: Path | None = None
     before: RunRecord | None = None
 
@@ -68,7 +81,7 @@ class Start:
         return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 
-def recorded(config: TrainConfig, start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
+def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
     """The record of the run that starts now, which its checkpoints carry.
 
     Raises:
@@ -92,10 +105,31 @@ def recorded(config: TrainConfig, start: Start, data: TrainVal, order: PairOrder
         train_fingerprint=train,
         val_fingerprint=val,
         num_steps=num_steps,
-        options=options_of(config),
+        options=start.options,
         extensions=extensions,
         order=order.identity if order else SHUFFLED,
     )
+
+
+def read_record(path: Path, run_dir: Path) -> RunRecord:
+    """The record of a checkpoint, which must belong to the run in the folder.
+
+    Raises:
+        CheckpointError: if it is of another run, or of a version that recorded none.
+    """
+    content = read_checkpoint(path)[0].get(RUN_KEY)
+    again = "set resume=restart, or choose another hydra.run.dir"
+    if content is None:
+        raise CheckpointError(f"{path} does not say which run it belongs to, for an earlier version saved it; {again}")
+    record = from_values(RunRecord, content)
+    identity = RunFolder(run_dir).identity
+    if identity is not None and identity.run_id != record.run_id:
+        raise CheckpointError(
+            f"{path} belongs to run {record.run_id}, but the folder to run {identity.run_id}; remove it, {again}"
+        )
+    if not (run_dir / METRICS_FILE).is_file():
+        log.warning("%s is missing: its rows up to step %d are lost", run_dir / METRICS_FILE, checkpoint_step(path))
+    return record
 
 
 def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
-from rm_optimizer.core.storage.checkpoint import read_checkpoint
-from rm_optimizer.errors import CheckpointError, ConfigError
-from rm_optimizer.records.codec import from_values
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_folder import (
     EXPORT,
@@ -21,14 +22,11 @@ from rm_optimizer.records.run_folder import (
     PAIR_REWARDS_FILE,
     RESULT_FILE,
     RunFolder,
-    checkpoint_step,
 )
-from rm_optimizer.records.run_options import changed_options, has_same_length, options_of, require_same_options
-from rm_optimizer.schema import TrainConfig
+from rm_optimizer.records.run_options import RunRequest, changed_options, has_same_length, require_same_options
 from rm_optimizer.schema.config import Resume
-from rm_optimizer.training.folder.record import RUN_KEY, RunRecord, Start
+from rm_optimizer.training.folder.record import RunRecord, Start, read_record
 from rm_optimizer.training.folder.result import DataSummary, RunResult, RunStatus
-from rm_optimizer.training.folder.resume import newest_checkpoint
 
 log = logging.getLogger("rm_optimizer")
 
@@ -41,119 +39,126 @@ LEFT = (
 """What a run leaves in its folder, in the order of removal: the result first, so that a kill leaves no finished run."""
 
 
-def finished_result(config: TrainConfig) -> RunResult | None:
-    """The result of a run that has ended already and that `resume=auto` therefore leaves as it is.
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that has ended already and that `resume=auto` therefore leaves as it is.
 
     Args:
-        config: the options; `require_usable` has passed them.
+        result: its result.
+        ignored: options given now that therefore have no effect.
     """
-    run = RunFolder(Path(config.output_dir))
-    result = RunResult.read(run.path)
-    if config.resume != Resume.auto or result is None or not (run.path / EXPORT).is_file():
+
+    result: RunResult
+    ignored: Sequence[str]
+
+    def __str__(self) -> str:
+        """A sentence on its end and on the options without effect."""
+        ended = "finished" if self.result.status == RunStatus.finished else "was stopped early"
+        rest = f"; {', '.join(self.ignored)} as given now: without effect" if self.ignored else ""
+        return f"the run in {self.result.run_dir} {ended} after step {self.result.steps}; nothing is changed{rest}"
+
+
+def ended_run(request: RunRequest) -> EndedRun | None:
+    """The run that has ended already in the folder of a request; None where there is something left to do.
+
+    Args:
+        request: the run that is to start; `require_usable` has passed it.
+    """
+    run_dir, options = request.run_dir, request.options
+    if request.resume != Resume.auto or not (run_dir / EXPORT).is_file() or (result := RunResult.read(run_dir)) is None:
         return None
-    identity, options = run.identity, options_of(config)
+    identity = RunFolder(run_dir).identity
     if result.run_id is None or (identity is not None and identity.run_id != result.run_id):
         return None
     require_same_options(result.config, options)
     if result.status == RunStatus.finished and not has_same_length(result.config, options):
         return None
-    return result
+    return EndedRun(result, changed_options(result.config, options))
 
 
-def finished_sentence(result: RunResult, config: TrainConfig) -> str:
-    """The sentence that a run has ended already, with the options that therefore have no effect."""
-    ended = "finished" if result.status == RunStatus.finished else "was stopped early"
-    ignored = changed_options(result.config, options_of(config))
-    rest = f"; {', '.join(ignored)} as given now: without effect" if ignored else ""
-    return f"the run in {result.run_dir} {ended} after step {result.steps}; nothing is changed{rest}"
-
-
-def begin(config: TrainConfig, run_dir: Path, *, is_first_rank: bool) -> Start:
+def begin(request: RunRequest, *, is_first_rank: bool) -> Start:
     """Find the checkpoint to go on from, or clear the folder for a run that starts anew.
 
     Args:
-        config: the options; `require_usable` has passed them.
-        run_dir: the run folder.
+        request: the run that is to start; `require_usable` has passed it.
         is_first_rank: True if this process may remove files.
 
     Raises:
         CheckpointError: if the checkpoint is of another run, or of a version that recorded none.
         ConfigError: if the options differ from the checkpoint's, or a finished run has no checkpoint to extend it from.
     """
-    if config.resume == Resume.auto and (path := newest_checkpoint(run_dir)):
-        return Start(path, _record_of(path, config, run_dir))
+    checkpoint = _newest_checkpoint(request.run_dir) if request.resume == Resume.auto else None
+    if checkpoint is None:
+        _begin_anew(request.run_dir, request.resume, is_first_rank)
+        return Start(request.options)
+    before = read_record(checkpoint, request.run_dir)
+    require_same_options(before.options, request.options)
+    return Start(request.options, checkpoint, before)
+
+
+def _begin_anew(run_dir: Path, resume: Resume, is_first_rank: bool) -> None:
     run = RunFolder(run_dir)
     results = run.results
-    if config.resume == Resume.auto and RESULT_FILE in results:
+    if resume == Resume.auto and RESULT_FILE in results:
         raise ConfigError(
             f"resume=auto needs a checkpoint to extend the finished run in {run_dir}, but checkpoints/ holds no whole "
             "one; set the options back, set resume=restart, or choose another hydra.run.dir"
         )
-    if is_first_rank and (results or (config.resume == Resume.restart and run.is_used)):
+    if is_first_rank and (results or (resume == Resume.restart and run.is_used)):
         log.info("starting anew in %s; what the run before left is removed", run_dir)
         clear(run_dir)
     if is_first_rank:
         (run_dir / TRAINED_PAIRS_FILE).unlink(missing_ok=True)  # of a start that failed before its first step
-    return Start()
 
 
-def _record_of(path: Path, config: TrainConfig, run_dir: Path) -> RunRecord:
-    """The record of a checkpoint, which must belong to the run in the folder and to these options."""
-    content = read_checkpoint(path)[0].get(RUN_KEY)
-    again = "set resume=restart, or choose another hydra.run.dir"
-    if content is None:
-        raise CheckpointError(f"{path} does not say which run it belongs to, for an earlier version saved it; {again}")
-    record = from_values(RunRecord, content)
-    identity = RunFolder(run_dir).identity
-    if identity is not None and identity.run_id != record.run_id:
-        raise CheckpointError(
-            f"{path} belongs to run {record.run_id}, but the folder to run {identity.run_id}; remove it, {again}"
-        )
-    require_same_options(record.options, options_of(config))
-    if not (run_dir / METRICS_FILE).is_file():
-        log.warning("%s is missing: its rows up to step %d are lost", run_dir / METRICS_FILE, checkpoint_step(path))
-    return record
+def _newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest periodic checkpoint that is whole; a torn one is skipped with a warning for the one before."""
+    for step, path in reversed(RunFolder(run_dir).checkpoints.items()):
+        if damage := _damage(path):
+            log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
+            continue
+        log.info("resuming after step %d from %s", step, path)
+        return path
+    return None
 
 
-def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None) -> None:
-    """Refuse to continue a run in another order than it was started with.
+def _damage(path: Path) -> str | None:
+    """Defect of a checkpoint file, by the checksums of its zip archive; None if there is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        return str(error)
+    return f"checksum of {broken} does not match" if broken else None
+
+
+def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None, order: PairOrder | None) -> None:
+    """Refuse to continue a run on other pairs, or in another order, than it was started with.
 
     Args:
         before: record of the run.
+        data: pairs of now; None where they are not read again.
         order: order of now; None is the shuffle by the seed.
 
     Raises:
-        ConfigError: naming both orders.
+        ConfigError: naming the option whose pairs differ, or both orders.
     """
-    now = order.identity if order else SHUFFLED
-    if before.order != now:
-        raise ConfigError(
-            f"resume=auto continues a run in the order it started with, but order was {before.order}, is {now}; bring "
-            "it back, set resume=restart, or choose another hydra.run.dir"
-        )
-
-
-def require_same_data(before: RunRecord | DataSummary, data: TrainVal) -> None:
-    """Refuse to continue a run on other pairs than it was started with.
-
-    Args:
-        before: record of the run.
-        data: pairs of now.
-
-    Raises:
-        ConfigError: naming the option whose pairs differ.
-    """
-    train, val = data.fingerprints
-    for option, was, now in (
-        ("data.train", before.train_fingerprint, train),
-        ("data.val", before.val_fingerprint, val),
+    fingerprints = (before.train_fingerprint, before.val_fingerprint)
+    for split, was, now in zip(
+        ("train", "val"), fingerprints, data.fingerprints if data else fingerprints, strict=True
     ):
         if was != now:
             raise ConfigError(
-                f"resume=auto continues a run on the pairs it started with, but those of {option} have changed "
+                f"resume=auto continues a run on the pairs it started with, but those of data.{split} have changed "
                 f"(fingerprint was {was}, is {now}); bring them back, set resume=restart, or choose another "
                 "hydra.run.dir"
             )
+    identity = order.identity if order else SHUFFLED
+    if before.order != identity:
+        raise ConfigError(
+            f"resume=auto continues a run in the order it started with, but order was {before.order}, is {identity}; "
+            "bring it back, set resume=restart, or choose another hydra.run.dir"
+        )
 
 
 def clear(run_dir: Path) -> None:

@@ -31,7 +31,7 @@ def test_without_a_terminal_a_run_logs_steps_evaluations_and_where_its_metrics_a
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("rm_optimizer.training.run.ProgressLines", lambda: ProgressLines(seconds=0.0))
+    monkeypatch.setattr("rm_optimizer.training.fitting.ProgressLines", lambda: ProgressLines(seconds=0.0))
     with caplog.at_level(logging.INFO, "rm_optimizer"):
         train_reward_model(small_config(tmp_path, "training.progress=true", "training.max_steps=2"))
     assert f"the metrics of every step are in {tmp_path}/metrics.csv" in caplog.text

@@ -11,16 +11,16 @@ import torch
 
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import run
 from rm_optimizer.training.data import in_memory
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
+from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]
 
 
-def module_of(config: TrainConfig, tmp_path: Path) -> PreferenceDataModule:
-    tmp_path.mkdir(exist_ok=True)
-    return run._prepare(config, tmp_path).datamodule
+def module_of(config: TrainConfig) -> PreferenceDataModule:
+    Path(config.output_dir).mkdir(exist_ok=True)
+    return prepared_run(config).datamodule
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -43,7 +43,7 @@ def test_pinning_reaches_the_loader_and_the_transfer(
 
     monkeypatch.setattr(in_memory, "MacroBatchLoader", Loader)
     monkeypatch.setattr(MacroBatch, "to", moved)
-    module = module_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"), tmp_path / "run")
+    module = module_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"))
     batch = next(module.steps(0, 1))
     module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
     assert asked == [pins, pins]
@@ -52,7 +52,7 @@ def test_pinning_reaches_the_loader_and_the_transfer(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Path) -> None:
-    module = module_of(small_config(tmp_path / "run", "hardware.pin_memory=true"), tmp_path / "run")
+    module = module_of(small_config(tmp_path / "run", "hardware.pin_memory=true"))
     batch = next(module.steps(0, 1))
     assert all(micro.label.is_pinned() for micro in batch.micro)
     there = module.transfer_batch_to_device(batch, torch.device("cuda"), 0)

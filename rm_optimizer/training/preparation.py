@@ -1,0 +1,121 @@
+"""The parts of a run: its pairs, model, batches and plan of evaluations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rm_optimizer.core.pairs.dataset import TrainVal
+from rm_optimizer.core.pairs.orders import PairOrder
+from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.records.files import write_text
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training.base_model import trainable_model
+from rm_optimizer.training.callbacks.best import require_monitored
+from rm_optimizer.training.callbacks.evaluation_plan import plan_of
+from rm_optimizer.training.callbacks.loop import Evaluation
+from rm_optimizer.training.compiling import compile_backbone
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
+from rm_optimizer.training.data.run_data import data_module, load_data
+from rm_optimizer.training.folder.record import RunRecord, Start, recorded
+from rm_optimizer.training.folder.result import TOY_WARNING, is_toy
+from rm_optimizer.training.folder.start import require_same_pairs
+from rm_optimizer.training.lightning_module import RewardModelLightning
+
+log = logging.getLogger("rm_optimizer")
+
+SKIPPED_FILE = "skipped_rows.txt"
+"""Rows that gave no pair, one a line, in the run folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parts of one run, ready to be fitted.
+
+    Args:
+        config: the composed options.
+        run_dir: the run folder.
+        started: time at which preparation began, of `time.perf_counter`.
+        module: the model and its optimization.
+        datamodule: the pairs, tokenized, and their batches.
+        evaluation: the evaluations, with the best weights so far.
+        record: the run's identity and plan.
+        notes: sentences on the pairs.
+    """
+
+    config: TrainConfig
+    run_dir: Path
+    started: float
+    module: RewardModelLightning
+    datamodule: PreferenceDataModule
+    evaluation: Evaluation
+    record: RunRecord
+    notes: tuple[str, ...]
+
+    def keep_trained_pairs(self) -> None:
+        """Write fingerprints of the training pairs, with those of the base model and those before a resume."""
+        found, path = self.datamodule.trained_pairs(), self.run_dir / TRAINED_PAIRS_FILE
+        for source in (self.config.model.path, path.parent if path.is_file() else None):
+            earlier = None if source is None else TrainedPairs.recorded(source)
+            found = found if earlier is None else found.merged(earlier)
+        found.write(path)
+
+
+def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, order: PairOrder | None = None) -> Run:
+    """Read the pairs, load the model, tokenize and plan.
+
+    Args:
+        config: the composed options.
+        start: the run's start.
+        given: pairs in memory, in place of those that `config.data` names.
+        order: order of the training pairs; None shuffles them by the seed.
+    """
+    run_dir = Path(config.output_dir)
+    started = time.perf_counter()
+    if is_toy(config.model.path, given or config.data.train):
+        log.warning(TOY_WARNING, config.model.name)
+    data = load_data(config, given)
+    if start.before is not None:
+        require_same_pairs(start.before, data, order)
+    require_monitored(config.training.monitor, data.val)
+    notes = data.notes(uses_margins=config.loss.margin_scale > 0)
+    for note in notes:
+        log.warning(note)
+    model = trainable_model(config, data.train)
+    datamodule = data_module(data, config, model, order)
+    record = recorded(start, data, order, datamodule.num_steps)
+    module = RewardModelLightning(
+        model,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        num_steps=datamodule.num_steps,
+        gradient_clip_norm=config.training.gradient_clip_norm,
+        pair_ids=datamodule.pair_ids,
+        run_dir=run_dir,
+    )
+    module.record = record
+    evaluation = Evaluation(
+        datamodule,
+        run_dir,
+        config.training,
+        plan=plan_of(config, datamodule),
+        beta=config.loss.beta,
+    )
+    if config.hardware.compile:
+        compile_backbone(model)
+    run = Run(config, run_dir, started, module, datamodule, evaluation, record, notes)
+    run.keep_trained_pairs()
+    list_skipped([*datamodule.data.train.skipped, *datamodule.data.val.skipped], run_dir)
+    return run
+
+
+def list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:
+    """Say how many rows gave no pair, and list them in a file."""
+    if skipped:
+        path = write_text(run_dir / SKIPPED_FILE, "".join(f"{row}\n" for row in skipped))
+        log.warning("%d rows gave no pair; %s lists them, the first is %s", len(skipped), path, skipped[0])
