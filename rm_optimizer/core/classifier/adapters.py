@@ -129,17 +129,18 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
     else:
         wanted = copy.deepcopy(config)
     _require_exact(wanted)
-    head_side = head_side_modules(model)
+    head_side, beside = head_side_modules(model), parts_beside_text(model)
     wanted.task_type = peft.TaskType.SEQ_CLS
     wanted.modules_to_save = sorted({*(wanted.modules_to_save or ()), *head_side})
     linear = dict(_linear_layers(model))
     if wanted.target_modules is None or wanted.target_modules == "all-linear":
-        picked = _default_targets(model, linear)
+        picked = _default_targets(model, linear, beside)
         wanted.target_modules = {name.rpartition(".")[2] for name in picked}
         others = [name for name in linear if name not in picked]
     else:
-        others = [name for name in linear if is_under(name, (*head_side, *parts_beside_text(model)))]
-        _require_targets(model, wanted.target_modules, others)
+        others = [name for name in linear if is_under(name, (*head_side, *beside))]
+        inside = [name for name, _ in model.named_modules() if name not in others and not is_under(name, beside)]
+        _require_targets(wanted.target_modules, inside, linear.keys() - others)
     wanted.exclude_modules = _excluding(wanted.exclude_modules, others, wanted.target_modules)
     _set_orientation(wanted, linear)
     _name_base(wanted, model)
@@ -169,13 +170,15 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         try:
             peft.inject_adapter_in_model(injected, model, ADAPTER_NAME)
         except ValueError as error:
-            raise ConfigError(_unknown_targets(model, _listed(config.target_modules))) from error
+            targets = config.target_modules
+            got = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+            raise ConfigError(_unknown_targets(_usable_layers(model), got)) from error
     stored = copy.deepcopy(injected)
     stored.modules_to_save = config.modules_to_save
     model.peft_config = {ADAPTER_NAME: stored}
+    _keep_factors_exact(model)
     for name in saved_modules(model):
         keep_exact(model.get_submodule(name).requires_grad_(True))
-    _keep_factors_exact(model)
     model.train(training)
     require_trainable_head(model)
 
@@ -215,29 +218,37 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _require_targets(model: PreTrainedModel, targets: str | Collection[str], others: Collection[str]) -> None:
+def _require_targets(targets: str | Collection[str], inside: Collection[str], usable: Collection[str]) -> None:
     """Refuse a name that no layer has, or only layers that a reward never passes through or that train in full.
 
     A regular expression names all layers at once, so that peft raises an error if none fits.
+
+    Args:
+        targets: names to adapt.
+        inside: dotted names of the modules that a reward passes through, without linear layers that train in full.
+        usable: dotted names of the linear layers among them.
     """
     if isinstance(targets, str):
         return
-    beside = parts_beside_text(model)
-    names = [name for name, _ in model.named_modules() if name not in others and not is_under(name, beside)]
-    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in inside)]
     if unknown:
-        raise ConfigError(_unknown_targets(model, ", ".join(sorted(unknown))))
+        raise ConfigError(_unknown_targets(usable, ", ".join(sorted(unknown))))
 
 
-def _unknown_targets(model: PreTrainedModel, got: str) -> str:
+def _unknown_targets(usable: Collection[str], got: str) -> str:
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
+    return f"adapter.targets must name linear layers of the backbone, got {got}; known: {known}"
+
+
+def _usable_layers(model: PreTrainedModel) -> list[str]:
+    """Dotted names of the linear layers that a reward passes through on its way to the head."""
     excluded = (*head_side_modules(model), *parts_beside_text(model))
-    usable = {name.rpartition(".")[2] for name, _ in _linear_layers(model) if not is_under(name, excluded)}
-    return f"adapter.targets must name linear layers of the backbone, got {got}; known: {', '.join(sorted(usable))}"
+    return [name for name, _ in _linear_layers(model) if not is_under(name, excluded)]
 
 
-def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module]) -> set[str]:
+def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module], beside: Collection[str]) -> set[str]:
     """Attention and MLP matrices of every family: the linear layers in the text's numbered blocks, but routers."""
-    backbone, beside = f"{model.base_model_prefix}.", parts_beside_text(model)
+    backbone = f"{model.base_model_prefix}."
     picked = {
         name
         for name, module in linear.items()
@@ -312,7 +323,3 @@ def _require_quantized(model: PreTrainedModel, kind: AdapterKind) -> None:
 def is_under(name: str, modules: Collection[str]) -> bool:
     """True if a parameter or module is one of these modules, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _listed(targets: Any) -> str:
-    return targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.batch_dependence import refuse_measured
+from rm_optimizer.core.classifier.building import LoadOptions, build_model
 from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
 from rm_optimizer.core.classifier.quantization import computing_dtype
@@ -27,7 +28,7 @@ from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.checkpoint import describe_model
 from rm_optimizer.core.storage.export import save_export
-from rm_optimizer.core.storage.loading import LoadedModel, LoadOptions, build_model, load_model, parse_dtype
+from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dtype
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
@@ -140,8 +141,6 @@ class BradleyTerryRM(BaseRewardModel):
             max_length = recorded or default_max_length(loaded.model.config, loaded.tokenizer)
         reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
         reward_model.has_default_length = is_default
-        if loaded.identity:
-            reward_model._recall(loaded.identity)
         if loaded.certificate is not None:
             reward_model.require_certified(loaded.certificate, source)
         return reward_model
@@ -174,9 +173,10 @@ class BradleyTerryRM(BaseRewardModel):
         Raises:
             ConfigError: if the architecture or an option is unknown or does not fit.
         """
-        loaded = build_model(architecture, tokenizer, LoadOptions(attn_implementation, dropout, seed))
+        model = build_model(architecture, tokenizer, LoadOptions(attn_implementation, dropout, seed))
         if render_fn is None:
             TemplateWriter(tokenizer).write_for_training()
+        loaded = LoadedModel(model, tokenizer, is_head_fresh=True)
         return cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
 
     @classmethod
@@ -188,6 +188,8 @@ class BradleyTerryRM(BaseRewardModel):
         head_seed = seed if loaded.is_head_fresh else None
         model, tokenizer = loaded.model, loaded.tokenizer
         built = cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
+        if loaded.identity:
+            built._recall(loaded.identity)
         refuse_measured(
             type(model).__name__,
             built,

@@ -49,6 +49,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         skipped: rows of the sources that gave no pair, and why.
         rows: the rows that the pairs are of; None where they were not read from a source.
         notes: sentences on columns that look like content and were not read.
+        sources: paths and names of the sources.
 
     Example:
         >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]
@@ -62,6 +63,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     skipped: tuple[SkippedRow, ...] = ()
     rows: PairRows | None = None
     notes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[PreferencePair]) -> PreferenceDataset:
@@ -127,7 +129,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         if spelling == Spelling.python:
             for note in notes:
                 _log.warning(note)
-        return cls(pairs, skipped, mixed_rows(loaded, seed), notes)
+        return cls(pairs, skipped, mixed_rows(loaded, seed), notes, tuple(item.path for item in sources))
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -198,7 +200,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
     def _taken(self, positions: Sequence[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
         rows = None if self.rows is None else self.rows.take(positions)
-        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows, self.notes)
+        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows, self.notes, self.sources)
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
@@ -260,8 +262,8 @@ def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -
         DataError: if any prompt stands in both; the text tells how many, gives one and names the option that permits
             it.
     """
-    seen = frozenset(prompt_keys(distinct_prompts(train)))
-    prompts = distinct_prompts(val)
+    trained, prompts = distinct_prompts(train), distinct_prompts(val)
+    seen = frozenset(prompt_keys(trained))
     shared = [prompt for prompt, key in zip(prompts, prompt_keys(prompts), strict=True) if key in seen]
     if not shared:
         return
@@ -361,23 +363,17 @@ def load_training_data(config: DataConfig) -> TrainVal:
 
 
 def _train_val(config: DataConfig) -> TrainVal:
-    if config.train is None:
-        world = synthetic_world(config.synthetic)
-        train = PreferenceDataset.from_pairs(world.train)
-        if config.val is None:
-            val = PreferenceDataset.from_pairs(world.val)
-            return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
-        return TrainVal(train, load_pairs(config.val, config), _named(config.val))
-    whole = load_pairs(config.train, config)
+    world = synthetic_world(config.synthetic) if config.train is None else None
+    train = load_pairs(config.train, config) if world is None else PreferenceDataset.from_pairs(world.train)
     if config.val is not None:
-        return TrainVal(whole, load_pairs(config.val, config), _named(config.val))
-    train, val = whole.split_by_prompt(config.val_fraction, config.split_seed)
+        val = load_pairs(config.val, config)
+        return TrainVal(train, val, ", ".join(val.sources))
+    if world is not None:
+        val = PreferenceDataset.from_pairs(world.val)
+        return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
+    kept, val = train.split_by_prompt(config.val_fraction, config.split_seed)
     origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
-    return TrainVal(train, val, origin)
-
-
-def _named(source: object) -> str:
-    return ", ".join(item.path for item in parse_sources(source, format="auto", columns=None))
+    return TrainVal(kept, val, origin)
 
 
 def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:

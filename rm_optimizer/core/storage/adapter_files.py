@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from rm_optimizer.core.classifier.adapters import (
 )
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
+from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -75,15 +76,24 @@ def base_of(model: PreTrainedModel) -> BaseModel:
             "an adapter alone needs a base that can be loaded again, and this one was built from a configuration or "
             "comes from a checkpoint; export the merged model with save_pretrained instead"
         )
-    return BaseModel(config.base_model_name_or_path, config.revision, is_quantized(model), base_fingerprint(model))
+    return BaseModel(
+        config.base_model_name_or_path,
+        config.revision,
+        is_quantized(model),
+        base_fingerprint(model, adapter_tensor_names(model)),
+    )
 
 
-def base_fingerprint(model: PreTrainedModel) -> str:
+def base_fingerprint(model: PreTrainedModel, saved: Collection[str]) -> str:
     """16 hexadecimal digits that tell bases apart: the first values of each frozen tensor, rounded to bfloat16.
 
     Rounded, so that a base loaded in another floating type is the same base.
+
+    Args:
+        model: the adapted classifier.
+        saved: names of its tensors that belong to the adapter.
     """
-    saved, digest = _file_names(model), hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if name not in saved and value.is_floating_point():
             sample = value.detach().flatten()[:_SAMPLE].cpu().to(torch.bfloat16).float()
@@ -111,11 +121,6 @@ def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(_file_names(model))
 
 
-def is_saved(model: PreTrainedModel, name: str) -> bool:
-    """True if an adapted model's adapter stores the tensor that the plain model has under `name`."""
-    return is_under(name, saved_modules(model))
-
-
 def stored_name(name: str) -> str:
     """The name in peft's file of a tensor of the adapter.
 
@@ -136,45 +141,67 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def read_config(folder: Path) -> LoraConfig:
-    """The configuration of an adapter folder.
-
-    Raises:
-        CheckpointError: if it is not LoRA's, or names no base.
-    """
-    config = import_peft().PeftConfig.from_pretrained(str(folder))
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        raise CheckpointError(
-            f"{folder} holds a PEFT adapter alone, of type {kind} where LORA was expected; "
-            "merge it into its base model and give that folder"
-        )
-    if not config.base_model_name_or_path:
-        raise CheckpointError(f"the adapter in {folder} does not name its base model in {CONFIG_FILE}")
-    return config
-
-
-def load_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig, recorded_base: Mapping[str, Any]) -> None:
-    """Put a stored adapter and its head into a base classifier.
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter in a folder, without its tensors.
 
     Args:
-        model: the base, changed in place.
-        folder: holds the two files.
-        config: as `read_config` gave it.
-        recorded_base: the entry `base` of `export.json`; empty for adapters that others made.
-
-    Raises:
-        CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another one.
+        folder: the folder of peft's two files.
+        config: peft's configuration, which names the base.
+        record: its `export.json`; empty for adapters that others made.
     """
-    if not is_under(head_name(model), modules_named(model, config.modules_to_save or ())):
-        raise CheckpointError(f"the adapter in {folder} was saved without its reward head, which cannot be restored")
-    attach(model, config, seed=0)
-    model.load_state_dict(adapter_tensors(model, folder), strict=False)
-    if recorded_base and base_fingerprint(model) != recorded_base["fingerprint"]:
-        raise CheckpointError(
-            f"the adapter in {folder} belongs to other weights than {recorded_base['source']} holds now; "
-            "restore that base model"
-        )
+
+    folder: Path
+    config: LoraConfig
+    record: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, source: str | Path) -> StoredAdapter | None:
+        """Read the adapter of a folder; None where the source is something else.
+
+        Raises:
+            CheckpointError: if it is not LoRA's, names no base, or its `export.json` is torn.
+        """
+        if (folder := adapter_folder(source)) is None:
+            return None
+        config = import_peft().PeftConfig.from_pretrained(str(folder))
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind != "LORA":
+            raise CheckpointError(
+                f"{folder} holds a PEFT adapter alone, of type {kind} where LORA was expected; "
+                "merge it into its base model and give that folder"
+            )
+        if not config.base_model_name_or_path:
+            raise CheckpointError(f"the adapter in {folder} does not name its base model in {CONFIG_FILE}")
+        return cls(folder, config, read_record(folder))
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """The recorded base model; empty for adapters that others made."""
+        recorded: Mapping[str, Any] = self.record.get("base", {})
+        return recorded
+
+    def load_into(self, model: PreTrainedModel) -> frozenset[str]:
+        """Put the adapter and its head into a base classifier, changed in place; return the names of its tensors.
+
+        Raises:
+            CheckpointError: if the reward head was not saved, a tensor is missing or unknown, or the base is another
+                one.
+        """
+        head, folder = head_name(model), self.folder
+        if not is_under(head, modules_named(model, self.config.modules_to_save or ())):
+            raise CheckpointError(
+                f"the adapter in {folder} was saved without its reward head, which cannot be restored"
+            )
+        attach(model, self.config, seed=0)
+        tensors = adapter_tensors(model, folder)
+        model.load_state_dict(tensors, strict=False)
+        if self.base and base_fingerprint(model, tensors) != self.base["fingerprint"]:
+            raise CheckpointError(
+                f"the adapter in {folder} belongs to other weights than {self.base['source']} holds now; "
+                "restore that base model"
+            )
+        return frozenset(tensors)
 
 
 def adapter_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:

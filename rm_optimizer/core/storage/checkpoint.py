@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rm_optimizer.core.storage.adapter_files import describe_adapter
+from rm_optimizer.core.classifier.quantization import is_quantized
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, describe_adapter
 from rm_optimizer.core.storage.model_files import require_archive
 from rm_optimizer.errors import CheckpointError
 
@@ -80,3 +81,28 @@ def write_description(payload: Mapping[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(payload["config"]), encoding="utf-8")
     for name, content in payload["tokenizer_files"].items():
         (folder / Path(name).name).write_bytes(base64.b64decode(content))
+
+
+def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Load a checkpoint's weights into a classifier, every one of them; a base in four bits stays as it was read.
+
+    Args:
+        model: as `read_checkpoint`'s payload describes it.
+        weights: as `read_checkpoint` gives them.
+        path: the file, for the message.
+
+    Raises:
+        CheckpointError: if names are missing or unknown.
+    """
+    if is_quantized(model):
+        names = adapter_tensor_names(model)
+        weights = {name: value for name, value in weights.items() if name in names}
+        missing, unknown = sorted(names - weights.keys()), list[str]()
+        model.load_state_dict(weights, strict=False)
+    else:
+        missing, unknown = model.load_state_dict(weights, strict=False)
+    if missing or unknown:
+        examples = ", ".join([*missing, *unknown][:3])
+        raise CheckpointError(
+            f"{path} is torn: {len(missing)} weights are missing and {len(unknown)} unknown, among them {examples}"
+        )

@@ -1,0 +1,149 @@
+"""A classifier with one label from its configuration: what is accepted, and how it is built for training rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from rm_optimizer.core.classifier.attention import choose_attention
+from rm_optimizer.core.classifier.batch_dependence import refuse_known
+from rm_optimizer.core.classifier.dropout import disable_dropout, disable_dropout_modules
+from rm_optimizer.core.classifier.modalities import freeze_beside_text
+from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.records.randomness import keeping_random_state
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options for building a classifier.
+
+    Args:
+        attn_implementation: `auto`, or an attention kernel by name.
+        dropout: keep the dropout that the configuration has.
+        seed: seed of layers that the checkpoint lacks.
+        revision: hub revision.
+        trust_remote_code: run modeling code that the checkpoint brings.
+        dtype: type of the backbone's weights; the head is float32 or better.
+        quantize: store the backbone's matrices in four bits; only for training a LoRA adapter beside them.
+        new_head: accept a source without a trained reward head and draw a new one, to train it.
+    """
+
+    attn_implementation: str = "auto"
+    dropout: bool = False
+    seed: int = 0
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: torch.dtype = torch.float32
+    quantize: bool = False
+    new_head: bool = False
+
+
+def build_arguments(config: PretrainedConfig, options: LoadOptions) -> dict[str, Any]:
+    """Arguments by which transformers builds a classifier: its configuration, set to one label, type and attention.
+
+    Raises:
+        CheckpointError: if the model cannot give one reward.
+        ConfigError: if its rewards depend on their batch, or an option is unknown.
+    """
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{config.model_type} is an encoder-decoder, which has no single place to read a reward from; "
+            "use an encoder or a decoder"
+        )
+    brings_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not brings_code:
+        raise CheckpointError(
+            f"transformers has no sequence classifier for {config.model_type}; use another base model"
+        )
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    if is_classifier and config.num_labels != 1:
+        raise CheckpointError(
+            f"expected a checkpoint with one label, got a classifier with {config.num_labels} labels; "
+            "use its base model or a reward model"
+        )
+    refuse_known(config)
+    if config.model_type == "xmod" and config.default_language is None:
+        raise CheckpointError(
+            "xmod reads a text with the layers of one language, and its configuration names none; set default_language "
+            f"in its config.json to one of {', '.join(config.languages)}"
+        )
+    if getattr(config, "attention_type", None) == "block_sparse":
+        config.attention_type = "original_full"  # BigBird would turn to it for good at the first short batch
+    config.num_labels = 1
+    if not options.dropout:
+        disable_dropout(config)
+    kernel = choose_attention(
+        config, options.attn_implementation, options.dtype, trust_remote_code=options.trust_remote_code
+    )
+    return {"config": config, "dtype": options.dtype, "attn_implementation": kernel}
+
+
+def build(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """The classifier at its random start, as `finished` returns it."""
+    arguments = build_arguments(config, options)
+    with keeping_random_state(seed=options.seed):
+        model = AutoModelForSequenceClassification.from_config(
+            arguments.pop("config"), trust_remote_code=options.trust_remote_code, **arguments
+        )
+    return finished(model, options)
+
+
+def finished(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
+    """The classifier in evaluation mode, without dropout unless it is kept, and frozen where no text reaches."""
+    if not options.dropout:
+        disable_dropout_modules(model)
+    freeze_beside_text(model)
+    return model.eval()
+
+
+def build_model(
+    architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: LoadOptions
+) -> PreTrainedModel:
+    """A classifier at its random start, as wide in its vocabulary as the tokenizer.
+
+    Args:
+        architecture: `model_type` and fields of that type's configuration.
+        tokenizer: gives the vocabulary's size and the special tokens' ids.
+        options: options for building it.
+
+    Raises:
+        ConfigError: if the type or a field is unknown, or the fields do not fit each other.
+    """
+    try:
+        return build(_config_from_fields(architecture, tokenizer), options)
+    except (ValueError, ImportError, StrictDataclassError) as error:
+        raise ConfigError(f"model.architecture does not describe a model: {reason_of(error)}") from error
+
+
+def _config_from_fields(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    fields = dict(architecture)
+    kind = str(fields.pop("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(did_you_mean("model.architecture.model_type", kind, CONFIG_MAPPING.keys()))
+    default = CONFIG_MAPPING[kind]()
+    for name in fields:
+        if not hasattr(default, name):
+            raise ConfigError(did_you_mean(f"{kind} field in model.architecture", name, default.to_dict()))
+    names = (f"{role}_token_id" for role in ("pad", "bos", "eos", "cls", "sep"))
+    known = {name: getattr(tokenizer, name) for name in names if hasattr(default, name)}
+    known = {name: value for name, value in known.items() if value is not None or getattr(default, name) is None}
+    return AutoConfig.for_model(kind, **({"vocab_size": len(tokenizer)} | known | fields))
+
+
+def reason_of(error: Exception) -> str:
+    """Line of an exception's text with its cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if isinstance(error, StrictDataclassError) else lines[0]
