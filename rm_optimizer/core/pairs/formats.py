@@ -267,8 +267,8 @@ def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterato
     groups: dict[str, list[tuple[int, Row]]] = {}
     for number, row in rows:
         try:
-            prompt = row["prompt"] if isinstance(row.get("prompt"), str) else digest(row.get("prompt"))
             entry = {**row, "response": _text(row, "response"), "score": read_number("score", row.get("score"))}
+            prompt = row["prompt"] if isinstance(row.get("prompt"), str) else digest(row.get("prompt"))
         except ValueError as error:
             report(number, str(error))
             continue

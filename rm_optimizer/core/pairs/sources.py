@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.column_hints import no_format, require_readable, winner_untold
 from rm_optimizer.core.pairs.formats import (
     FORMATS,
-    Comparison,
     RowFormat,
     detect_format,
     gather_responses,
@@ -29,7 +28,7 @@ from rm_optimizer.core.rows.readers import Report, Row, read_rows, source_name
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.core.rows.unread_columns import unread_note
 from rm_optimizer.core.rows.winner import parse_winner
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
 FIRST_ROWS = 50
@@ -172,37 +171,70 @@ def load_source(
     rows = tally.counted(read_rows(source.path, tally.report_unread))
     first = list(itertools.islice(rows, FIRST_ROWS))
     if not first:
-        raise DataError(_nothing_left(source, tally.skipped))
-    form = format_of(source, [row for _, row in first], spelling)
-    numbered: Iterable[tuple[int, Row]] = renamed(itertools.chain(first, rows), source.columns)
-    if has_one_response_a_row(source, form, first[0][1]):
+        raise tally.nothing_left()
+    form = format_of(source, first, spelling)
+    numbered: Iterable[tuple[int, Row]] = itertools.chain(form.first, renamed(rows, source.columns))
+    if form.has_one_response:
         numbered = gather_responses(numbered, tally.report)
-    found = list(numbered_pairs(source, form, numbered, kwise_rule, report=tally.report, skip=tally.skip))
+    found = list(numbered_pairs(source, form.row_format, numbered, kwise_rule, report=tally.report, skip=tally.skip))
     tally.require_few_bad()
     if not found:
-        raise DataError(_nothing_left(source, tally.skipped))
+        raise tally.nothing_left()
     kept = PairRows.of_source(tally, [number for number, _ in found])
-    note = columns_note(source, form, [row for _, row in first], spelling)
-    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, () if note is None else (note,))
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, form.notes)
 
 
-def columns_note(source: DataSource, form: RowFormat, first: Sequence[Row], spelling: Spelling) -> str | None:
-    """A sentence on columns that look like content and are not read; None if there are none.
+@dataclass(frozen=True)
+class SourceFormat:
+    """Format of a source's rows, as its first rows show it.
+
+    Args:
+        first: the first rows, numbered, under our column names.
+        row_format: format of the rows.
+        has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
+        notes: sentences on columns that look like content and are not read.
+    """
+
+    first: Sequence[tuple[int, Row]]
+    row_format: RowFormat
+    has_one_response: bool
+    notes: tuple[str, ...]
+
+
+def format_of(
+    source: DataSource,
+    first: Sequence[tuple[int, Row]],
+    spelling: Spelling = Spelling.hydra,
+    *,
+    named: str | None = None,
+) -> SourceFormat:
+    """The format named or detected, once the columns are known to be there and to mean what they are read as.
 
     Args:
         source: source to read, with its options.
-        form: its format.
-        first: its first rows.
-        spelling: form of option names in the sentence.
+        first: its first rows, numbered.
+        spelling: form of option names in messages.
+        named: name of the source in its notes; None takes its path.
+
+    Raises:
+        DataError: if the first rows lack a column, look like no format, or hold a column that would be misread.
     """
-    ours = [row for _, row in renamed(enumerate(first), source.columns)]
+    raw = [row for _, row in first]
+    require_mapped(source.path, source.columns, raw, spelling)
+    numbered = list(renamed(first, source.columns))
+    ours = [row for _, row in numbered]
+    names = {name for row in ours for name in row}
+    form = detect_format(ours) if source.format == "auto" else row_format(source.format)
+    if form is None or (source.format != "auto" and not any(names >= required for required in form.required)):
+        forms = FORMATS.values() if form is None else [form]
+        raise no_format(source.path, ours, source.columns, forms, spelling)
+    if form.name == "winner" and source.winner is None:
+        raise winner_untold(source.path, ours, source.columns, spelling)
+    require_readable(source.path, ours, source.columns, spelling)
+    has_one_response = form.name == "kwise" and "responses" not in raw[0] and "responses" not in source.columns
     read = form.columns | {"response", "score", *_OPTIONAL} | CONTEXT_COLUMNS
-    return unread_note(source.path, ours, read, spelling)
-
-
-def has_one_response_a_row(source: DataSource, form: RowFormat, first: Row) -> bool:
-    """True if rows of the k-wise format are single responses, which must be grouped by prompt."""
-    return form.name == "kwise" and "responses" not in first and "responses" not in source.columns
+    note = unread_note(named or source.path, ours, read, spelling)
+    return SourceFormat(numbered, form, has_one_response, () if note is None else (note,))
 
 
 def numbered_pairs(
@@ -227,8 +259,7 @@ def numbered_pairs(
     maker = _PairMaker(source, form)
     for number, row in rows:
         try:
-            comparisons = form.compare(maker.prepared(row), kwise_rule)
-            pairs, reason = maker.pairs(number, row, comparisons)
+            pairs, reason = maker.pairs(number, row, kwise_rule)
         except ValueError as error:
             report(number, str(error))
             continue
@@ -237,34 +268,9 @@ def numbered_pairs(
             continue
         if reason is not None:
             report(number, f"a pair of it is bad ({reason}), and left out")
-        if not comparisons:
+        if not pairs and reason is None:
             skip(number, "no pair: no two responses that differ in text and score")
         yield from ((number, pair) for pair in pairs)
-
-
-def _nothing_left(source: DataSource, skipped: Sequence[SkippedRow]) -> str:
-    if not skipped:
-        return f"{source.path}: the file holds no rows"
-    return f"none of {len(skipped)} rows gives a pair; the first: {skipped[0]}"
-
-
-def format_of(source: DataSource, first: Sequence[Row], spelling: Spelling = Spelling.hydra) -> RowFormat:
-    """The format named or detected, once the columns are known to be there and to mean what they are read as.
-
-    Raises:
-        DataError: if the first rows lack a column, look like no format, or hold a column that would be misread.
-    """
-    require_mapped(source.path, source.columns, first, spelling)
-    ours = [row for _, row in renamed(enumerate(first), source.columns)]
-    names = {name for row in ours for name in row}
-    form = detect_format(ours) if source.format == "auto" else row_format(source.format)
-    if form is None or (source.format != "auto" and not any(names >= required for required in form.required)):
-        forms = FORMATS.values() if form is None else [form]
-        raise no_format(source.path, ours, source.columns, forms, spelling)
-    if form.name == "winner" and source.winner is None:
-        raise winner_untold(source.path, ours, source.columns, spelling)
-    require_readable(source.path, ours, source.columns, spelling)
-    return form
 
 
 class _PairMaker:
@@ -274,20 +280,20 @@ class _PairMaker:
         self._name = source_name(source.path)
         self._label = source.label
         self._columns = source.columns
-        self._makes_groups = form.makes_groups
+        self._form = form
         self._winner = parse_winner(source.winner) if form.name == "winner" else None
         self._own = form.columns | set(_OPTIONAL) | CONTEXT_COLUMNS
 
-    def prepared(self, row: Row) -> Row:
-        """The row as its format compares it; raises `ValueError` where its winner is unknown."""
-        return row | {"winner": self._winner.preference(row.get("winner"))} if self._winner is not None else row
+    def pairs(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
+        """The row's pairs, and why another of its comparisons is none.
 
-    def pairs(
-        self, number: int, row: Row, comparisons: Sequence[Comparison]
-    ) -> tuple[list[PreferencePair], str | None]:
-        """The row's pairs, and why another of its comparisons is none; raises `ValueError` if none of them is."""
-        margin, label, weight = (_optional(row, name) for name in _OPTIONAL)
+        Raises:
+            ValueError: if the row cannot be compared, its winner is unknown, or none of its comparisons is a pair.
+        """
         shared = self._metadata(number, row)
+        told = row if self._winner is None else row | {"winner": self._winner.preference(row.get("winner"))}
+        comparisons = self._form.compare(told, kwise_rule)
+        margin, label, weight = (_optional(row, name) for name in _OPTIONAL)
         pairs: list[PreferencePair] = []
         reason: str | None = None
         for item in comparisons:
@@ -316,7 +322,7 @@ class _PairMaker:
         if isinstance(metadata.get("metadata"), dict):
             metadata = _kept(metadata.pop("metadata").items()) | metadata
         metadata.setdefault("source", self._name)
-        if self._makes_groups:
+        if self._form.makes_groups:
             metadata["group"] = f"{self._name}:{number}"
         return metadata
 

@@ -127,6 +127,12 @@ class RowTally:
         bad = self._bad.values() if among is None else (self._bad[row] for row in among if row in self._bad)
         return Counter(map(cause_of, bad))
 
+    def nothing_left(self) -> DataError:
+        """The error of a source without a pair."""
+        if not self.skipped:
+            return DataError(f"{self.path}: the file holds no rows")
+        return DataError(f"none of {len(self.skipped)} rows gives a pair; the first: {self.skipped[0]}")
+
     def require_few_bad(self, among: Iterable[int] | None = None) -> None:
         """Raise where too many of all rows are bad, or of those `among` that were looked at once more."""
         numbers = None if among is None else set(among)

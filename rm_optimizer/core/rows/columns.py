@@ -121,12 +121,13 @@ def require_mapped(path: str, columns: Columns, first: Sequence[Row], spelling: 
     known = list(dict.fromkeys(name for row in first for name in row))
     for ours, theirs in columns.items():
         name = ours if theirs is None else theirs
+        if name in known or not all(_is_missing(cell(row, name)) for row in first):
+            continue
+        parts = ", ".join(_parts(row.get(_root(name)) for row in first)) or "no parts"
+        lost = f"the column {_root(name)} holds no such part; it has {parts}"
+        reason = lost if _root(name) in known else did_you_mean("column", name, known)
         option = spelling.columns({ours: "null" if theirs is None else theirs})
-        if name not in known and _root(name) not in known:
-            raise DataError(f"{path}: {option}: {did_you_mean('column', name, known)}")
-        if all(_is_missing(cell(row, name)) for row in first) and name not in known:
-            parts = ", ".join(_parts(row.get(_root(name)) for row in first)) or "no parts"
-            raise DataError(f"{path}: {option}: the column {_root(name)} holds no such part; it has {parts}")
+        raise DataError(f"{path}: {option}: {reason}")
 
 
 def _is_missing(value: Any) -> bool:

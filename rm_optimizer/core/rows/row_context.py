@@ -48,9 +48,10 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
     lost = unread_column(row, columns)
     if lost is not None:
         raise ValueError(f"{lost} is not read and would be lost; write it into the prompt, or leave the column out")
-    if not is_empty(row.get("input")):
+    has_input, has_system = (not is_empty(row.get(name)) for name in ("input", "system"))
+    if has_input:
         prompt = _with_input(prompt, _text_of(row, "input"))
-    return prompt if is_empty(row.get("system")) else _with_system(prompt, _text_of(row, "system"))
+    return _with_system(prompt, _text_of(row, "system")) if has_system else prompt
 
 
 def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:

@@ -16,10 +16,9 @@ from typing import BinaryIO, TypeAlias
 import pyarrow.parquet as pq
 
 from rm_optimizer.core.pairs.formats import RowFormat
-from rm_optimizer.core.pairs.sources import FIRST_ROWS, DataSource, columns_note, format_of, has_one_response_a_row
+from rm_optimizer.core.pairs.sources import FIRST_ROWS, DataSource, format_of
 from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.schema.data import Spelling
 
 BLOCK_BYTES = 2**21
 """Text of a block, about; what a worker holds at once."""
@@ -110,12 +109,12 @@ class StreamFile:
     Args:
         source: its path and how to read it.
         form: the format of its rows.
-        note: sentence on columns that look like content and are not read, or None.
+        notes: sentences on columns that look like content and are not read.
     """
 
     source: DataSource
     form: RowFormat
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
     def rows(self, part: Part, report: Report) -> Iterator[tuple[int, Row]]:
         """Numbered rows of a part of the file.
@@ -161,14 +160,13 @@ def _opened(source: DataSource, named: str) -> StreamFile:
     first = list(itertools.islice(read_rows(source.path, _ignore), FIRST_ROWS))
     if not first:
         raise DataError(f"{source.path}: the file holds no rows")
-    form = format_of(source, [row for _, row in first])
-    if has_one_response_a_row(source, form, first[0][1]):
+    form = format_of(source, first, named=named)
+    if form.has_one_response:
         raise DataError(
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
             "which would have to be gathered by prompt from the whole file"
         )
-    note = columns_note(replace(source, path=named), form, [row for _, row in first], Spelling.hydra)
-    return StreamFile(source, form, note)
+    return StreamFile(source, form.row_format, form.notes)
 
 
 def _ignore(number: int, reason: str) -> None:

@@ -98,7 +98,7 @@ class RayPreferenceDataset:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on columns that look like content and are not read, one for each source."""
-        return tuple(dict.fromkeys(file.note for file in self.reader.files if file.note is not None))
+        return tuple(dict.fromkeys(note for file in self.reader.files for note in file.notes))
 
     def first_pairs(self, num_pairs: int) -> PreferenceDataset:
         """Up to `num_pairs` pairs from the start of the files, read in this process, and the rows skipped among them.

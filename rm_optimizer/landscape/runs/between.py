@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
-from rm_optimizer.core.storage.loading import load_weights
+from rm_optimizer.core.storage.checkpoint import load_weights
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
 from rm_optimizer.landscape.comparison import compare_spectra

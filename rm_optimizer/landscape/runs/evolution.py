@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.storage.checkpoint import read_checkpoint
-from rm_optimizer.core.storage.loading import load_weights
+from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
 from rm_optimizer.landscape.comparison import compare_spectra
 from rm_optimizer.landscape.hessian import HessianAnalyzer

@@ -14,7 +14,7 @@ from transformers import BatchEncoding, PreTrainedModel
 
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
 from rm_optimizer.core.storage.loading import quiet_transformers
-from rm_optimizer.core.tokens.written_template import write_for_training
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_model
@@ -63,7 +63,7 @@ class TrainedPolicy:
         if self.tokenizer.eos_token is None:
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(min(self._ends))
         if self.tokenizer.chat_template is None:
-            write_for_training(self.tokenizer)
+            TemplateWriter(self.tokenizer).write_for_training()
         if self.tokenizer.chat_template is None:
             raise CheckpointError(f"{source} has no chat template; set chat_template in its tokenizer")
         self.tokenizer.padding_side = "left"

@@ -16,7 +16,7 @@ from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
-from rm_optimizer.core.tokens.written_template import write_for_training
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.records.files import replacing_folder
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.rl_coupling.language_policies import prompt_ids
@@ -58,7 +58,7 @@ def save_world_policy(
     answers = [world.sample_response(prompt, generator) for prompt in asked]
     texts = (text for prompt, answer in zip(asked, answers, strict=True) for text in (_rendered(prompt), answer))
     tokenizer = train_tokenizer(texts, VOCABULARY)
-    write_for_training(tokenizer)
+    TemplateWriter(tokenizer).write_for_training()
     rows = [_tokens(tokenizer, prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
     with keeping_random_state(seed=seed):
         model = _fitted(tokenizer, rows, generator, on_progress)
