@@ -26,6 +26,8 @@ from rm_optimizer.reporting.style import (
 )
 from rm_optimizer.reporting.tables import Cell
 
+_MOST_DRAWN = 10
+"""Largest eigenvalues of each of several models that are drawn."""
 _MOST_RANKS = 5
 """Largest eigenvalues that are drawn and listed."""
 
@@ -104,6 +106,11 @@ def plot_between(result: BetweenModels) -> Figure:
     for index, spectrum in enumerate(result.spectra):
         _draw_spectrum(upper, spectrum, result.names[index], SERIES[index % len(SERIES)], index * width)
     upper.set(xlabel="rank from the largest", ylabel="eigenvalue")
+    shown = [
+        value for spectrum in result.spectra for value in spectrum.eigenvalues[: min(spectrum.num_top, _MOST_DRAWN)]
+    ]
+    if min(shown) > 0 and max(shown) > 20 * min(shown):
+        upper.set_yscale("log")
     count_ticks(upper.xaxis)
     draw_legend(upper)
     for index, path in enumerate(result.paths):
@@ -228,7 +235,8 @@ def _draw_line(
 
 
 def _draw_spectrum(axes: Axes, spectrum: HessianSpectrum, name: str, color: str, shift: float) -> None:
-    values, errors = (np.array(each[: spectrum.num_top]) for each in (spectrum.eigenvalues, spectrum.error_bounds))
+    count = min(spectrum.num_top, _MOST_DRAWN)
+    values, errors = (np.array(each[:count]) for each in (spectrum.eigenvalues, spectrum.error_bounds))
     rank = np.arange(1, len(values) + 1) + shift
     axes.errorbar(
         rank, values, yerr=errors, color=color, marker="o", markersize=4, linewidth=1.4, capsize=2, label=name
