@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim import Optimizer
 from typer.testing import CliRunner
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError, TrainingDiverged
@@ -23,7 +25,9 @@ from rm_optimizer.experiments.study.driver import Study
 from rm_optimizer.experiments.study.executors import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
+from rm_optimizer.optim import build_optimizer
 from rm_optimizer.schema.data import SyntheticConfig
+from rm_optimizer.training import lightning_module
 from tests.training.conftest import SMALL
 
 SHARED = [option for option in SMALL if option.startswith(("hardware.", "hardware=", "model.", "batching."))]
@@ -192,6 +196,23 @@ def test_an_arm_that_saw_another_order_is_no_pair(finished, tmp_path, monkeypatc
             findings(run.folder)
     finally:
         path.write_text(text)
+
+
+def test_an_arm_that_is_another_optimizer_is_refused(pairs, tmp_path, monkeypatch):
+    options = comparison(pairs, tmp_path / "out", "adamw", "lion").options
+    trial = arm_trial.arm_trial(
+        freeze(options, tmp_path / "out"), tmp_path / "out", "tune", "lion", 1e-4, 0, beside=None
+    )
+
+    def built(model: BradleyTerryRM, config: object, **given: Any) -> Optimizer:
+        optimizer = build_optimizer(model, options.config("sgd").optimizer, **given)
+        for group in optimizer.param_groups:
+            group["algorithm"] = "lion"
+        return optimizer
+
+    monkeypatch.setattr(lightning_module, "build_optimizer", built)
+    with pytest.raises(ConfigError, match="optimizer=lion did not take its own first step"):
+        arm_trial.train_and_judge(trial.spec, tmp_path)
 
 
 def test_rates_are_half_decades_and_an_edge_is_extended_twice_at_most():
