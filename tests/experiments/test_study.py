@@ -134,6 +134,27 @@ def test_ray_gives_the_results_of_this_process(tmp_path):
     assert outcomes(cluster) == outcomes(inline)
 
 
+@pytest.mark.slow
+def test_two_ray_nodes_share_a_study_and_give_the_results_of_this_process(tmp_path):
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    numbers = (1, 2, 3, 7, 11)
+    inline, shared = study_of(tmp_path / "inline", *numbers), study_of(tmp_path / "ray", *numbers)
+    inline.run(InlineExecutor())
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        executor = RayExecutor(threads=1, address=cluster.address)
+        assert executor.slots == 2
+        assert shared.run(executor).is_done
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert outcomes(shared) == outcomes(inline)
+
+
 def test_a_stop_ends_the_driver_and_the_same_call_goes_on(tmp_path, monkeypatch):
     study = study_of(tmp_path, 1, 2, 3)
     import study_faults  # type: ignore[import-not-found]
