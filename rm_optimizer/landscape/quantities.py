@@ -258,14 +258,14 @@ def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quan
 
 
 def _resolved(rank: Quantity) -> Quantity:
-    """The rank, or n/a where its error is more than half of it."""
+    """The rank, or n/a where its error is more than half of it, or its interval holds 0."""
     found = rank.estimate
     if found is None:
         return rank
     ends = (found.low, found.high)
     half = 0.0 if None in ends else (ends[1] - ends[0]) / 2  # type: ignore[operator]
     error = half if found.standard_error is None else found.standard_error
-    if error <= found.value / 2:
+    if error <= found.value / 2 and (found.low is None or found.low > 0):
         return rank
     remedy = "raise num_probes and probe_steps" if found.num_samples else "compute in float64"
     return Quantity(None, f"not resolved, {found.value:.3g} with an error of {error:.2g}; {remedy}")

@@ -102,7 +102,7 @@ def plot_spectrum(
     axes.axhline(0.0, color=GRAY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
     axes.set(
-        ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.1g})",
+        ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.2g})",
         xlim=(0.3, len(heights) + 0.7),
     )
     _draw_places(axes, places)
