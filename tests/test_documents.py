@@ -94,6 +94,13 @@ WAYS: dict[str, Way] = {
         "rm-opt analyze --checkpoint outputs/run --type slices landscape.directions=eigenvectors --cfg job",
         prints="directions: eigenvectors",
     ),
+    "rm-opt analyze --checkpoint outputs/run --type evolution": Way(
+        "rm-opt analyze --checkpoint outputs/run --type evolution --cfg job", prints="type: evolution"
+    ),
+    "rm-opt analyze --checkpoint outputs/adamw --type between landscape.others=[outputs/sgd,outputs/muon]": Way(
+        "rm-opt analyze --checkpoint outputs/run --type between landscape.others=[outputs/sgd,outputs/muon] --cfg job",
+        prints="type: between",
+    ),
     "rm-opt analyze --checkpoint outputs/run/best --data pairs.jsonl --params head --method full": Way(slow=True),
     # make installs and then starts what is run here with fewer steps; the whole suite cannot run inside itself
     "make quickstart": Way(
