@@ -97,26 +97,27 @@ def label_savings(
     shares = np.concatenate([np.full((1, num_splits), 1 / num_splits), counts])  # the data first, then the resamples
     target = _at(labels, fitted(labels, shares @ accuracy[reference]), budget)
     place = list(budgets).index(budget)
-    rules = []
-    for rule in accuracy:
-        if rule == reference:
-            continue
-        reached = labels_needed(labels, fitted(labels, shares @ accuracy[rule]), target)
-        savings = np.maximum(1 - reached / budget, -1.0).round(9)  # an equal curve saves 0, not rounding
-        low, high = np.quantile(savings[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-        saving = Estimate(float(savings[0]), float(savings[1:].std()), num_splits, float(low), float(high))
-        rules.append(
-            LabelSaving(
-                rule,
-                saving,
-                student_mean(accuracy[rule][:, place] - accuracy[reference][:, place]),
-                student_mean(nll[reference][:, place] - nll[rule][:, place]),
-            )
+    rules = [
+        LabelSaving(
+            rule,
+            _saving(labels_needed(labels, fitted(labels, shares @ accuracy[rule]), target), budget, num_splits),
+            student_mean(accuracy[rule][:, place] - accuracy[reference][:, place]),
+            student_mean(nll[reference][:, place] - nll[rule][:, place]),
         )
+        for rule in accuracy
+        if rule != reference
+    ]
     rules.sort(key=lambda found: -found.saving.value)
     second = next(found.saving for found in rules if found.rule == placebo)
     holds_zero = second.low is not None and second.high is not None and second.low <= 0 <= second.high
     return LabelSavings(pool, budget, num_splits, tuple(rules), abs(second.value) <= PLACEBO_BOUND and holds_zero)
+
+
+def _saving(reached: Float[np.ndarray, " curves"], budget: int, num_splits: int) -> Estimate:
+    """Saving by the labels that the data's curve needs, and those of the resamples after it."""
+    savings = np.maximum(1 - reached / budget, -1.0).round(9)  # an equal curve saves 0, not rounding
+    low, high = np.quantile(savings[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    return Estimate(float(savings[0]), float(savings[1:].std()), num_splits, float(low), float(high))
 
 
 def fitted(
