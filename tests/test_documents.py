@@ -175,8 +175,8 @@ WAYS: dict[str, Way] = {
         slow=True,
     ),
     "rm-opt compare --optimizers adam,adamw,sgd,muon,lion --seeds 3 --data pairs.jsonl": Way(
-        "rm-opt compare --optimizers adamw,sgd --seeds 2 --data pairs.jsonl --budget smoke --executor inline "
-        "--pairs 16 --val-pairs 8 --test-pairs 8 --curvature-pairs 0",
+        "COLUMNS=200 rm-opt compare --optimizers adamw,sgd --seeds 2 --data pairs.jsonl --budget smoke "
+        "--executor inline --pairs 16 --val-pairs 8 --test-pairs 8 --curvature-pairs 0 --output outputs/compared",
         prints="NLL less reference",
         slow=True,
     ),

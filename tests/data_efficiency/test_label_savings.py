@@ -143,6 +143,7 @@ def test_text_features_tell_words_lengths_and_questions_apart():
 
 
 def test_a_small_study_runs_goes_on_and_writes_tables_and_pictures(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(label_pools, "NUM_POOL", 150)
     monkeypatch.setattr(label_study, "TUNING_SPLITS", 1)
     options = ["--splits", "2", "--budget", "32", "--start", "16", "--batch", "16", "--bootstrap", "50"]

@@ -120,7 +120,8 @@ def test_costs_are_measured(finished):
     assert all(value["top_eigenvalue"] > 0 and value["trace_standard_error"] >= 0 for value in means.values())
 
 
-def test_the_report_has_tables_pictures_and_methods(finished, capsys):
+def test_the_report_has_tables_pictures_and_methods(finished, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     run, found = finished
     text = run.generate_report()
     assert {path.name for path in text.parent.iterdir()} == {

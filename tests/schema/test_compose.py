@@ -13,7 +13,7 @@ from rm_optimizer.schema.store import OPTIMIZERS
 
 ROOT = Path(config_root())
 FILES = [file.relative_to(ROOT) for file in ROOT.glob("*/**/*.yaml")]
-PRESETS = sorted((file.parent.as_posix(), file.stem) for file in FILES if file.parts[0] != "landscape")
+PRESETS = sorted((file.parent.as_posix(), file.stem) for file in FILES if file.parts[0] not in ("landscape", "rlhf"))
 
 NEED_A_PATH = ("custom", "qlora")
 

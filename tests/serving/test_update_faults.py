@@ -107,6 +107,8 @@ def test_a_worker_that_is_killed_around_a_commit_leaves_old_or_new_weights(tmp_p
             outcome = commit(server.url, "new-0").json()  # what was received outlives the worker
             assert (outcome["status"], outcome["version"]) == ("committed", "new-0")
             serving = "new-0"
+            with RewardClient(server.url) as client:
+                answers.append(client.score_versioned(PROMPTS, RESPONSES))
             for place, delay in enumerate(KILL_DELAYS, 1):
                 serving = killed_at_commit(server, models[place], serving, f"new-{place}", delay, place + 1)
         with RewardClient(server.url) as client:
