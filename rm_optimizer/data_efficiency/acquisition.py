@@ -136,8 +136,8 @@ class EntropySampling(AcquisitionFunction):
 class UncertaintySampling(AcquisitionFunction):
     """Pairs on whose margin the members of an ensemble disagree most.
 
-    A constant that is added to all rewards of a member changes nothing. On the preference data that we measured, this
-    rule is not better than a random draw (docs/data-efficiency.md).
+    A constant that is added to all rewards of a member changes nothing. The rule repeats itself: pairs alike are
+    uncertain alike. `rm-opt study labels` measures what it saves.
     """
 
     name = "uncertainty"
