@@ -140,13 +140,15 @@ def _warn(option: str, by: str, remedy: str) -> None:
 
 
 def of_known_rank(objective: PairObjective, options: SpectrumOptions, top_k: int) -> tuple[SpectrumOptions, int]:
-    """Options and `top_k` for a positive semidefinite matrix, whose smallest eigenvalues are 0.
+    """Options and `top_k` for a positive semidefinite matrix: `both` finds its largest values, no more than its rank.
 
-    Its rank is at most the number of pairs, or twice that with a regularizer of the rewards.
+    Its smallest eigenvalues are 0. Its rank is at most the number of pairs, or twice that with a regularizer of the
+    rewards. An end that was named is kept, with its zeros.
     """
+    if options.which != "both":
+        return options, top_k
     rank = objective.num_pairs * (2 if objective.loss.center_rewards or objective.loss.reward_l2 else 1)
-    which: End = "largest" if options.which == "both" else options.which
-    return replace(options, which=which), top_k if objective.group is not None else max(1, min(top_k, rank))
+    return replace(options, which="largest"), top_k if objective.group is not None else max(1, min(top_k, rank))
 
 
 def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, int]:

@@ -145,7 +145,7 @@ def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
 
 def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_seed(run_dir):
     caption = entry._history_caption(RunFolder(run_dir))
-    assert caption == "n = 48 pairs; seed 0 of the run"
+    assert caption == "n = 32 pairs; seed 0 of the run"
 
 
 def test_layers_go_from_the_input_to_the_head(run_dir):
