@@ -64,7 +64,7 @@ def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: 
     assert resumed.status == SpectrumStatus.complete
     assert resumed.trace is not None
     at_once = analyzer().compute_spectrum(FIVE, top_k=3, options=replace(options, state_file=None))
-    assert resumed.num_products == at_once.num_products  # none is repeated or forgotten
+    assert resumed.num_products == at_once.num_products  # what follows Lanczos begins anew, uncounted
     assert resumed.eigenvalues == at_once.eigenvalues
     assert not file.exists()
 
