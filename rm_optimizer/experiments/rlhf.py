@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import TrainVal
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.core.rows.response_files import read_prompts
 from rm_optimizer.errors import ConfigError
@@ -118,8 +118,8 @@ def _prompts(config: RLHFRunConfig) -> _Prompts:
     return _Prompts(trained, measured)
 
 
-def _distinct(pairs: Sequence[object]) -> list[Prompt]:
-    return list({pair.prompt_id: pair.prompt for pair in pairs}.values())  # type: ignore[attr-defined]
+def _distinct(pairs: Sequence[PreferencePair]) -> list[Prompt]:
+    return list({pair.prompt_id: pair.prompt for pair in pairs}.values())
 
 
 def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:

@@ -275,19 +275,26 @@ class RewardModelEnsemble(Scorer):
             ValueError: if there are not as many prompts as responses.
             CheckpointError: if a reward is not finite.
         """
-        rewards = self._standardized(self.member_rewards(prompts, responses))
+        return self._predicted(self._standardized(self.member_rewards(prompts, responses)))
+
+    def predict_counted(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> tuple[list[EnsemblePrediction], CountedRewards]:
+        """Predictions as `predict_batch` returns them and rewards as `score_counted` does, of one pass of the members.
+
+        Raises:
+            ConfigError: as `score`.
+        """
+        rewards, is_cut = self._standardized_and_cut(prompts, responses)
+        return self._predicted(rewards), self._counted(rewards, is_cut)
+
+    def _predicted(self, rewards: Float[np.ndarray, "members sequences"]) -> list[EnsemblePrediction]:
         means, stds = rewards.mean(axis=0), rewards.std(axis=0, ddof=1)
         threshold = self.threshold
         return [
             EnsemblePrediction(mean, std, tuple(column), None if threshold is None else std > threshold)
             for mean, std, column in zip(means.tolist(), stds.tolist(), rewards.T.tolist(), strict=True)
         ]
-
-    def combined(self, predictions: Sequence[EnsemblePrediction]) -> list[float]:
-        """Rewards of predictions by the ensemble's aggregation."""
-        rewards = np.array([found.individual_rewards for found in predictions]).reshape(-1, len(self)).T
-        combined: list[float] = aggregate(rewards, self.aggregation, self.penalty).tolist()
-        return combined
 
     def predict_margins(
         self, prompts: Sequence[Prompt], responses_a: Sequence[str], responses_b: Sequence[str]
@@ -328,14 +335,25 @@ class RewardModelEnsemble(Scorer):
         Raises:
             ConfigError: as `score`.
         """
+        return self._counted(*self._standardized_and_cut(prompts, responses))
+
+    def _standardized_and_cut(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
+        """Rewards by each member for the aggregation, and which prompts and responses any member has cut."""
         if self.reference is None and self.aggregation != Aggregation.mean:
             raise ConfigError(
                 f"aggregation={self.aggregation} compares members, whose rewards share neither zero nor scale; call "
                 "fit_reference(prompts, responses) first"
             )
         raw, is_cut = self._scored(prompts, responses)
-        rewards = aggregate(self._standardized(raw), self.aggregation, self.penalty)
-        return CountedRewards(rewards.tolist(), *is_cut.sum(axis=1).tolist())
+        return self._standardized(raw), is_cut
+
+    def _counted(
+        self, rewards: Float[np.ndarray, "members sequences"], is_cut: Bool[np.ndarray, "sides sequences"]
+    ) -> CountedRewards:
+        combined = aggregate(rewards, self.aggregation, self.penalty)
+        return CountedRewards(combined.tolist(), *is_cut.sum(axis=1).tolist())
 
     def _standardized(self, rewards: Float[np.ndarray, "members sequences"]) -> Float[np.ndarray, "members sequences"]:
         if self.reference is None:

@@ -107,11 +107,9 @@ def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget:
 
 def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> None:
     """Print combined reward and spread over members, one response a line."""
-    prompts = [prompt] * len(responses)
-    predictions = members.predict_batch(prompts, responses)
-    for reward, found in zip(members.combined(predictions), predictions, strict=True):
+    predictions, cut = members.predict_counted([prompt] * len(responses), responses)
+    for reward, found in zip(cut.rewards, predictions, strict=True):
         print(f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}")
-    cut = members.score_counted(prompts, responses)
     for note in cut_notes("the members' lengths", len(responses), cut.num_prompt_cut, cut.num_response_cut):
         print(f"warning: {note}", file=sys.stderr)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
@@ -100,20 +102,17 @@ class Judges:
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
         texts = [text for own in drawn.texts for text in own]
         shape = (len(prompts), num_samples)
-        disagreement = None
-        if isinstance(self.proxy, RewardModelEnsemble):
-            found = self.proxy.predict_batch(rows, texts)
-            proxy = np.array(self.proxy.combined(found)).reshape(shape)
-            disagreement = np.array([one.std_reward for one in found]).reshape(shape)
-        else:
-            proxy = _rewards(self.proxy, rows, texts).reshape(shape)
-        gold = None if self.gold is None else _rewards(self.gold, rows, texts).reshape(shape)
-        if cut := _num_cut(self.proxy, rows, texts):
+        read = _read(self.proxy, rows, texts)
+        proxy, disagreement = read.rewards.reshape(shape), None
+        if read.disagreement is not None:
+            disagreement = read.disagreement.reshape(shape)
+        gold = None if self.gold is None else finite_rewards(self.gold, rows, texts).numpy().reshape(shape)
+        if read.num_cut:
             _log.warning(
                 "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
                 "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
                 step,
-                cut,
+                read.num_cut,
                 len(texts),
             )
         return MeasuredCheckpoint(
@@ -128,20 +127,45 @@ class Judges:
         )
 
 
-def _num_cut(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> int:
-    """Rows of which a model in this process does not read all tokens; 0 for other scorers."""
+@dataclass(frozen=True)
+class _Read:
+    """Rewards of responses by the reward that is optimized.
+
+    Args:
+        rewards: rewards, in the order of the responses.
+        disagreement: standard deviations over the members; None for a single reward model.
+        num_cut: responses of which a model in this process does not read all tokens; 0 for other scorers.
+    """
+
+    rewards: np.ndarray
+    disagreement: np.ndarray | None
+    num_cut: int
+
+
+def _read(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> _Read:
     if isinstance(scorer, RewardModelEnsemble):
-        counted = scorer.score_counted(prompts, texts)
-        return max(counted.num_prompt_cut or 0, counted.num_response_cut or 0)
-    if isinstance(scorer, BradleyTerryRM):
-        return sum(bool(one.prompt_cut or one.response_cut) for one in scorer.encode(prompts, texts))
-    return 0
+        found, counted = scorer.predict_counted(prompts, texts)
+        cut = max(counted.num_prompt_cut, counted.num_response_cut)
+        return _Read(np.array(counted.rewards), np.array([one.std_reward for one in found]), cut)
+    if not isinstance(scorer, BradleyTerryRM):
+        return _Read(finite_rewards(scorer, prompts, texts).numpy(), None, 0)
+    encodings = scorer.encode(prompts, texts)
+    rewards = _finite(scorer.score_encoded(encodings), texts).numpy()
+    return _Read(rewards, None, sum(bool(one.prompt_cut or one.response_cut) for one in encodings))
 
 
-def _rewards(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> np.ndarray:
-    numbers = scorer.score(prompts, texts).tolist()
-    require_finite(numbers, partial(_named, texts))
-    return np.array(numbers)
+def finite_rewards(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> Float[Tensor, " sequences"]:
+    """Rewards of the responses, float32 on the CPU.
+
+    Raises:
+        CheckpointError: if one is not finite; the message quotes the response.
+    """
+    return _finite(scorer.score(prompts, texts), texts)
+
+
+def _finite(rewards: Float[Tensor, " sequences"], texts: Sequence[str]) -> Float[Tensor, " sequences"]:
+    require_finite(rewards.tolist(), partial(_named, texts))
+    return rewards
 
 
 def _named(texts: Sequence[str], index: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.errors import MissingExtra
-from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
+from rm_optimizer.rl_coupling.rlhf.measurement import finite_rewards
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
 from rm_optimizer.serving.client.reward_function import trl_reward
 
@@ -37,14 +36,7 @@ class _StrippedScorer(Scorer):
         self._scorer = scorer
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
-        texts = [text.strip() for text in responses]
-        rewards = self._scorer.score(prompts, texts)
-        require_finite(rewards.tolist(), partial(_named, texts))
-        return rewards
-
-
-def _named(texts: Sequence[str], index: int) -> str:
-    return f"the response {texts[index][:60]!r}"
+        return finite_rewards(self._scorer, prompts, [text.strip() for text in responses])
 
 
 class _AtCheckpoint(TrainerCallback):  # type: ignore[misc]
