@@ -20,9 +20,8 @@ from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder
 from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
 from rm_optimizer.experiments.study.driver import Study, StudyStatus
 from rm_optimizer.experiments.study.executors import executor_named
-from rm_optimizer.experiments.study.plan import PlannedTrial
 from rm_optimizer.experiments.study.tasks import config_of
-from rm_optimizer.experiments.study.trial import TrialResult
+from rm_optimizer.experiments.study.trial_lines import TrialLines
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.files import write_rows
 from rm_optimizer.reporting.optimizer_findings import print_findings, write_findings
@@ -162,21 +161,9 @@ def run_stages(folder: Path, executor: str, workers: int | None, *, retries: int
         Interrupted: if the user stopped it; the same call goes on.
     """
     stages = Stages(folder)
-    started, done, total = time.monotonic(), 0, stages.num_planned
-
-    def show(planned: PlannedTrial, result: TrialResult | None) -> None:
-        nonlocal done
-        done += 1
-        left = (time.monotonic() - started) / done * max(0, total - finished - done)
-        state = "failed" if result is None else f"{result.status} in {result.seconds:.0f} s"
-        print(f"[{finished + done}/{total}] {planned.label}: {state}; about {left / 60:.0f} min left", flush=True)
-
-    def grow(known: int) -> None:
-        nonlocal total
-        total = max(total, known)
-
     finished = sum(stages.result(planned) is not None for planned in stages.trials())
-    status = stages.run(executor_named(executor, workers), retries=retries, on_trial=show, on_stage=grow)
+    lines = TrialLines(finished, stages.num_planned)
+    status = stages.run(executor_named(executor, workers), retries=retries, on_trial=lines, on_stage=lines.grow)
     _require_done(status, folder)
     return findings(folder)
 

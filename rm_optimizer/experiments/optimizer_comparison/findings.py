@@ -19,6 +19,7 @@ from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_f
 from rm_optimizer.experiments.optimizer_comparison.options import Budget
 from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, rate_grid
 from rm_optimizer.experiments.optimizer_comparison.recorder import CurvePoint, LearningCurve
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages
 from rm_optimizer.experiments.study.driver import Study
 from rm_optimizer.experiments.study.trial import WORK, Trial, TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
@@ -138,10 +139,7 @@ def findings(folder: Path) -> ComparisonFindings:
     Raises:
         ConfigError: if the folder holds none, no final trial is finished, or arms differ in what must be equal.
     """
-    frozen = Frozen.read(folder)
-    if frozen is None:
-        raise ConfigError(f"{folder} holds no comparison of optimizers; rm-opt compare --optimizers … starts one")
-    study = Study(folder)
+    frozen, study = Stages(folder).frozen, Study(folder)
     rates = tuple(_rate_points(study))
     finals = {arm: list(_finals(study, arm, frozen.options.seeds)) for arm in frozen.options.optimizers}
     finished = {arm: [run for run in runs if run.result.status == "finished"] for arm, runs in finals.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -10,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import nn
 
+from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.errors import ConfigError, DataError
@@ -115,20 +113,6 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
     )
     write_text(folder / FROZEN_FILE, frozen.to_json() + "\n")
     return frozen
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Digest of a model's parameters by name, from their sums and sums of squares in float64.
-
-    Differing values give differing digests but for a coincidence of both sums to the last bit.
-    """
-    content = hashlib.sha256()
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            values = parameter.detach().double()
-            sums = float(values.sum()), float(values.square().sum())
-            content.update(f"{name} {sums[0].hex()} {sums[1].hex()}\n".encode())
-    return content.hexdigest()[:16]
 
 
 def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 
+from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.tokens.batching import MacroBatch
-from rm_optimizer.experiments.optimizer_comparison.frozen import weights_digest
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.training.callbacks.loop import Evaluation

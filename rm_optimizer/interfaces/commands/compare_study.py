@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,6 @@ from rm_optimizer.errors import ConfigError
 if TYPE_CHECKING:
     from rm_optimizer.experiments.study.driver import StudyStatus
     from rm_optimizer.experiments.study.plan import PlannedTrial
-    from rm_optimizer.experiments.study.trial import TrialResult
 
 Folder = Annotated[Path, Argument(help="Folder of the study.")]
 Executors = Annotated[str, Option("--executor", help="inline, process or ray.")]
@@ -124,21 +122,12 @@ def _is_of_optimizers(folder: Path) -> bool:
 def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:
     from rm_optimizer.experiments.study.driver import Study
     from rm_optimizer.experiments.study.executors import executor_named
+    from rm_optimizer.experiments.study.trial_lines import TrialLines
 
     study = Study(folder)
-    started, before = time.monotonic(), study.status().counts
-    total = len(study.plan.trials)
-    done = before["finished"] + before["diverged"]
-    ended = 0
-
-    def show(planned: PlannedTrial, result: TrialResult | None) -> None:
-        nonlocal ended
-        ended += 1
-        left = (time.monotonic() - started) / ended * (total - done - ended)
-        state = "failed" if result is None else f"{result.status} in {result.seconds:.0f} s"
-        print(f"[{done + ended}/{total}] {planned.label}: {state}; about {left / 60:.0f} min left", flush=True)
-
-    state = study.run(executor_named(executor, workers), retries=retries, on_trial=show)
+    before = study.status().counts
+    lines = TrialLines(before["finished"] + before["diverged"], len(study.plan.trials))
+    state = study.run(executor_named(executor, workers), retries=retries, on_trial=lines)
     _print_status(state)
     if state.counts["failed"]:
         raise ConfigError(

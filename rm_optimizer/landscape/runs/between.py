@@ -21,7 +21,7 @@ from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisRes
 from rm_optimizer.landscape.comparison import compare_spectra
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.pairs_input import clusters_of
-from rm_optimizer.landscape.runs.evolution import spectrum_of
+from rm_optimizer.landscape.runs.evolution import spectrum_of, spectrum_settings
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing
@@ -91,9 +91,8 @@ def measure_between(
     _require_alike(context.measured_loss, models)
     config, sample = context.config, context.measured_loss.sample
     pairs = list(combinations(range(len(models)), 2))
-    how = [config.method.value, config.top_k, config.num_sampled, config.tolerance, config.max_products]
-    identity = [context.measured_loss.fingerprint(), list(models), how, config.num_probes, config.num_points]
-    with context.ledger(BETWEEN_FILE, [*identity, sample.seed], len(models) + len(pairs)) as ledger:
+    identity = [context.measured_loss.fingerprint(), list(models), *spectrum_settings(context), config.num_points]
+    with context.ledger(BETWEEN_FILE, identity, len(models) + len(pairs)) as ledger:
         rows = list(ledger.values())
         try:
             for row in _measured(context, models, rows):

@@ -63,10 +63,8 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
     Raises:
         KeyboardInterrupt: if the user stopped it before the first spectrum was whole.
     """
-    config, sample = context.config, context.measured_loss.sample
-    how = [config.method.value, config.top_k, config.num_sampled, config.tolerance, config.max_products]
-    identity = [context.measured_loss.fingerprint(), list(weights), how, config.num_probes, config.trace_method.value]
-    with context.ledger(EVOLUTION_FILE, [*identity, sample.seed], len(weights)) as ledger:
+    identity = [context.measured_loss.fingerprint(), list(weights), *spectrum_settings(context)]
+    with context.ledger(EVOLUTION_FILE, identity, len(weights)) as ledger:
         found = {row["step"]: row for row in ledger.values()}
         try:
             for row in _measured(context, weights, found):
@@ -113,6 +111,13 @@ def _measured(
 
 def _weights(path: Path) -> Mapping[str, Tensor]:
     return read_checkpoint(path)[1]
+
+
+def spectrum_settings(context: AnalysisContext) -> list[Any]:
+    """Values beside loss and weights that a spectrum of `spectrum_of` depends on, for the identity of a ledger."""
+    config = context.config
+    how = [config.method.value, config.top_k, config.num_sampled, config.tolerance, config.max_products]
+    return [*how, config.num_probes, config.trace_method.value, context.measured_loss.sample.seed]
 
 
 def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> HessianSpectrum:
