@@ -148,11 +148,7 @@ class UncertaintySampling(AcquisitionFunction):
         Raises:
             ConfigError: if there is one member.
         """
-        if len(pool.margins) < 2:
-            raise ConfigError(
-                "rule 'uncertainty' needs an ensemble, since one model has no variance over members; give several "
-                "models, or take rule 'v_optimal'"
-            )
+        pool.require_members(self.name, "one model has no variance over members")
         return np.asarray(pool.margins.var(axis=0, ddof=1))
 
 
@@ -185,11 +181,7 @@ class BALD(AcquisitionFunction):
         Raises:
             ConfigError: if there is one member.
         """
-        if len(pool.margins) < 2:
-            raise ConfigError(
-                f"rule '{self.name}' needs an ensemble, since one model agrees with itself; give several models, "
-                "or take rule 'v_optimal'"
-            )
+        pool.require_members(self.name, "one model agrees with itself")
         chances = expit(pool.margins)
         information = binary_entropy(chances.mean(axis=0)) - binary_entropy(chances).mean(axis=0)
         return np.asarray(np.maximum(information, 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -46,19 +46,19 @@ class LabelSplit:
         labels: 1 where the first response of a pair was preferred, else 0.
         test_differences: the same of the test pairs.
         test_chances: probability that the first response of a test pair is preferred.
+        lengths: logarithm of the first response's length over the other's, of the pool; 0 where there are no texts.
     """
 
     differences: Float[np.ndarray, "pool features"]
     labels: Float[np.ndarray, " pool"]
     test_differences: Float[np.ndarray, "test features"]
     test_chances: Float[np.ndarray, " test"]
+    lengths: Float[np.ndarray, " pool"]
 
     def flipped(self, share: float, seed: int) -> LabelSplit:
         """The split with this share of the pool's labels turned around, at random."""
         is_wrong = np.random.default_rng([seed, 2]).random(len(self.labels)) < share
-        return LabelSplit(
-            self.differences, np.where(is_wrong, 1 - self.labels, self.labels), self.test_differences, self.test_chances
-        )
+        return replace(self, labels=np.where(is_wrong, 1 - self.labels, self.labels))
 
 
 def synthetic_split(pool: SyntheticPool, seed: int) -> LabelSplit:
@@ -80,7 +80,7 @@ def synthetic_split(pool: SyntheticPool, seed: int) -> LabelSplit:
     differences = independent(NUM_POOL) if pool == SyntheticPool.iid else near_prototypes(NUM_POOL)
     test = near_prototypes(NUM_TEST) if pool == SyntheticPool.redundant else independent(NUM_TEST)
     labels = (generator.random(NUM_POOL) < expit(differences @ weights)).astype(float)
-    return LabelSplit(differences, labels, test, expit(test @ weights))
+    return LabelSplit(differences, labels, test, expit(test @ weights), np.zeros(NUM_POOL))
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,12 @@ class LabeledFeatures:
     Args:
         differences: features of the chosen response less those of the rejected one.
         groups: number of each pair's conversation; pairs of one conversation are on one side of every split.
+        lengths: logarithm of the chosen response's length over the rejected one's.
     """
 
     differences: Float[np.ndarray, "pairs features"]
     groups: np.ndarray
+    lengths: Float[np.ndarray, " pairs"]
 
     @classmethod
     def of(cls, pairs: Sequence[PreferencePair], differences: Float[np.ndarray, "pairs features"]) -> LabeledFeatures:
@@ -104,28 +106,30 @@ class LabeledFeatures:
         """
         for number, pair in enumerate(pairs):
             if pair.label != 1:
-                raise DataError(f"pair {number + 1} has the label {pair.label}; the study needs plain preferences")
+                raise DataError(f"pair {number + 1} has the label {pair.label}; expected plain preferences, of label 1")
         numbers: dict[int, int] = {}
         found = conversation_groups([pair.prompt for pair in pairs])
-        return cls(differences, np.array([numbers.setdefault(group, len(numbers)) for group in found]))
+        groups = np.array([numbers.setdefault(group, len(numbers)) for group in found])
+        return cls(differences, groups, np.array([np.log(len(p.chosen)) - np.log(len(p.rejected)) for p in pairs]))
 
     def write(self, path: Path) -> None:
         """Write the features into an `.npz` file, whole or not at all."""
         with replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, differences=self.differences, groups=self.groups)
+            np.savez(file, **vars(self))
 
     @classmethod
     def read(cls, path: Path) -> LabeledFeatures:
         """The features of a file that `write` made."""
         with np.load(path) as arrays:
-            return cls(arrays["differences"], arrays["groups"])
+            return cls(**arrays)
 
     def split(self, seed: int, *, test_share: float = 0.3) -> LabelSplit:
         """Random split of the conversations into pool and test, each pair's responses in random order."""
         num_groups = int(self.groups.max()) + 1
         tested = np.isin(self.groups, random_positions(num_groups, round(test_share * num_groups), [seed, 0]))
         differences, labels = self.turned(seed)
-        return LabelSplit(differences[~tested], labels[~tested], differences[tested], labels[tested])
+        lengths = self.lengths * (2 * labels - 1)
+        return LabelSplit(differences[~tested], labels[~tested], differences[tested], labels[tested], lengths[~tested])
 
     def turned(self, seed: int) -> tuple[Float[np.ndarray, "pairs features"], Float[np.ndarray, " pairs"]]:
         """Differences with each pair's responses in random order, and 1 where the chosen one comes first, else 0."""

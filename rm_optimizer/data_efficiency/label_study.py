@@ -96,6 +96,22 @@ def planned_splits(study: LabelStudy, pool: str, num_splits: int, features: Path
     ]
 
 
+def require_one_pool_a_name(trials: Iterable[PlannedTrial]) -> None:
+    """Refuse trials of one name whose pairs, features or options differ, since a table would mix them.
+
+    Raises:
+        ConfigError: naming the pool.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    for trial in trials:
+        own = {name: value for name, value in trial.spec.items() if name not in ("split", "features")}
+        if settings.setdefault(own["name"], own) != own:
+            raise ConfigError(
+                f"the folder holds a pool '{own['name']}' of other pairs, features or options; give this one another "
+                "--name, or choose another folder"
+            )
+
+
 def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
     """Accuracy and NLL of every rule after every round on one split, as `RULE/LABELS/METRIC`.
 
@@ -188,13 +204,12 @@ def _rounds(
     generator = np.random.default_rng([*seed, 0])
     is_labeled = np.zeros(len(split.labels), dtype=bool)
     is_labeled[np.random.default_rng([seed[0], 3]).permutation(len(split.labels))[: study.start]] = True
-    lengths = split.differences[:, -2]  # any feature stands for the length in a synthetic pool
     for turn, (labels, ridge) in enumerate(zip(study.budgets, ridges, strict=True)):
         model = fit_linear_reward(split.differences[is_labeled], split.labels[is_labeled], ridge=ridge)
         yield labels, model
         if labels < study.budgets[-1]:
             margins = model.sampled_margins(split.differences, NUM_MEMBERS, generator)
-            pool = Pool(margins, lengths, is_labeled, split.differences)
+            pool = Pool(margins, split.lengths, is_labeled, split.differences)
             is_labeled[acquire.select(pool, study.batch, seed=int(generator.integers(2**31)) + turn)] = True
 
 

@@ -137,7 +137,7 @@ def shares_at(progress: float) -> tuple[float, float, float]:
 
 
 def exact_counts(shares: Sequence[float], num: int, room: Sequence[int]) -> list[int]:
-    """Whole numbers that sum to `num`, near `num` times the shares, none above its room.
+    """Integers that sum to `num`, near `num` times the shares, none above its room.
 
     What does not fit goes to the others in proportion to their shares; rounding goes to the largest remainders.
 

@@ -68,11 +68,6 @@ class Pool:
         """Positions of the pairs that may be chosen, ascending."""
         return np.flatnonzero(~self.is_labeled)
 
-    def of(self, positions: NDArray[np.int64]) -> Pool:
-        """The pool of these pairs alone."""
-        differences = None if self.differences is None else self.differences[positions]
-        return Pool(self.margins[:, positions], self.lengths[positions], self.is_labeled[positions], differences)
-
     def require_differences(self, rule: str) -> Float[np.ndarray, "pairs hidden"]:
         """Differences of features.
 
@@ -85,6 +80,17 @@ class Pool:
                 "one saved model, or a rule that reads margins: uncertainty, bald"
             )
         return self.differences
+
+    def require_members(self, rule: str, reason: str) -> None:
+        """Refuse the margins of one model for a rule that compares several.
+
+        Raises:
+            ConfigError: with the reason, as "one model has no variance over members".
+        """
+        if len(self.margins) < 2:
+            raise ConfigError(
+                f"rule '{rule}' needs an ensemble, since {reason}; give several models, or take rule 'v_optimal'"
+            )
 
 
 def blocks(rows: np.ndarray, size: int = 65_536) -> Iterator[tuple[int, np.ndarray]]:

@@ -7,7 +7,6 @@ Argilla (`records.to_list(flatten=True)`) and Label Studio (JSON) export.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from rm_optimizer.core.rows.columns import renamed
 from rm_optimizer.core.rows.messages import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.records.files import replacing
+from rm_optimizer.records.files import write_csv, write_json_lines, write_text
 
 SUFFIXES = (".csv", ".jsonl", ".json")
 """Files of questions: CSV, JSON Lines, and tasks of Label Studio."""
@@ -103,15 +102,12 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"questions go into a file that ends in {', '.join(SUFFIXES)}, got '{path.name}'")
     rows = [question.row() for question in questions]
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        if path.suffix == ".csv":
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        elif path.suffix == ".jsonl":
-            file.writelines(json.dumps({"id": row["pair_id"], **row}, ensure_ascii=False) + "\n" for row in rows)
-        else:
-            json.dump([{"data": row} for row in rows], file, ensure_ascii=False, indent=1)
+    if path.suffix == ".csv":
+        write_csv(path, rows)
+    elif path.suffix == ".jsonl":
+        write_json_lines(path, [{"id": row["pair_id"], **row} for row in rows])
+    else:
+        write_text(path, json.dumps([{"data": row} for row in rows], ensure_ascii=False, indent=1))
 
 
 def read_answers(path: Path) -> Answers:

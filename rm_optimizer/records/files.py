@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     with replacing(path) as temporary:
         pq.write_table(pa.Table.from_pylist([{**columns, **row} for row in rows]), temporary)
     return path
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows as JSON Lines, whole or not at all."""
+    return write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

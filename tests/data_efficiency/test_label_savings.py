@@ -18,6 +18,7 @@ from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
 from rm_optimizer.data_efficiency.text_features import text_differences
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
+from tests.builders import tiny_reward_model
 
 LABELS = np.arange(64, 1025, 64)
 
@@ -164,3 +165,35 @@ def test_a_small_study_runs_goes_on_and_writes_tables_and_pictures(tmp_path, mon
     assert json.loads((tmp_path / "s" / "savings.json").read_text()) == found
     assert again.exit_code == 0
     assert results == {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("trials/*/result.json")}
+    options[3] = "48"
+    mixed = run()
+    assert mixed.exit_code == 2
+    assert "the folder holds a pool 'iid' of other pairs, features or options" in mixed.stderr
+
+
+def test_length_strata_of_a_study_are_of_the_texts_and_not_of_a_feature():
+    pairs = [PreferencePair(f"q {n}", "a" * (1 + n % 7), "b" * (1 + n % 5) + "c") for n in range(100)]
+    split = LabeledFeatures.of(pairs, np.ones((100, 2))).split(0)
+    ratios = {round(abs(np.log(len(pair.chosen) / len(pair.rejected))), 9) for pair in pairs}
+    assert {round(abs(length), 9) for length in split.lengths} <= ratios
+    assert len(split.lengths) == len(split.labels)
+
+
+def test_features_are_those_of_the_weights_under_a_path(tmp_path):
+    rows = [{"prompt": f"q {n}", "chosen": f"yes {n}", "rejected": f"no {n * n}"} for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--budget", "8", "--start", "4", "--batch", "4", "--splits", "2", "--bootstrap", "10"]
+    for seed in (0, 1):
+        tiny_reward_model("llama", seed=seed, max_length=64).save_pretrained(tmp_path / "model")
+        command = [
+            "study",
+            "labels",
+            str(tmp_path / "s"),
+            "--data",
+            str(tmp_path / "pairs.jsonl"),
+            "--name",
+            f"p{seed}",
+        ]
+        result = CliRunner().invoke(app, [*command, "--model", str(tmp_path / "model"), *options])
+        assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "s" / "features").glob("*.npz"))) == 2

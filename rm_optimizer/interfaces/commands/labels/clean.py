@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +31,8 @@ def data_clean(
     from rm_optimizer.data_efficiency.wrong_labels import held_out_chances, suspected_labels
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.interfaces.commands.labels.features import fixed_differences
-    from rm_optimizer.records.files import write_text
+    from rm_optimizer.interfaces.saved_model import SavedModel
+    from rm_optimizer.records.files import write_json_lines, write_text
 
     suspects_file, report_file = (out.with_name(f"{out.name}.{name}") for name in ("suspects.jsonl", "report.json"))
     for path in (out, suspects_file, report_file):
@@ -40,13 +40,14 @@ def data_clean(
     if not 0 < false_positive_rate < 1:
         raise ConfigError(f"--false-positive-rate must lie in (0, 1), got {false_positive_rate}")
     pairs = source.load(data)
-    found = LabeledFeatures.of(pairs, fixed_differences(pairs, model))
+    found = LabeledFeatures.of(pairs, fixed_differences(pairs, None if model is None else SavedModel(model).load()))
     dynamics = held_out_chances(*found.turned(seed), found.groups, seed=seed)
     suspects = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
     is_suspect = set(suspects.positions)
     chances = dynamics.confidence
-    _write(suspects_file, [{**pairs[place].to_dict(), "chance": chances[place]} for place in suspects.positions])
-    _write(out, [pair.to_dict() for place, pair in enumerate(pairs) if place not in is_suspect])
+    rows = [{**pairs[place].to_dict(), "chance": chances[place]} for place in suspects.positions]
+    write_json_lines(suspects_file, rows)
+    write_json_lines(out, [pair.to_dict() for place, pair in enumerate(pairs) if place not in is_suspect])
     write_text(report_file, suspects.to_json() + "\n")
     print(f"{len(pairs) - len(is_suspect):,} of {len(pairs):,} pairs stay: {out}")
     print(
@@ -54,9 +55,3 @@ def data_clean(
         f"{suspects.false_positive_rate:.1%} of the right ones: {suspects_file}"
     )
     print(f"held-out accuracy of the linear models: {dynamics.correctness.mean():.1%}; near 50% they tell nothing")
-
-
-def _write(path: Path, rows: list[dict[str, object]]) -> None:
-    from rm_optimizer.records.files import write_text
-
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -63,11 +63,9 @@ def label_import(
     out: Annotated[Path, Option("--out", help="JSON Lines of preference pairs, for `data.train`.")],
 ) -> None:
     """Turn answered questions into training pairs: several answers to one question give their mean as its label."""
-    import json
-
     from rm_optimizer.data_efficiency.questions import read_answers
     from rm_optimizer.evaluation.score_file import require_new
-    from rm_optimizer.records.files import write_text
+    from rm_optimizer.records.files import write_json_lines
 
     require_new(out)
     found = read_answers(answers)
@@ -76,7 +74,7 @@ def label_import(
     rows = [{**pair.to_dict(), **pair.metadata} for pair in found.pairs]
     for row in rows:
         del row["metadata"], row["margin"]
-    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_json_lines(out, rows)
     print(f"{len(found.pairs):,} pairs of {found.num_answers:,} answers: {out}")
     print(f"questions skipped: {found.num_skipped:,}; answers that repeat another: {found.num_repeated:,}")
     if found.num_contradicted:
@@ -96,7 +94,9 @@ def _pool(
     pairs = _unlabeled(source, pool)
     known = [] if not labeled else [*source.load(labeled)]
     ids = {question_id(pair.prompt, (pair.chosen, pair.rejected)) for pair in known}
-    left = [pair for pair in pairs if question_id(pair.prompt, (pair.chosen, pair.rejected)) not in ids]
+    left = [*pairs]
+    if ids:
+        left = [pair for pair in left if question_id(pair.prompt, (pair.chosen, pair.rejected)) not in ids]
     if subsample is not None and subsample < len(left):
         print(f"choosing among {subsample:,} random pairs of {len(left):,}")
         left = [left[position] for position in random_positions(len(left), subsample, [seed, 2])]
@@ -120,12 +120,16 @@ def _read(
 ) -> Pool:
     from rm_optimizer.data_efficiency.pool import read_pool
     from rm_optimizer.records.progress import progress
+    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
+    scorer = _scorer(model, max_length)
+    if cache is not None and isinstance(scorer, RewardModelEnsemble):
+        raise ConfigError("--cache keeps the features of one model, and an ensemble has none; leave it out")
     try:
         with progress("reading the pool", "pairs") as show:
             return read_pool(
                 pairs,
-                _scorer(model, max_length),
+                scorer,
                 is_labeled=is_labeled,
                 folder=cache,
                 on_progress=lambda done: show(done, len(pairs)),
@@ -137,11 +141,11 @@ def _read(
 
 def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelEnsemble:
     from rm_optimizer.interfaces.saved_model import SavedModel
-    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+    from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, load_ensemble
 
     def load(checkpoint: str) -> BradleyTerryRM:
         return SavedModel(checkpoint, max_length).load()
 
-    if (Path(model) / "ensemble.json").is_file():
+    if (Path(model) / ENSEMBLE_FILE).is_file():
         return load_ensemble(Path(model), load=load)
     return load(model)

@@ -38,10 +38,10 @@ def study_labels(
     A stopped command goes on when repeated. The folder gets savings.json, and pictures of the curves and the savings.
     """
     from rm_optimizer.data_efficiency.label_pools import SyntheticPool
-    from rm_optimizer.data_efficiency.label_study import TASK, LabelStudy, planned_splits
+    from rm_optimizer.data_efficiency.label_study import TASK, LabelStudy, planned_splits, require_one_pool_a_name
     from rm_optimizer.experiments.study.driver import Study
     from rm_optimizer.experiments.study.executors import InlineExecutor
-    from rm_optimizer.experiments.study.plan import publish
+    from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, publish
     from rm_optimizer.records.progress import progress
     from rm_optimizer.reporting.label_savings import print_savings, write_savings
 
@@ -52,6 +52,8 @@ def study_labels(
         trials = _real_pool(source, folder, data, model, name, study, splits)
     else:
         trials = [trial for pool in SyntheticPool for trial in planned_splits(study, pool, splits)]
+    if (folder / PLAN_FILE).exists():
+        require_one_pool_a_name([*StudyPlan.read(folder).trials, *trials])
     publish(folder, TASK, trials, extends=True)
     runner = Study(folder)
     done = len(runner.status().seconds)
@@ -82,15 +84,18 @@ def _real_pool(
     splits: int,
 ) -> list[PlannedTrial]:
     """Trials of these pairs, with their features written into the folder."""
+    from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.core.pairs.pair import digest
     from rm_optimizer.data_efficiency.label_pools import LabeledFeatures
     from rm_optimizer.data_efficiency.label_study import planned_splits
     from rm_optimizer.interfaces.commands.labels.features import fixed_differences
+    from rm_optimizer.interfaces.saved_model import SavedModel
 
     pairs = source.load(list(data))
-    key = digest([[pair.pair_id for pair in pairs], model])
+    scorer = None if model is None else SavedModel(model).load()
+    key = digest([[pair.pair_id for pair in pairs], None if scorer is None else scorer_digest(scorer)])
     pool = name or f"{Path(data[0]).name.partition('.')[0]}{'' if model is None else f' by {Path(model).name}'}"
     path = folder / "features" / f"{key}.npz"
     if not path.exists():
-        LabeledFeatures.of(pairs, fixed_differences(pairs, model, folder / "features" / key)).write(path)
+        LabeledFeatures.of(pairs, fixed_differences(pairs, scorer, folder / "features" / key)).write(path)
     return planned_splits(study, pool, splits, path)
