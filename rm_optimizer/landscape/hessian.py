@@ -103,14 +103,11 @@ class HessianAnalyzer:
         """
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
         options, began = options or SpectrumOptions(), time.perf_counter()
-        check_choices(method, kind, options)
-        if self.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
+        check_choices(method, kind, self.dtype, options)
         with self._measuring(pairs, num_pairs) as (objective, known_prompts):
             clusters = clusters_of(objective.batches, prompts or known_prompts)
             _warn_of_few(objective.num_pairs, clusters, options)
-            if kind != "hessian":
-                options, top_k = of_known_rank(objective, options, top_k)
+            options, top_k = of_known_rank(objective, kind, options, top_k)
             operator = make_operator(objective, kind, options)
             if method != "lanczos":
                 operator.on_product = on_product

@@ -107,7 +107,7 @@ class Solution:
     seconds_before: float = 0.0
 
 
-def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
+def check_choices(method: str, matrix: str, dtype: torch.dtype, options: SpectrumOptions) -> None:
     """Require a known method and matrix that fit each other, and warn of unused options.
 
     Raises:
@@ -121,6 +121,8 @@ def check_choices(method: str, matrix: str, options: SpectrumOptions) -> None:
     for name, got, known in choices:
         if got not in known:
             raise ConfigError(did_you_mean(name, got, known))
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     if not 0 < options.tolerance < 1:
         raise ConfigError(f"tolerance must lie in (0, 1), got {options.tolerance:g}")
     if method == "gauss_newton_exact" and matrix == "hessian":
@@ -139,13 +141,15 @@ def _warn(option: str, by: str, remedy: str) -> None:
     warnings.warn(f"{option} is not used by {by}; {remedy}", stacklevel=4)
 
 
-def of_known_rank(objective: PairObjective, options: SpectrumOptions, top_k: int) -> tuple[SpectrumOptions, int]:
-    """Options and `top_k` for a positive semidefinite matrix: `both` finds its largest values, no more than its rank.
+def of_known_rank(
+    objective: PairObjective, matrix: str, options: SpectrumOptions, top_k: int
+) -> tuple[SpectrumOptions, int]:
+    """Options and `top_k` by what is known of a matrix: `both` finds the largest of a Gauss-Newton or Fisher matrix.
 
-    Its smallest eigenvalues are 0. Its rank is at most the number of pairs, or twice that with a regularizer of the
-    rewards. An end that was named is kept, with its zeros.
+    No more than its rank are looked for, which is at most the number of pairs, or twice that with a regularizer of the
+    rewards: the smallest are 0. An end that was named is kept, with its zeros.
     """
-    if options.which != "both":
+    if matrix == "hessian" or options.which != "both":
         return options, top_k
     rank = objective.num_pairs * (2 if objective.loss.center_rewards or objective.loss.reward_l2 else 1)
     return replace(options, which="largest"), top_k if objective.group is not None else max(1, min(top_k, rank))

@@ -32,7 +32,7 @@ from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dty
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.plan import pad_sequences, stacked
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.records.codec import from_values, json_values
@@ -254,8 +254,8 @@ class BradleyTerryRM(BaseRewardModel):
             loss_options: keywords of `losses.bradley_terry_loss`: beta, label_smoothing, margin, label, weight, ….
         """
         tokens = max(chosen_ids.shape[1], rejected_ids.shape[1])
-        input_ids = _stack(chosen_ids, rejected_ids, tokens, self.pad_choice.token_id)
-        attention_mask = _stack(chosen_mask, rejected_mask, tokens, 0)
+        input_ids = stacked(chosen_ids, rejected_ids, tokens, self.pad_choice.token_id)
+        attention_mask = stacked(chosen_mask, rejected_mask, tokens, 0)
         chosen, rejected = split_rewards(self(input_ids, attention_mask), "halves")
         return bradley_terry_loss(chosen, rejected, **loss_options)
 
@@ -396,10 +396,3 @@ class BradleyTerryRM(BaseRewardModel):
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
     """Payload of a `.ckpt` under `checkpoint.PAYLOAD_KEY`, from which `from_pretrained` reads the file."""
     return describe_model(model.model, model.tokenizer, model.identity())
-
-
-def _stack(
-    upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
-) -> Int[Tensor, "sequences tokens"]:
-    widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
-    return torch.cat(widened)

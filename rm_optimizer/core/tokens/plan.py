@@ -144,6 +144,14 @@ def pad_sequences(
     return torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64))
 
 
+def stacked(
+    upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
+) -> Int[Tensor, "sequences tokens"]:
+    """Rows of both, those of `upper` first, filled on the right up to so many tokens."""
+    widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
+    return torch.cat(widened)
+
+
 class _Stock:
     """Items by size, from which the largest that fits is taken in O(log n); among equal sizes the first given."""
 
