@@ -12,16 +12,16 @@ import numpy as np
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
-from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction, RandomSampling
-from rm_optimizer.data_efficiency.pool import Pool, read_pool
-from rm_optimizer.data_efficiency.questions import (
+from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction, RandomSampling
+from rm_optimizer.data_efficiency.acquisition.pool import Pool, read_pool
+from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
+from rm_optimizer.data_efficiency.labeling.questions import (
     Answers,
     Question,
     answered_chance,
     merged_answers,
     questions_of,
 )
-from rm_optimizer.data_efficiency.rules import acquisition_function
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
-from rm_optimizer.data_efficiency.label_savings import LabelSavings
-from rm_optimizer.data_efficiency.label_study import PLACEBO, RANDOM, curves, savings_by_pool
+from rm_optimizer.data_efficiency.savings.label_savings import LabelSavings
+from rm_optimizer.data_efficiency.savings.label_study import PLACEBO, RANDOM, curves, savings_by_pool
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.style import BLUE, GRAY, SERIES, captioned_figure, draw_legend, save_figure
 from rm_optimizer.reporting.tables import new_table, output_console

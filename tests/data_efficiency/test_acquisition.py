@@ -10,10 +10,11 @@ import torch
 
 from rm_optimizer import PreferencePair, RewardModelEnsemble
 from rm_optimizer.core.pairs.pair import Scorer
-from rm_optimizer.data_efficiency import Pool, UncertaintySampling, acquisition_function, pool, read_pool
-from rm_optimizer.data_efficiency.acquisition import BALD, LengthStratified, StochasticBALD
-from rm_optimizer.data_efficiency.optimal_design import DOptimal, LastLayerInformation, VOptimal
-from rm_optimizer.data_efficiency.rules import RULES
+from rm_optimizer.data_efficiency import Pool, UncertaintySampling, acquisition_function, read_pool
+from rm_optimizer.data_efficiency.acquisition import pool
+from rm_optimizer.data_efficiency.acquisition.functions import BALD, LengthStratified, StochasticBALD
+from rm_optimizer.data_efficiency.acquisition.optimal_design import DOptimal, LastLayerInformation, VOptimal
+from rm_optimizer.data_efficiency.acquisition.rules import RULES
 from rm_optimizer.errors import ConfigError, DataError
 from tests.builders import tiny_reward_model
 

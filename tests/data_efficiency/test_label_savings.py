@@ -11,10 +11,10 @@ from sklearn.linear_model import LogisticRegression
 from typer.testing import CliRunner
 
 from rm_optimizer import PreferencePair
-from rm_optimizer.data_efficiency import label_pools, label_study
-from rm_optimizer.data_efficiency.label_pools import LabeledFeatures, SyntheticPool, synthetic_split
-from rm_optimizer.data_efficiency.label_savings import fitted, label_savings, labels_needed
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
+from rm_optimizer.data_efficiency.savings import label_pools, label_study
+from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures, SyntheticPool, synthetic_split
+from rm_optimizer.data_efficiency.savings.label_savings import fitted, label_savings, labels_needed
 from rm_optimizer.data_efficiency.text_features import text_differences
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app

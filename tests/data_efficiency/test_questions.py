@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer import Message, PreferenceDataset, PreferencePair
-from rm_optimizer.data_efficiency.questions import questions_of, read_answers, write_questions
+from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, write_questions
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from tests.builders import tiny_reward_model

@@ -10,10 +10,15 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
-from rm_optimizer.data_efficiency.annotators import noise_ceiling
-from rm_optimizer.data_efficiency.label_pools import SyntheticPool, synthetic_split
+from rm_optimizer.data_efficiency.cleaning.annotators import noise_ceiling
+from rm_optimizer.data_efficiency.cleaning.wrong_labels import (
+    Cartography,
+    held_out_chances,
+    suspected_labels,
+    with_flips,
+)
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
-from rm_optimizer.data_efficiency.wrong_labels import Cartography, held_out_chances, suspected_labels, with_flips
+from rm_optimizer.data_efficiency.savings.label_pools import SyntheticPool, synthetic_split
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.interfaces.cli import app
 

@@ -27,8 +27,8 @@ def data_clean(
 
     OUT.suspects.jsonl holds what was taken out, the least probable first; OUT.report.json says how many were expected.
     """
-    from rm_optimizer.data_efficiency.label_pools import LabeledFeatures
-    from rm_optimizer.data_efficiency.wrong_labels import held_out_chances, suspected_labels
+    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels
+    from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.interfaces.commands.labels.features import fixed_differences
     from rm_optimizer.interfaces.saved_model import SavedModel

@@ -23,7 +23,7 @@ def fixed_differences(
         model: model whose last layer gives them; None takes words, length and question marks.
         folder: folder to keep a model's features in while they are computed.
     """
-    from rm_optimizer.data_efficiency.pool import read_pool
+    from rm_optimizer.data_efficiency.acquisition.pool import read_pool
     from rm_optimizer.data_efficiency.text_features import text_differences
     from rm_optimizer.records.progress import progress
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.pool import Pool
+    from rm_optimizer.data_efficiency.acquisition.pool import Pool
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 DEFAULT_RULE = "v_optimal"
@@ -40,8 +40,8 @@ def select(
     seed: Annotated[int, Option("--seed", min=0, help="Seed of ties, draws and the order of responses.")] = 0,
 ) -> None:
     """Choose the pairs whose labels are worth most, and write them as questions for people, here or in Argilla."""
-    from rm_optimizer.data_efficiency.questions import SUFFIXES, questions_of, write_questions
-    from rm_optimizer.data_efficiency.rules import acquisition_function
+    from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
+    from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES, questions_of, write_questions
     from rm_optimizer.evaluation.score_file import require_new
 
     acquire = acquisition_function(rule)
@@ -63,7 +63,7 @@ def label_import(
     out: Annotated[Path, Option("--out", help="JSON Lines of preference pairs, for `data.train`.")],
 ) -> None:
     """Turn answered questions into training pairs: several answers to one question give their mean as its label."""
-    from rm_optimizer.data_efficiency.questions import read_answers
+    from rm_optimizer.data_efficiency.labeling.questions import read_answers
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines
 
@@ -89,7 +89,7 @@ def _pool(
 
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.orders import random_positions
-    from rm_optimizer.data_efficiency.questions import question_id
+    from rm_optimizer.data_efficiency.labeling.questions import question_id
 
     pairs = _unlabeled(source, pool)
     known = [] if not labeled else [*source.load(labeled)]
@@ -118,7 +118,7 @@ def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
 def _read(
     pairs: PreferenceDataset, is_labeled: np.ndarray, model: str, max_length: int | None, cache: Path | None
 ) -> Pool:
-    from rm_optimizer.data_efficiency.pool import read_pool
+    from rm_optimizer.data_efficiency.acquisition.pool import read_pool
     from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 

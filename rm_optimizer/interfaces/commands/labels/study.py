@@ -12,7 +12,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.pairs import PairOptions
 
 if TYPE_CHECKING:
-    from rm_optimizer.data_efficiency.label_study import LabelStudy
+    from rm_optimizer.data_efficiency.savings.label_study import LabelStudy
     from rm_optimizer.experiments.study.plan import PlannedTrial
 
 
@@ -37,8 +37,13 @@ def study_labels(
 
     A stopped command goes on when repeated. The folder gets savings.json, and pictures of the curves and the savings.
     """
-    from rm_optimizer.data_efficiency.label_pools import SyntheticPool
-    from rm_optimizer.data_efficiency.label_study import TASK, LabelStudy, planned_splits, require_one_pool_a_name
+    from rm_optimizer.data_efficiency.savings.label_pools import SyntheticPool
+    from rm_optimizer.data_efficiency.savings.label_study import (
+        TASK,
+        LabelStudy,
+        planned_splits,
+        require_one_pool_a_name,
+    )
     from rm_optimizer.experiments.study.driver import Study
     from rm_optimizer.experiments.study.executors import InlineExecutor
     from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, publish
@@ -86,8 +91,8 @@ def _real_pool(
     """Trials of these pairs, with their features written into the folder."""
     from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.core.pairs.pair import digest
-    from rm_optimizer.data_efficiency.label_pools import LabeledFeatures
-    from rm_optimizer.data_efficiency.label_study import planned_splits
+    from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures
+    from rm_optimizer.data_efficiency.savings.label_study import planned_splits
     from rm_optimizer.interfaces.commands.labels.features import fixed_differences
     from rm_optimizer.interfaces.saved_model import SavedModel
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rm_optimizer.data_efficiency.acquisition import (
+from rm_optimizer.data_efficiency.acquisition.diverse import BADGE, Coreset
+from rm_optimizer.data_efficiency.acquisition.functions import (
     BALD,
     AcquisitionFunction,
     EntropySampling,
@@ -15,8 +16,7 @@ from rm_optimizer.data_efficiency.acquisition import (
     StochasticBALD,
     UncertaintySampling,
 )
-from rm_optimizer.data_efficiency.diverse import BADGE, Coreset
-from rm_optimizer.data_efficiency.optimal_design import DOptimal, VOptimal
+from rm_optimizer.data_efficiency.acquisition.optimal_design import DOptimal, VOptimal
 from rm_optimizer.errors import ConfigError, did_you_mean
 
 RULES: dict[str, Callable[[], AcquisitionFunction]] = {

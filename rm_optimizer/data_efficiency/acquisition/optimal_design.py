@@ -18,8 +18,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction
-from rm_optimizer.data_efficiency.pool import Pool, blocks
+from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction
+from rm_optimizer.data_efficiency.acquisition.pool import Pool, blocks
 from rm_optimizer.errors import ConfigError
 
 TAKEN = -np.inf

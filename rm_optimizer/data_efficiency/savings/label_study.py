@@ -16,15 +16,15 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import log_expit
 
-from rm_optimizer.data_efficiency.label_pools import LabeledFeatures, LabelSplit, SyntheticPool, synthetic_split
-from rm_optimizer.data_efficiency.label_savings import LabelSavings, label_savings
+from rm_optimizer.data_efficiency.acquisition.pool import Pool
+from rm_optimizer.data_efficiency.acquisition.rules import RULES, acquisition_function
 from rm_optimizer.data_efficiency.linear_reward import LinearReward, fit_linear_reward
-from rm_optimizer.data_efficiency.pool import Pool
-from rm_optimizer.data_efficiency.rules import RULES, acquisition_function
+from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures, LabelSplit, SyntheticPool, synthetic_split
+from rm_optimizer.data_efficiency.savings.label_savings import LabelSavings, label_savings
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
 
-TASK = "rm_optimizer.data_efficiency.label_study:measure"
+TASK = "rm_optimizer.data_efficiency.savings.label_study:measure"
 """Task of the study's trials."""
 RANDOM, PLACEBO = "random", "random_again"
 RIDGES = tuple(float(ridge) for ridge in 10.0 ** np.arange(-1.0, 3.51, 0.5))

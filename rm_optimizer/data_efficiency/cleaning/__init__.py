@@ -1,0 +1,1 @@
+"""Labels that are probably wrong, and how far annotators agree."""

@@ -1,0 +1,1 @@
+"""Questions for people who label pairs, their answers, and a local page to give them on."""

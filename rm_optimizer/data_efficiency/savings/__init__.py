@@ -1,0 +1,1 @@
+"""Labels that a rule saves: pools to measure on, the study, and its statistics."""
