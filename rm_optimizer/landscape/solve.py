@@ -25,11 +25,12 @@ from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator,
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.operators.support import Support
 from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
 from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
 from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
-from rm_optimizer.landscape.solvers.support import Support, SupportedOperator
+from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.schema.landscape import SpectrumMethod, TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import OutputCurvature
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.pair_gradients import curvature_rows
+from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, unit
 
 
@@ -122,13 +123,14 @@ def gauss_newton_exact(
 
     With `B` the rows of `pair_gradients.PairRows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
     many rows as there are pairs, or twice as many with `center_rewards` or `reward_l2`; its eigenvectors are
-    `B^T u / ||.||`. Costs one backward pass a pair for every `memory_bytes` that the rows take.
+    `B^T u / ||.||`. Costs one backward pass a pair where the rows fit into `memory_bytes`. Otherwise each share of them
+    that fits costs one for the eigenvalues and one for the vectors. Embeddings that no pair looks up take no memory.
 
     Args:
         objective: the loss; all its pairs in this process.
         curvature: `gauss_newton` or `fisher`.
         num_vectors: eigenvectors to give.
-        memory_bytes: most memory for rows; more rows are taken again, for some parameters at a time.
+        memory_bytes: most memory for rows; more are taken for some parameters at a time.
 
     Raises:
         ConfigError: if the pairs lie in several processes.
@@ -137,65 +139,64 @@ def gauss_newton_exact(
         raise ConfigError("gauss_newton_exact needs all pairs in one process; give it all of them and no group")
     objective.require_still()
     rows = _Rows(objective, curvature, memory_bytes)
-    gram = torch.zeros(rows.count, rows.count, dtype=torch.float64)
-    for block in rows:
-        gram += gram_matrix([block])
-    objective.checked(gram)
+    gram = objective.checked(torch.stack(rows.each(lambda block: gram_matrix([block]))).sum(dim=0))
     values, small = torch.linalg.eigh(gram)
     values, small = values.flip(0).clamp(min=0), small.flip(1)
     weights = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
-    wanted = min(num_vectors, rows.count)
+    wanted = min(num_vectors, len(gram))
     vectors = rows.combined(small[:, :wanted].T) if wanted else torch.empty(0, objective.subset.num_parameters)
     return GramSpectrum(gram.numpy(), np.array(rows.pair_of_row), weights, values.numpy(), vectors, rows.num_passes)
 
 
 class _Rows:
-    """The rows `B`, in blocks of columns that fit into memory."""
+    """The rows `B` without columns of zeros, in blocks of columns that fit into memory, one block at a time."""
 
     def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int) -> None:
         self.objective = objective
         self.curvature: OutputCurvature = curvature
+        self.support = support_of(objective, num_spare=0)
         rewarded = curvature == "gauss_newton" and (objective.loss.center_rewards or objective.loss.reward_l2)
-        rows_most = objective.num_pairs * (2 if rewarded else 1)
-        size = objective.subset.num_parameters
-        columns = max(1, memory_bytes // (rows_most * torch.finfo(objective.dtype).bits // 8))
-        self.spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]
+        self._rows_most = objective.num_pairs * (2 if rewarded else 1)
+        size = self.support.dimension
+        columns = max(1, memory_bytes // (self._rows_most * torch.finfo(objective.dtype).bits // 8))
+        self._spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]
+        self._whole: Tensor | None = None
         self.pair_of_row: list[int] = []
         self.num_passes = 0
-        self._first = self._block(self.spans[0], rows_most)
-        self.count = len(self._first)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        for span in self.spans:
-            yield self._first if span == self.spans[0] else self._block(span, self.count)
+    def each(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """A function of each block; all rows in one block are kept for the next call."""
+        if len(self._spans) > 1:
+            return [function(self._block(span)) for span in self._spans]
+        if self._whole is None:
+            self._whole = self._block(self._spans[0])
+        return [function(self._whole)]
 
     def combined(self, weights: Tensor) -> Tensor:
         """Unit vectors along combinations of the rows."""
-        vectors = torch.cat([weights.to(block) @ block for block in self], dim=1)
-        return torch.stack([unit(vector) for vector in vectors])
+        vectors = torch.cat(self.each(lambda block: weights.to(block) @ block), dim=1)
+        return self.support.widen(torch.stack([unit(vector) for vector in vectors]))
 
-    def _block(self, span: tuple[int, int], rows_most: int) -> Tensor:
-        parameters, inner = _covering(self.objective, span)
-        block = torch.empty(rows_most, span[1] - span[0], dtype=self.objective.dtype, device=self.objective.device)
+    def _block(self, span: tuple[int, int]) -> Tensor:
+        chosen, inner = self._covering(span)
+        parameters = [self.objective.parameters[index] for index in chosen]
+        block = torch.empty(
+            self._rows_most, span[1] - span[0], dtype=self.objective.dtype, device=self.objective.device
+        )
         pair_of_row: list[int] = []
         for pair in curvature_rows(self.objective, self.curvature):
             for gradient in pair.gradients(parameters):
-                block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in gradient])[inner]
+                parts = map(self.support.part, chosen, gradient)
+                block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in parts])[inner]
                 pair_of_row.append(pair.number)
         self.pair_of_row = pair_of_row
         self.num_passes += 1
         return block[: len(pair_of_row)]
 
-
-def _covering(objective: PairObjective, span: tuple[int, int]) -> tuple[list[Tensor], slice]:
-    """The parameters that a span of columns touches, and where the span lies in them."""
-    chosen: list[Tensor] = []
-    start, first = 0, None
-    for parameter in objective.parameters:
-        stop = start + parameter.numel()
-        if stop > span[0] and start < span[1]:
-            first = start if first is None else first
-            chosen.append(parameter)
-        start = stop
-    assert first is not None, "a span lies inside the parameters"
-    return chosen, slice(span[0] - first, span[1] - first)
+    def _covering(self, span: tuple[int, int]) -> tuple[list[int], slice]:
+        """Positions of the parameters that a span of columns touches, and where the span lies in them."""
+        sizes = np.array([shape.numel() for shape in self.support.shapes])
+        ends = sizes.cumsum()
+        chosen = np.flatnonzero((ends > span[0]) & (ends - sizes < span[1]))
+        first = int((ends - sizes)[chosen[0]])
+        return chosen.tolist(), slice(span[0] - first, span[1] - first)

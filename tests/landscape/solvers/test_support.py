@@ -13,10 +13,12 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
+from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
-from rm_optimizer.landscape.solvers.support import SupportedOperator, support_of
+from rm_optimizer.landscape.solvers.support import SupportedOperator
 from tests.builders import fresh_reward_model
 from tests.landscape.worlds import EVERYTHING, FAMILIES, PLAIN, SHAPE, micro_batches, pairs, reward_model
 
@@ -50,6 +52,17 @@ def test_what_is_left_out_is_zero_in_every_product(family: str, packed: bool) ->
     unused = 8 * (len(table) - len(tokens))
     others = 8 * 48 if family == "bert" else 8  # positions; the padding token where nothing is padded
     assert unused <= left_out <= unused + others
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rows_of_pairs_hold_no_embeddings_that_no_pair_looks_up(blocks: int) -> None:
+    model = of_many_tokens("llama")
+    with measuring(model, micro_batches(model, data=FEW), PLAIN, dtype=torch.float64) as objective:
+        rows_bytes = len(FEW) * 8 * support_of(objective, 0).dimension
+        gram = gauss_newton_exact(objective, num_vectors=2, memory_bytes=-(-rows_bytes // blocks))
+        images = OutputOperator(objective, "gauss_newton").apply(gram.vectors)
+    torch.testing.assert_close(images, torch.from_numpy(gram.values[:2].copy())[:, None] * gram.vectors)
+    assert gram.num_passes == (1 if blocks == 1 else 2 * blocks)
 
 
 @pytest.mark.parametrize("use", ["in arithmetic", "unseen", "by its address"])

@@ -1,0 +1,140 @@
+"""Weights that a loss depends on. Embeddings of tokens that occur in no pair have no curvature, and need no memory.
+
+They are half of MiniLM's parameters and a quarter of a model of 0.5B, and Lanczos keeps tens of vectors of them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.parameters import ParameterSubset
+
+SPARE = 4096
+"""Entries of each table that are kept though no pair looks them up: as many eigenvalues 0 can be found."""
+
+
+class Support:
+    """Rows of parameters that are left of the long vector.
+
+    Args:
+        subset: the parameters.
+        rows: rows that are left of a parameter, by its position; all others are whole.
+    """
+
+    def __init__(self, subset: ParameterSubset, rows: Mapping[int, Int[Tensor, " rows"]]) -> None:
+        self._subset = subset
+        self._rows = dict(rows)
+        sizes = [(len(rows[i]), *shape[1:]) if i in rows else tuple(shape) for i, shape in enumerate(subset.shapes)]
+        self._narrow = ParameterSubset(subset.names, tuple(map(torch.Size, sizes)))
+        self.dimension = self._narrow.num_parameters
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Shape of what is left of each parameter."""
+        return self._narrow.shapes
+
+    def part(self, index: int, tensor: Tensor) -> Tensor:
+        """Remaining rows of a tensor in the shape of the parameter at that position."""
+        return tensor[self._rows[index]] if index in self._rows else tensor
+
+    @property
+    def identity(self) -> str:
+        """Digest of the remaining rows."""
+        return digest([[index, rows.tolist()] for index, rows in sorted(self._rows.items())])
+
+    def narrow(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors dimension"]:
+        """The entries that are left; the vectors themselves where all are."""
+        if not self._rows:
+            return vectors
+        found = vectors.new_empty(len(vectors), self.dimension)
+        for index, (left, whole) in enumerate(self._parts(found, vectors)):
+            left.copy_(whole[:, self._rows[index]] if index in self._rows else whole)
+        return found
+
+    def widen(self, vectors: Float[Tensor, "vectors dimension"]) -> Float[Tensor, "vectors parameters"]:
+        """Vectors over all parameters, with zeros where nothing is left; themselves where all is."""
+        if not self._rows:
+            return vectors
+        found = vectors.new_zeros(len(vectors), self._subset.num_parameters)
+        for index, (left, whole) in enumerate(self._parts(vectors, found)):
+            if index in self._rows:
+                whole[:, self._rows[index]] = left
+            else:
+                whole.copy_(left)
+        return found
+
+    def _parts(self, narrow: Tensor, wide: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._narrow.unflatten(narrow), self._subset.unflatten(wide), strict=True))
+
+
+def support_of(objective: PairObjective, num_spare: int = SPARE) -> Support:
+    """The rows of embeddings that the pairs or padding look up, some spare ones, and all other parameters.
+
+    Rows and columns of the others are zero in the Hessian, Gauss-Newton matrix and Fisher. Each gives an eigenvalue 0:
+    with as many of them left as eigenvalues are wanted, those are the same.
+
+    Args:
+        objective: the loss, computed once if there are embeddings.
+        num_spare: entries of each table, in whole rows, that are left though no pair looks them up.
+    """
+    modules = [module for module in objective.model.modules() if isinstance(module, nn.Embedding)]
+    positions = {id(parameter): index for index, parameter in enumerate(objective.parameters)}
+    tables = {positions[id(module.weight)]: module for module in modules if id(module.weight) in positions}
+    if not tables:
+        return Support(objective.subset, {})
+    with _Lookups([module.weight for module in tables.values()]) as lookups:
+        objective.value()
+    rows = {}
+    for index, module in tables.items():
+        seen = lookups.used(module.weight) if objective.batches else torch.zeros(len(module.weight), dtype=torch.bool)
+        used = objective.summed(seen.to(objective.device, objective.dtype)) > 0
+        if module.padding_idx is not None:
+            used[module.padding_idx] = True  # whether or not these micro-batches pad, so that they give one support
+        used[(~used).nonzero()[: math.ceil(num_spare / module.weight[0].numel()), 0]] = True
+        if not bool(used.all()):
+            rows[index] = used.nonzero()[:, 0]
+    return Support(objective.subset, rows)
+
+
+class _Lookups(TorchFunctionMode):
+    """Watches which rows of tables are looked up; a table that is put to any other use is used whole."""
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tables = tables
+        self._used: dict[int, Bool[Tensor, " rows"]] = {}
+
+    def used(self, table: Tensor) -> Bool[Tensor, " rows"]:
+        """Rows used of a table; all rows of a table without a recorded lookup."""
+        return self._used.get(id(table), torch.ones(len(table), dtype=torch.bool))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # the signature is PyTorch's
+        result = func(*args, **(kwargs or {}))
+        given = {id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        for table in self._tables:
+            if id(table) in given and not _is_description(func, result):
+                rows = self._used.setdefault(id(table), torch.zeros(len(table), dtype=torch.bool, device=table.device))
+                rows[args[0] if func is embedding and args[1] is table else slice(None)] = True
+        return result
+
+
+_SIZES = ("__len__", "dim", "ndimension", "numel", "size", "stride")
+_KINDS = ("__get__", "get_device", "is_complex", "is_contiguous", "is_floating_point")
+
+
+def _is_description(func: Callable[..., Any], result: object) -> bool:
+    """True for a read of a property such as type, device or shape, and no values."""
+    return func.__name__ in (*_SIZES, *_KINDS) and not isinstance(result, Tensor)
