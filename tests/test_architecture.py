@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -213,17 +212,13 @@ def test_a_command_line_is_checked_without_torch():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_help_takes_less_than_half_a_second_of_the_processor_and_no_torch():
+def test_help_imports_little():
     code = (
         "import sys\nfrom rm_optimizer.interfaces.cli import app\nsys.argv = ['rm-opt', '--help']\n"
-        f"try:\n    app()\nfinally:\n    print({HEAVY}, file=sys.stderr)"
+        f"try:\n    app()\nfinally:\n    print({HEAVY}, len(sys.modules), file=sys.stderr)"
     )
-    taken = []
-    while len(taken) < 8 and min(taken, default=1.0) >= 0.5:  # the first start may compile, and tests run beside it
-        before = os.times()
-        done = run_python(code)
-        after = os.times()
-        taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
-        assert (done.returncode, done.stderr.strip()) == (0, "[]")
-        assert "Usage: rm-opt" in done.stdout
-    assert min(taken) < 0.5
+    done = run_python(code)
+    heavy, num_modules = done.stderr.strip().rsplit(" ", 1)
+    assert (done.returncode, heavy) == (0, "[]")
+    assert "Usage: rm-opt" in done.stdout
+    assert int(num_modules) < 500  # about 350, which take a third of a second

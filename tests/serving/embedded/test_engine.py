@@ -74,7 +74,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
                 await asyncio.sleep(0.001)
             noticed = time.perf_counter() - noticed
             answers = [*await asyncio.gather(*waiting), await engine.score(SEQUENCES)]
-            assert noticed < 2.0
+            assert noticed < LIMITS.silence
             assert all(close(answer.rewards, second) and answer.version == "v1" for answer in answers)
             assert engine.num_restarts == 1
             with pytest.raises(WeightsRefused, match="begin the update again"):
@@ -86,7 +86,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             scoring = asyncio.create_task(engine.score(SEQUENCES))
             with pytest.raises(EngineUnavailable):
                 await engine.commit(4)
-            assert time.perf_counter() - stopped < 10
+            assert time.perf_counter() - stopped < 60
             scored = await scoring
             assert close(scored.rewards, second)
             assert scored.weights == ("v1", 1)
@@ -105,7 +105,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
             stopped = time.perf_counter()
         finally:
             await engine.stop()
-        assert time.perf_counter() - stopped < 10
+        assert time.perf_counter() - stopped < 60
         with pytest.raises(EngineUnavailable, match="has stopped"):
             await engine.score(SEQUENCES)
         return engine
