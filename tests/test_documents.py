@@ -234,6 +234,7 @@ WAYS: dict[str, Way] = {
         prints="6 of 80 unlabeled pairs",
         slow=True,
     ),
+    "rm-opt label to_label.csv": Way("rm-opt label --help", prints="--port"),
     "rm-opt label-import to_label.csv --out labels.jsonl": Way(
         "sed -i -E '2,$s/,\\r?$/,A/' to_label.csv && rm-opt label-import to_label.csv --out labels.jsonl",
         prints="6 pairs of 6 answers",

@@ -24,11 +24,14 @@ from rm_optimizer.core.rows.messages import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import write_csv, write_json_lines, write_text
+from rm_optimizer.records.ledger import whole_lines
 
 SUFFIXES = (".csv", ".jsonl", ".json")
 """Files of questions: CSV, JSON Lines, and tasks of Label Studio."""
 _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
 _ANSWER = "label"
+ANSWER_LOG_SUFFIX = ".labels.jsonl"
+"""Ending of the answers that the labeling page keeps beside a file of questions."""
 _ARGILLA = ("label.responses", "preference.responses")
 
 
@@ -111,17 +114,46 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
 
 
 def read_answers(path: Path) -> Answers:
-    """Training pairs of a file of answered questions.
+    """Training pairs of a file of answered questions, and of the labeling page's answers beside it.
 
     An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is the better one.
 
     Raises:
         DataError: if the file cannot be read, an answer is none of these, or a question's texts were changed.
     """
+    log = path.with_suffix(ANSWER_LOG_SUFFIX)
+    if path.name.endswith(ANSWER_LOG_SUFFIX):
+        return merged_answers(_logged(path))
+    return merged_answers([*read_questions(path), *(_logged(log) if log.exists() else [])])
+
+
+def read_questions(path: Path) -> list[tuple[Question, list[float]]]:
+    """Questions of a file, each with the probabilities that its answers there give response A.
+
+    Raises:
+        DataError: if the file cannot be read, an answer is none, or a question's texts were changed.
+    """
     found = [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in renamed(_rows(path), {})]
     if not found:
         raise DataError(f"{path}: there are no questions")
-    return merged_answers(found)
+    return found
+
+
+def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Last row of each question by its id, in the order of answering, without those whose answer was taken back."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.pop(row["pair_id"], None)
+        if row[_ANSWER] is not None:
+            found[row["pair_id"]] = row
+    return found
+
+
+def _logged(path: Path) -> list[tuple[Question, list[float]]]:
+    """Questions and answers of the labeling page's file; a line that a kill tore was never confirmed."""
+    with path.open("rb") as file:
+        rows = [json.loads(line) for line in whole_lines(file)][1:]
+    return [_answered(row, f"{path}, question {row['pair_id']}") for row in standing_rows(rows).values()]
 
 
 def merged_answers(answered: Iterable[tuple[Question, Sequence[float]]]) -> Answers:

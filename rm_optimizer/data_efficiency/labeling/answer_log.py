@@ -1,0 +1,116 @@
+"""Answers that were given on the labeling page, on the disk one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import wilson_interval
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.data_efficiency.labeling.questions import ANSWER_LOG_SUFFIX, Question, standing_rows
+from rm_optimizer.errors import DataError
+from rm_optimizer.records.ledger import Ledger, open_ledger
+
+WORDS = ("A", "B", "tie", "skip")
+"""Answers that the page gives."""
+
+
+class AnswerLog:
+    """Questions with each one's sides in random order, and their answers; `open_answer_log` opens it.
+
+    Args:
+        questions: the questions, in the order of asking.
+        ledger: their answers so far, as rows of the questions as they were shown. The last row of a question counts.
+        seed: seed of the sides.
+    """
+
+    def __init__(self, questions: Sequence[Question], ledger: Ledger, seed: int) -> None:
+        self._questions = {question.pair_id: _turned(question, seed) for question in questions}
+        self._ledger = ledger
+        self._rows: dict[str, dict[str, Any]] = standing_rows(ledger.values())
+
+    @property
+    def num_questions(self) -> int:
+        """Questions in all."""
+        return len(self._questions)
+
+    @property
+    def num_answered(self) -> int:
+        """Questions that were answered or skipped."""
+        return len(self._rows)
+
+    @property
+    def current(self) -> Question | None:
+        """First question without an answer; None once all have one."""
+        return next((question for key, question in self._questions.items() if key not in self._rows), None)
+
+    @property
+    def first_share(self) -> Estimate | None:
+        """Share of the decided answers that prefer the response shown first; None before the first one."""
+        sides = [row["label"] for row in self._rows.values() if row["label"] in ("A", "B")]
+        if not sides:
+            return None
+        share = sides.count("A") / len(sides)
+        error = (share * (1 - share) / len(sides)) ** 0.5
+        return Estimate(share, error, len(sides), *wilson_interval(share, len(sides)))
+
+    def answer(self, pair_id: str, word: str) -> None:
+        """Keep an answer to the current question.
+
+        Raises:
+            DataError: if the word is no answer, or another question is the current one.
+        """
+        if word not in WORDS:
+            raise DataError(f"label must be one of {', '.join(WORDS)}, got {word!r}")
+        if self.current is None or pair_id != self.current.pair_id:
+            raise DataError("this question was answered in another window; here is the next one")
+        self._keep(self.current.row() | {"label": word})
+
+    def undo(self) -> None:
+        """Take the last answer back, so that its question is asked again.
+
+        Raises:
+            DataError: if there is none.
+        """
+        if not self._rows:
+            raise DataError("there is no answer to take back")
+        self._keep({**self._rows[next(reversed(self._rows))], "label": None})
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self._ledger.append(row)
+        if row["label"] is None:
+            del self._rows[row["pair_id"]]
+        else:
+            self._rows[row["pair_id"]] = row
+
+
+@contextmanager
+def open_answer_log(path: Path, questions: Sequence[Question], *, seed: int = 0) -> Iterator[AnswerLog]:
+    """The answers beside a file of questions, which one process at a time may hold.
+
+    Args:
+        path: file of the questions; its answers stand in `NAME.labels.jsonl` beside it.
+        questions: what to ask.
+        seed: seed of the order of each question's sides.
+
+    Raises:
+        DataError: if another process holds the answers, or they are of other questions.
+    """
+    identity = digest(sorted(question.pair_id for question in questions))
+    remedy = f"move it away, or bring back the {path.name} that it belongs to"
+    log = path.with_suffix(ANSWER_LOG_SUFFIX)
+    with open_ledger(log, identity, other="the answers to other questions", remedy=remedy) as ledger:
+        yield AnswerLog(questions, ledger, seed)
+
+
+def _turned(question: Question, seed: int) -> Question:
+    """The question with its sides exchanged or not, by the seed and its texts alone."""
+    first, second = sorted((question.response_a, question.response_b))
+    if np.random.default_rng([seed, int(question.pair_id, 16)]).random() < 0.5:
+        first, second = second, first
+    return Question(question.pair_id, question.prompt, first, second, question.rank)

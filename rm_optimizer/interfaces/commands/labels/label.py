@@ -1,0 +1,39 @@
+"""`rm-opt label`: a page on this machine where a person answers questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+
+def label(
+    questions: Annotated[Path, Argument(help="Questions of rm-opt select: CSV, JSONL or JSON.")],
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the page; 0 takes a free one.")] = 0,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the sides on which responses stand.")] = 0,
+) -> None:
+    """Ask the questions on a page of this machine, by keyboard: A, B, T for a tie, S to skip, U to undo.
+
+    Every answer is on the disk at once, in NAME.labels.jsonl beside the questions. A stopped command goes on there.
+    """
+    from rm_optimizer.data_efficiency.labeling.answer_log import open_answer_log
+    from rm_optimizer.data_efficiency.labeling.page_server import PageServer
+    from rm_optimizer.data_efficiency.labeling.questions import read_questions
+
+    found = {question.pair_id: question for question, chances in read_questions(questions) if not chances}
+    with (
+        open_answer_log(questions, [*found.values()], seed=seed) as log,
+        PageServer(log, questions.name, port) as server,
+    ):
+        print(f"{log.num_questions - log.num_answered:,} of {log.num_questions:,} questions are open")
+        print(f"open {server.url}", flush=True)
+        print("Ctrl-C stops; the same command goes on", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+        print(f"{log.num_answered:,} of {log.num_questions:,} questions are answered")
+        if (share := log.first_share) is not None:
+            print(f"the response shown first was preferred in {share} of the answers; half means no habit of a side")
+        print(f"rm-opt label-import {questions} --out FILE reads the answers")
