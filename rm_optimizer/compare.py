@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze
 from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
-from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder
 from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
+from rm_optimizer.experiments.study.cost import StudyCost, study_cost
 from rm_optimizer.experiments.study.driver import Study, StudyStatus
 from rm_optimizer.experiments.study.executors import executor_named
 from rm_optimizer.experiments.study.tasks import config_of
 from rm_optimizer.experiments.study.trial_lines import TrialLines
-from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.files import write_rows
 from rm_optimizer.reporting.optimizer_findings import print_findings, write_findings
-from rm_optimizer.schema.compose import config_root
-from rm_optimizer.training import train_reward_model
+from rm_optimizer.schema.compose import model_overrides
 
 log = logging.getLogger("rm_optimizer")
 
 DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")
 FOLDER = Path("outputs", "optimizer_comparison")
-MEASURED_STEPS = 3
-"""Optimizer steps of the run that the estimate of hours is measured on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonCost:
-    """Cost of a comparison, estimated before its first run.
-
-    Args:
-        runs: runs, learning rates beyond the grids aside.
-        step_seconds: measured seconds of a step of the reference.
-        hours: estimated hours of all runs, one after another.
-    """
-
-    runs: int
-    step_seconds: float
-    hours: float
 
 
 class OptimizerComparison:
@@ -104,7 +81,7 @@ class OptimizerComparison:
             val=None if val_path is None else str(val_path),
             test=None if test_path is None else str(test_path),
             seeds=num_seeds,
-            overrides=(*_model_overrides(model_name), *overrides),
+            overrides=(*model_overrides(model_name), *overrides),
             **sizes,
         )
 
@@ -118,15 +95,16 @@ class OptimizerComparison:
         """
         return freeze(self.options, self.folder)
 
-    def plan(self) -> ComparisonCost:
+    def plan(self) -> StudyCost:
         """Freeze the setting, and estimate the cost from a few measured steps of the reference."""
         frozen, stages = self.frozen, Stages(self.folder)
-        shortest, step = _measured(frozen, self.folder)
-        passes = {arm: OPTIMIZERS[arm].passes_per_step for arm in self.options.optimizers}
-        each = stages.num_planned / len(passes)
-        more = max(0, frozen.steps - MEASURED_STEPS) * step
-        seconds = sum(each * (shortest + more * count) for count in passes.values())
-        return ComparisonCost(runs=stages.num_planned, step_seconds=step, hours=seconds / 3600)
+        arms = sorted(self.options.optimizers, key=lambda name: name != self.options.reference)
+        configs = []
+        for arm in arms:
+            rate = self.options.config(arm).optimizer.lr
+            trial = arm_trial(frozen, self.folder, TUNE, arm, rate, FIRST_TUNING_SEED, beside=None)
+            configs += [config_of(trial.spec["options"])] * (stages.num_planned // len(arms))
+        return study_cost(configs)
 
     def run_experiment(self) -> ComparisonFindings:
         """Run what has no result yet, and return the findings.
@@ -183,24 +161,3 @@ def _require_done(status: StudyStatus, folder: Path) -> None:
             f"{len(status.errors)} runs failed, such as {name}: {error}; mend the reason, then rm-opt compare retry "
             f"{folder}"
         )
-
-
-def _model_overrides(name: str) -> list[str]:
-    """Overrides of a model preset, or of a model by its path or hub id."""
-    if (Path(config_root()) / "model" / f"{name}.yaml").is_file():
-        return [f"model={name}"]
-    return ["model=custom", f"model.path={name}"]
-
-
-def _measured(frozen: Frozen, folder: Path) -> tuple[float, float]:
-    """Seconds of a run of a few steps of the reference, and of one of its steps."""
-    options = frozen.options
-    rate = options.config(options.reference).optimizer.lr
-    trial = arm_trial(frozen, folder, TUNE, options.reference, rate, FIRST_TUNING_SEED, beside=None)
-    config, recorder = config_of(trial.spec["options"]), ArmRecorder(options.reference)
-    short = replace(config.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS)
-    with tempfile.TemporaryDirectory() as scratch:
-        before = time.monotonic()
-        train_reward_model(replace(config, training=short, output_dir=scratch), callbacks=[recorder])
-        values: dict[str, Any] = recorder.values
-        return time.monotonic() - before, float(values["step_seconds"])

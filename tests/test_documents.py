@@ -56,6 +56,12 @@ PAIRS = (
     "rows = world(Config(num_train=80, num_val=2)).train; "
     'open("pairs.jsonl", "w").writelines(json.dumps(row.to_dict()) + "\\n" for row in rows)\''
 )
+PARQUET = (
+    f"{PAIRS} && python -c 'import pandas; "
+    'rows = pandas.read_json("pairs.jsonl", lines=True).sort_values("prompt"); '
+    "first = rows.prompt < rows.prompt.iloc[40]; "
+    'rows[first].to_parquet("train.parquet"); rows[~first].to_parquet("val.parquet")\''
+)
 RESPONSES = (
     'printf \'%s\\n\' \'{"prompt": "Hi", "response": "Hello"}\' '
     '\'{"prompt": "Hi", "response": "No"}\' > responses.jsonl'
@@ -162,6 +168,18 @@ WAYS: dict[str, Way] = {
     ),
     "rm-opt compare plan outputs/study optimizer=adamw,muon,lion seed=0,1,2 data.train=pairs.jsonl": Way(
         f"rm-opt compare plan outputs/study optimizer=adamw,muon seed=0 {FEW}", prints="2 trials", slow=True
+    ),
+    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --plan": Way(
+        f"{PARQUET} && rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 "
+        "--val-pairs 8 --test-pairs 8 --seeds 1 --plan --output outputs/hypotheses",
+        prints="lora_r16, seed 0",
+        slow=True,
+    ),
+    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --seeds 5": Way(
+        "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 --val-pairs 8 "
+        "--test-pairs 8 --seeds 1 --executor inline --output outputs/hypotheses",
+        prints="early stopping costs at most",
+        slow=True,
     ),
     "rm-opt compare run outputs/study": Way(
         "rm-opt compare run outputs/study --executor inline", prints="2 finished", slow=True

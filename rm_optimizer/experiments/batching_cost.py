@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,17 @@ def gradients(model: BradleyTerryRM, batches: Sequence[AnyPairBatch]) -> Gradien
         sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).numpy())
         pairs.append(batch.num_pairs)
     return Gradients(sums, pairs, seconds)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One CPU thread for torch, so that CPU seconds hold no waiting of threads for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def batching_row(pair_aware: Gradients, padded: Gradients) -> dict[str, float]:

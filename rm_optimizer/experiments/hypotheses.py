@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Float
@@ -37,6 +38,16 @@ ARMS = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetu
 GAP_ARMS = ("ablation_a1", "ablation_a2")
 """Presets whose training pairs are scored too."""
 STOPPING_ARM = "ablation_a4"
+CLAIMS = MappingProxyType(
+    {
+        "h1": "pair-aware batching takes less CPU time at an equal gradient",
+        "h2": "the scheduler narrows the gap between test and training NLL",
+        "h3": "label smoothing lowers the test ECE",
+        "h4": "LoRA is within 3 points of full fine-tuning",
+        "h5": "early stopping costs at most 0.005 nats and saves steps",
+    }
+)
+"""The hypotheses in a few words."""
 GRADIENT_TOLERANCE = 1e-4
 LORA_MARGIN, STOPPING_MARGIN = 0.03, 0.005
 """Points of accuracy that LoRA may lose, and nats that early stopping may cost."""

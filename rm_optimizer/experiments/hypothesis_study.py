@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.batching import MacroBatches, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError, TrainingDiverged
-from rm_optimizer.experiments.batching_cost import batching_row, gradients
+from rm_optimizer.experiments.batching_cost import batching_row, gradients, one_thread
 from rm_optimizer.experiments.held_out import Splits, draw_splits
 from rm_optimizer.experiments.hypotheses import (
     ARMS,
@@ -35,15 +36,17 @@ from rm_optimizer.experiments.hypotheses import (
     batching_finding,
     training_findings,
 )
-from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.experiments.study.executors import InlineExecutor
-from rm_optimizer.experiments.study.plan import PlannedTrial, publish
+from rm_optimizer.experiments.study.driver import OnTrial, Study
+from rm_optimizer.experiments.study.executors import Executor, InlineExecutor
+from rm_optimizer.experiments.study.plan import HYPOTHESES_FILE, PlannedTrial, publish
+from rm_optimizer.experiments.study.shared_options import require_shared
 from rm_optimizer.experiments.study.trial import Trial
 from rm_optimizer.experiments.training_trial import TASK, margins_of, scored_trial
-from rm_optimizer.records.codec import JsonRecord, json_values
+from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.override_text import in_quotes
 from rm_optimizer.records.provenance import commit, machine, versions
-from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema import ModelConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.config import Attention
 from rm_optimizer.training.base_model import build_model
 
@@ -51,31 +54,47 @@ ONE_PASS = 10**9
 """A token budget that no macro-batch exceeds."""
 
 
+OWNED = MappingProxyType(
+    {
+        "experiment": "each arm is a preset",
+        "optimizer": "all arms take AdamW without weight decay; model.adamw_lr sets its learning rate",
+        "schedule": "the arms differ in it",
+        "adapter": "the arms differ in it",
+        "loss": "the arms differ in it",
+        "seed": "--seeds says how many there are",
+        "output_dir": "--output names the folder",
+        "hydra.run.dir": "--output names the folder",
+        "resume": "the study goes on where it stopped by itself",
+        "publish": "weights of the study are not kept",
+        "data": "--data and --val name the pairs, and all of them are drawn by the study",
+        "model.lora_lr": "LoRA takes ten times model.adamw_lr",
+        "training.max_steps": "training.epochs says how long all arms train",
+        "training.early_stopping": "the arms differ in it",
+        "training.monitor": "the arms differ in it",
+        "training.checkpoint_every": "the last weights are a checkpoint of their own",
+        "training.evals_per_epoch": "only early stopping reads evaluations",
+    }
+)
+"""Options that the study sets itself, each with the reason."""
+
+_WRITTEN_ANEW = ("model.adamw_lr", "training.epochs")
+"""Overrides that each arm writes anew: LoRA's rate is another one, and presets have epochs of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class HypothesisOptions:
+class HypothesisOptions(JsonRecord, indent=1):
     """The options of the study; all arms share them.
 
     Args:
         train: Parquet file of training pairs, with a prompt column.
         val: Parquet file of validation pairs, likewise.
-        output: folder of trials and report.
-        model_path: folder of the weights; None builds the preset's architecture.
-        model: preset of the model group.
-        seeds: seeds of each arm.
+        overrides: further options of every run, as name=value.
+        seeds: seeds of each arm, from 0 on.
         num_train: training pairs, drawn at random.
         num_test: most validation pairs that figures are computed on.
         num_select: most validation pairs that early stopping watches.
         pairs_per_prompt: most validation pairs of one prompt.
         subset_seed: seed of these subsets.
-        epochs: passes over the training pairs.
-        batch_size: pairs of one optimizer step.
-        adamw_lr: AdamW's learning rate; LoRA takes ten times it.
-        max_length: tokens of prompt and response together.
-        precision: precision of training and of scoring.
-        attention: attention kernel.
-        hardware: preset of the hardware group.
-        threads: CPU threads.
-        micro_token_budget: tokens of one pass.
         batching_length: tokens of a conversation in H1's comparison.
         batching_pairs: pairs of a macro-batch in H1's comparison.
         batching_steps: macro-batches of H1's comparison for each seed.
@@ -83,27 +102,22 @@ class HypothesisOptions:
 
     train: str
     val: str
-    output: Path
-    model_path: str | None = None
-    model: str = "minilm"
-    seeds: tuple[int, ...] = (0, 1, 2)
+    overrides: tuple[str, ...] = ()
+    seeds: int = 5
     num_train: int = 1200
     num_test: int = 800
     num_select: int = 200
     pairs_per_prompt: int = 50
     subset_seed: int = 0
-    epochs: int = 3
-    batch_size: int = 16
-    adamw_lr: float = 5e-5
-    max_length: int = 128
-    precision: str = "32-true"
-    attention: str = "auto"
-    hardware: str = "cpu"
-    threads: int = 1
-    micro_token_budget: int = 2048
     batching_length: int = 256
     batching_pairs: int = 16
     batching_steps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "num_train", "num_test", "num_select", "pairs_per_prompt"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} of the hypotheses must be at least 1, got {value}")
+        require_shared(self.overrides, OWNED, "the study of hypotheses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,31 +170,65 @@ class HypothesisStudy:
 
     Args:
         options: options of the study.
+        folder: folder of trials and report.
     """
 
     options: HypothesisOptions
+    folder: Path
 
-    def run(self) -> HypothesisReport:
-        """Run or read every trial, seed by seed, and write `hypotheses.json` into the folder.
+    @classmethod
+    def read(cls, folder: Path) -> HypothesisStudy:
+        """The study that a folder was begun with.
 
         Raises:
-            ConfigError: if the folder was begun with other options.
+            ConfigError: if it holds none, or a damaged one.
+        """
+        path = folder / HYPOTHESES_FILE
+        try:
+            return cls(HypothesisOptions.from_json(path.read_text(encoding="utf-8")), folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is missing or damaged; start the study in another folder") from error
+
+    def plan(self) -> list[PlannedTrial]:
+        """Draw the pairs, and write the list of trials; arms of equal options share a trial.
+
+        Raises:
+            ConfigError: if an option is unknown, or the folder was begun with other options.
         """
         self._keep_to_settings()
-        batching = [row for seed in self.options.seeds for row in self._batching_rows(seed)]
-        planned = {(arm, seed): self._planned(arm, seed) for seed in self.options.seeds for arm in ARMS}
         distinct: dict[str, PlannedTrial] = {}
-        for trial in planned.values():
-            distinct.setdefault(trial.name, trial)  # arms of equal options share the first one's, which scores most
-        publish(self.options.output, TASK, [*distinct.values()], extends=True)
-        study = Study(self.options.output)
+        for trial in self._planned.values():
+            distinct.setdefault(trial.name, trial)  # the first arm's, which scores most
+        publish(self.folder, TASK, [*distinct.values()], extends=True)
+        return [*distinct.values()]
+
+    def run(
+        self,
+        executor: Executor | None = None,
+        *,
+        retries: int = 0,
+        on_trial: OnTrial | None = None,
+    ) -> HypothesisReport:
+        """Run or read every trial, and write `hypotheses.json` into the folder.
+
+        Args:
+            executor: what runs the trials; None is this process.
+            retries: further attempts at a trial that failed.
+            on_trial: called with each trial that ends, and its result.
+
+        Raises:
+            ConfigError: if the folder was begun with other options, or a trial failed.
+        """
+        self.plan()
+        study = Study(self.folder)
         study.forget_failures()
-        errors = study.run(InlineExecutor(), retries=0).errors
+        errors = study.run(executor or InlineExecutor(), retries=retries, on_trial=on_trial).errors
         if errors:
             raise ConfigError(f"a trial failed: {next(iter(errors.values()))}; the same command goes on")
-        trials = {arm: [study.trial(planned[arm, seed]) for seed in self.options.seeds] for arm in ARMS}
+        batching = [row for seed in range(self.options.seeds) for row in self._batching_rows(seed)]
+        trials = {arm: [study.trial(self._planned[arm, seed]) for seed in range(self.options.seeds)] for arm in ARMS}
         report = self._report(batching, trials)
-        write_text(self.options.output / "hypotheses.json", report.to_json() + "\n")
+        write_text(self.folder / "hypotheses.json", report.to_json() + "\n")
         return report
 
     @cached_property
@@ -188,7 +236,7 @@ class HypothesisStudy:
         """Files of the drawn pairs."""
         o = self.options
         return draw_splits(
-            o.output / "data",
+            self.folder / "data",
             o.train,
             o.val,
             num_train=o.num_train,
@@ -199,69 +247,93 @@ class HypothesisStudy:
         )
 
     def arm_config(self, arm: str, seed: int) -> TrainConfig:
-        """An arm's preset with what all arms share; the last weights are a checkpoint of their own."""
-        o, splits = self.options, self.splits
-        steps = o.epochs * math.ceil(pq.read_metadata(splits.train).num_rows / o.batch_size)
+        """An arm's preset with what all arms share; the last weights are a checkpoint of their own.
+
+        Raises:
+            ConfigError: if an option is unknown or out of its range.
+        """
+        shared = [item for item in self.options.overrides if not item.startswith("model.adamw_lr=")]
+        steps = self._epochs * math.ceil(
+            pq.read_metadata(self.splits.train).num_rows / self._composed.batching.batch_size
+        )
+        rate = self._composed.model.adamw_lr
         values: dict[str, Any] = {
             "experiment": arm,
-            "model": o.model,
-            "model.path": o.model_path or "null",
-            "model.max_length": o.max_length,
-            **({"model.lora_lr": 10 * o.adamw_lr} if arm.startswith("lora") else {"model.adamw_lr": o.adamw_lr}),
-            "model.attn_implementation": o.attention,
-            "data.train": splits.train,
-            "data.val": splits.select,
-            "batching.batch_size": o.batch_size,
-            "batching.micro_token_budget": o.micro_token_budget,
+            **({"model.lora_lr": 10 * rate} if arm.startswith("lora") else {"model.adamw_lr": rate}),
+            "data.train": in_quotes(str(self.splits.train.resolve())),
+            "data.val": in_quotes(str(self.splits.select.resolve())),
             "optimizer.weight_decay": 0.0,
-            "training.epochs": o.epochs,
+            "training.epochs": self._epochs,
             "training.max_steps": steps,
             "training.checkpoint_every": steps,
             "training.evals_per_epoch": 4 if arm == STOPPING_ARM else 1,  # evaluations change nothing but when to stop
             "training.eval_at_start": "false",
             "training.num_bootstrap": 100,
             "training.progress": "false",
-            "hardware": o.hardware,
-            "hardware.num_threads": o.threads,
-            "hardware.precision": o.precision,
             "logger.tensorboard": "false",
             "seed": seed,
             "output_dir": "OUTPUT",
         }
-        return typed(compose([f"{name}={value}" for name, value in values.items()]), TrainConfig)
+        own = [f"{name}={value}" for name, value in values.items()]
+        return typed(
+            compose([*(item for item in shared if not item.startswith("training.epochs=")), *own]), TrainConfig
+        )
 
-    def _planned(self, arm: str, seed: int) -> PlannedTrial:
-        """An arm's trial; arms whose options are equal share one."""
+    @cached_property
+    def _composed(self) -> TrainConfig:
+        """Options that all arms share, in the preset of the full fine-tuning."""
+        own = [f"experiment={ARMS[0]}", "output_dir=OUTPUT"]
+        return typed(compose([*own, *self.options.overrides]), TrainConfig)
+
+    @property
+    def _epochs(self) -> int:
+        """Passes over the training pairs, the same for every arm.
+
+        Raises:
+            ConfigError: if they are no whole number.
+        """
+        epochs = self._composed.training.epochs
+        if epochs != int(epochs):
+            raise ConfigError(f"training.epochs of the study of hypotheses must be a whole number, got {epochs}")
+        return int(epochs)
+
+    @cached_property
+    def _planned(self) -> dict[tuple[str, int], PlannedTrial]:
+        """The trial of each arm and seed, seed by seed."""
+        pairs = [(arm, seed) for seed in range(self.options.seeds) for arm in ARMS]
+        return {(arm, seed): self._trial(arm, seed) for arm, seed in pairs}
+
+    def _trial(self, arm: str, seed: int) -> PlannedTrial:
         scored = {"test": self.splits.test, **({"train": self.splits.train} if arm in GAP_ARMS else {})}
         return scored_trial(f"{arm}, seed {seed}", self.arm_config(arm, seed), scored)
 
     def _batching_rows(self, seed: int) -> list[dict[str, float]]:
-        """H1's measurements on one seed's macro-batches, in float32: both ways in turn."""
-        path = self.options.output / "batching" / f"seed-{seed}.json"
+        """H1's measurements on one seed's macro-batches, in float32 on one CPU thread: both ways in turn."""
+        path = self.folder / "batching" / f"seed-{seed}.json"
         if path.is_file():
             return list(json.loads(path.read_text()))
-        model, data = self._untrained_model(seed), PreferenceDataset.load(str(self.splits.train))
+        config, data = self.arm_config(ARMS[0], seed), PreferenceDataset.load(str(self.splits.train))
+        model = build_model(self._longer(config.model), data, seed).train()
         collator = PairCollator(
             tokenize_pairs(data.pairs, model.renderer, None), data.pairs, model.renderer.pad_token_id
         )
-        size, budgets = self.options.batching_pairs, {"pair_aware": self.options.micro_token_budget, "padded": ONE_PASS}
+        size = self.options.batching_pairs
+        budgets = {"pair_aware": config.batching.micro_token_budget, "padded": ONE_PASS}
         orders = {
             name: MacroBatches(collator, batch_size=size, micro_token_budget=budget, seed=seed)
             for name, budget in budgets.items()
         }
-        gradients(model, orders["pair_aware"][0].micro[-1:])  # warms up
-        rows = []
-        for step in range(self.options.batching_steps):
-            found = {name: gradients(model, orders[name][step].micro) for name in sorted(orders, reverse=step % 2 == 0)}
-            rows.append(batching_row(found["pair_aware"], found["padded"]))
+        with one_thread():
+            gradients(model, orders["pair_aware"][0].micro[-1:])  # warms up
+            rows = [_compared(model, orders, step) for step in range(self.options.batching_steps)]
         write_text(path, json.dumps(rows, indent=1) + "\n")
         return rows
 
-    def _untrained_model(self, seed: int) -> BradleyTerryRM:
-        config = self.arm_config(ARMS[0], seed).model
-        if config.path:
-            config = replace(config, max_length=self.options.batching_length, attn_implementation=Attention.auto)
-        return build_model(config, PreferenceDataset.load(str(self.splits.train)), seed).train()
+    def _longer(self, config: ModelConfig) -> ModelConfig:
+        """The model of H1, whose conversations may be longer than those of training."""
+        if not config.path:
+            return config
+        return replace(config, max_length=self.options.batching_length, attn_implementation=Attention.auto)
 
     def _report(self, batching: Sequence[Mapping[str, float]], trials: Mapping[str, list[Trial]]) -> HypothesisReport:
         prompts = pq.read_table(self.splits.test)["prompt"].to_pylist()
@@ -281,13 +353,19 @@ class HypothesisStudy:
 
     def _keep_to_settings(self) -> None:
         """Refuse to add to a folder that other settings began; further seeds are no other settings."""
-        settings = {name: value for name, value in json_values(self.options).items() if name not in ("seeds", "output")}
-        path = self.options.output / "settings.json"
-        begun = json.loads(path.read_text()) if path.is_file() else settings
-        changed = sorted(name for name in settings if begun.get(name) != settings[name])
-        if changed:
-            raise ConfigError(f"{self.options.output} was begun with other {', '.join(changed)}; give another --output")
-        write_text(path, json.dumps(settings, indent=1) + "\n")
+        path = self.folder / HYPOTHESES_FILE
+        if path.is_file():
+            begun, now = HypothesisStudy.read(self.folder).options, self.options
+            changed = [name for name in vars(now) if name != "seeds" and getattr(begun, name) != getattr(now, name)]
+            if changed:
+                raise ConfigError(f"{self.folder} was begun with other {', '.join(changed)}; give another --output")
+        write_text(path, self.options.to_json() + "\n")
+
+
+def _compared(model: BradleyTerryRM, orders: Mapping[str, MacroBatches], step: int) -> dict[str, float]:
+    """Both ways on one macro-batch; which goes first alternates."""
+    found = {name: gradients(model, orders[name][step].micro) for name in sorted(orders, reverse=step % 2 == 0)}
+    return batching_row(found["pair_aware"], found["padded"])
 
 
 def _values(trial: Trial) -> Mapping[str, Any]:

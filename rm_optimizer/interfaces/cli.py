@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from rm_optimizer import __version__
-from rm_optimizer.interfaces.commands import compare_study
 from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.bon import bon
-from rm_optimizer.interfaces.commands.compare import compare
-from rm_optimizer.interfaces.commands.compare_optimizers import compare_optimizers
+from rm_optimizer.interfaces.commands.compare import study as compare_study
+from rm_optimizer.interfaces.commands.compare.hypotheses import compare_hypotheses
+from rm_optimizer.interfaces.commands.compare.optimizers import compare_optimizers
+from rm_optimizer.interfaces.commands.compare.runs import compare
 from rm_optimizer.interfaces.commands.data_check import data_check
 from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
@@ -28,7 +29,15 @@ from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
-from rm_optimizer.interfaces.groups import DEFAULT, OF_OPTIMIZERS, Commands, DefaultCommands, HydraCommand, RootCommands
+from rm_optimizer.interfaces.groups import (
+    DEFAULT,
+    OF_HYPOTHESES,
+    OF_OPTIMIZERS,
+    Commands,
+    DefaultCommands,
+    HydraCommand,
+    RootCommands,
+)
 
 QUIET: dict[str, Any] = {
     "no_args_is_help": True,
@@ -72,6 +81,7 @@ for study_command in (compare_study.plan, compare_study.run, compare_study.statu
 compare_app.command("report")(compare_study.report)
 compare_app.command(DEFAULT)(compare)
 compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
+compare_app.command(OF_HYPOTHESES)(compare_hypotheses)
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 study_app = typer.Typer(cls=Commands, help="Studies of what rm-opt claims.", add_completion=False, **QUIET)
 study_app.command("labels")(with_field_flags(study_labels))

@@ -49,6 +49,17 @@ OF_OPTIMIZERS = "optimizers"
 """Command of `rm-opt compare` that runs where none is named and `--optimizers` is given."""
 
 
+OF_HYPOTHESES = "hypotheses"
+"""Command of `rm-opt compare` that runs where none is named and `experiment=hypotheses` is given."""
+
+
+def _unnamed(args: list[str]) -> str:
+    """Command of `rm-opt compare` that these words mean without naming it."""
+    if any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args):
+        return OF_OPTIMIZERS
+    return OF_HYPOTHESES if any(word.startswith("experiment=") for word in args) else DEFAULT
+
+
 class DefaultCommands(Commands):
     """A group whose command may be left out: `compare RUN RUN`, and `compare --optimizers A,B`."""
 
@@ -61,8 +72,7 @@ class DefaultCommands(Commands):
         if args and args[0] in self.commands and Path(args[0]).is_dir():
             raise ConfigError(f"'{args[0]}' is a command and a folder here; write ./{args[0]} for the folder")
         if args and args[0] not in (*self.commands, "-h", "--help"):
-            is_of_optimizers = any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args)
-            args = [OF_OPTIMIZERS if is_of_optimizers else DEFAULT, *args]
+            args = [_unnamed(args), *args]
         return super().parse_args(ctx, args)
 
 

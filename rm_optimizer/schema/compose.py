@@ -23,6 +23,13 @@ def config_root() -> str:
     return str(shipped if shipped.is_dir() else PACKAGE.parent / "configs")
 
 
+def model_overrides(name: str) -> list[str]:
+    """Overrides of a model preset, or of a model by its path or hub id."""
+    if (Path(config_root()) / "model" / f"{name}.yaml").is_file():
+        return [f"model={name}"]
+    return [f"model.path={name}"]
+
+
 def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
     """The configuration that `python -m rm_optimizer.train` would compose from the same overrides.
 

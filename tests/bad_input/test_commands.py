@@ -101,7 +101,7 @@ ROWS: list[tuple[str, str]] = [
         "compare --optimizers adamw,sgd seed --data pairs.jsonl",
         "options of the runs are written name=value, got 'seed'",
     ),
-    ("compare --optimizers adamw,sgd batching.batch_size=8,16 --data pairs.jsonl", "varies the optimizer alone"),
+    ("compare --optimizers adamw,sgd batching.batch_size=8,16 --data pairs.jsonl", "are the same in every run"),
     (
         "compare --optimizers adam,adamw adapter=lora --data pairs.jsonl",
         "adam and adamw are the same optimizer without weight decay",

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy.special import log_expit
+from typer.testing import CliRunner
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments import hypothesis_study, training_trial
 from rm_optimizer.experiments.held_out import divided
-from rm_optimizer.experiments.hypotheses import Finding, batching_finding, training_findings
+from rm_optimizer.experiments.hypotheses import ARMS, CLAIMS, Finding, batching_finding, training_findings
 from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisReport, HypothesisStudy
 from rm_optimizer.experiments.study.plan import StudyPlan
+from rm_optimizer.interfaces.cli import app
 from rm_optimizer.schema.data import SyntheticConfig
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
@@ -97,8 +98,8 @@ def test_parts_share_no_prompt_and_hold_few_pairs_of_each():
 
 
 @pytest.fixture(scope="module")
-def miniature(tmp_path_factory: pytest.TempPathFactory) -> HypothesisOptions:
-    """Options of a finished study of the tiny model on the synthetic world."""
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> HypothesisStudy:
+    """A finished study of the tiny model on the synthetic world."""
     folder = tmp_path_factory.mktemp("hypotheses")
     world = synthetic_world(SyntheticConfig(num_train=32, num_val=40))
     for name, pairs in (("train", world.train), ("val", world.val)):
@@ -107,49 +108,68 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> HypothesisOptions:
     options = HypothesisOptions(
         train=str(folder / "train.parquet"),
         val=str(folder / "val.parquet"),
-        output=folder / "out",
-        model="tiny",
-        seeds=(0,),
+        overrides=("model=tiny", "hardware=cpu", "training.epochs=1", "batching.batch_size=8", "model.adamw_lr=0.001"),
+        seeds=1,
         num_train=16,
         num_test=16,
         num_select=8,
-        epochs=1,
-        batch_size=8,
-        batching_steps=1,
     )
-    HypothesisStudy(options).run()
-    return options
+    study = HypothesisStudy(options, folder / "out")
+    study.run()
+    return study
 
 
 def test_a_finished_study_is_read_not_repeated(miniature, monkeypatch):
     monkeypatch.setattr(training_trial, "train_and_score", None)
     monkeypatch.setattr(hypothesis_study, "gradients", None)
-    report = HypothesisStudy(miniature).run()
+    report = HypothesisStudy.read(miniature.folder).run()
     assert [finding.name[:2] for finding in report.findings] == ["h1", "h2", "h3", "h4", "h5"]
     assert {finding.verdict for finding in report.findings} <= {"better", "worse", "equivalent", "inconclusive"}
-    stored = HypothesisReport.from_json((miniature.output / "hypotheses.json").read_text())
+    stored = HypothesisReport.from_json((miniature.folder / "hypotheses.json").read_text())
     assert [finding.name for finding in stored.findings] == [finding.name for finding in report.findings]
-    assert stored.settings == miniature
+    assert stored.settings == miniature.options
 
 
-def test_the_benchmark_takes_the_options_and_prints_each_verdict(miniature, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import hypotheses  # type: ignore[import-not-found]
+def test_the_command_reads_a_finished_study_and_prints_each_claim(miniature, monkeypatch):
+    monkeypatch.setattr(training_trial, "train_and_score", None)
+    options, files = miniature.options, ["--output", str(miniature.folder), "--executor", "inline"]
+    sizes = "--seeds 1 --pairs 16 --test-pairs 16 --val-pairs 8"
+    given = ["--data", options.train, "--val", options.val, *sizes.split(), *options.overrides[1:]]
+    monkeypatch.setenv("COLUMNS", "200")
+    for words in (["compare", "experiment=hypotheses", *given, *files], ["compare", "report", str(miniature.folder)]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        assert all(claim in result.output for claim in CLAIMS.values())
 
-    sizes = "--num-train 16 --num-test 16 --num-select 8 --epochs 1 --batch-size 8 --batching-steps 1 --seeds 0"
-    files = ["--train", miniature.train, "--val", miniature.val, "--output", str(miniature.output)]
-    hypotheses.main([*files, "--model", "tiny", *sizes.split()])
-    lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
-    assert {lines[f"h{i}_verdict"] for i in range(1, 6)} <= {"better", "worse", "equivalent", "inconclusive"}
+
+def test_arms_share_epochs_and_rate_and_lora_takes_ten_times_it(miniature):
+    configs = {arm: miniature.arm_config(arm, 0) for arm in ARMS}
+    assert {config.training.epochs for config in configs.values()} == {1}
+    assert {config.optimizer.lr for arm, config in configs.items() if arm != "lora_r16"} == {0.001}
+    assert configs["lora_r16"].optimizer.lr == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimizer=muon", "sets optimizer itself: all arms take AdamW"),
+        ("training.max_steps=3", "sets training.max_steps itself"),
+        ("batching.batch_size=8,16", "are the same in every run"),
+        ("batching", "written name=value"),
+    ],
+)
+def test_options_that_would_change_an_arm_are_refused(miniature, override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        replace(miniature.options, overrides=(override,))
 
 
 def test_other_settings_need_another_folder(miniature):
-    with pytest.raises(ConfigError, match="begun with other epochs"):
-        HypothesisStudy(replace(miniature, epochs=2)).run()
+    with pytest.raises(ConfigError, match="begun with other num_test"):
+        HypothesisStudy(replace(miniature.options, num_test=15), miniature.folder).run()
 
 
 def test_arms_of_equal_options_share_a_trial_and_weights_are_not_kept(miniature):
-    output = miniature.output
+    output = miniature.folder
     labels = {trial.label for trial in StudyPlan.read(output).trials}
     assert labels == {f"ablation_a{i}, seed 0" for i in range(1, 5)} | {"lora_r16, seed 0"}
     results = [json.loads(path.read_text())["values"] for path in output.glob("trials/*/result.json")]
@@ -159,6 +179,6 @@ def test_arms_of_equal_options_share_a_trial_and_weights_are_not_kept(miniature)
 
 
 def test_the_pairs_that_stop_training_are_not_those_that_judge_it(miniature):
-    data = miniature.output / "data"
+    data = miniature.folder / "data"
     select, test = (set(pq.read_table(data / f"{name}.parquet")["prompt"].to_pylist()) for name in ("select", "test"))
     assert not select & test

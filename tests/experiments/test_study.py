@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import ConfigError, Interrupted
+from rm_optimizer.experiments.study import cost
 from rm_optimizer.experiments.study.driver import Study
 from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor, RayExecutor
 from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, planned_trial, publish
@@ -243,3 +245,26 @@ def test_a_trial_is_named_by_its_pairs_and_refuses_others_under_the_same_path(tm
     assert planned(first).name != trial.name
     with pytest.raises(ConfigError, match=r"data\.train holds other pairs than when the study was planned"):
         train(trial.spec, tmp_path)
+
+
+def test_the_cost_of_a_plan_grows_with_steps_pairs_and_passes(monkeypatch):
+    def measured(config: TrainConfig, callbacks: list[Any]) -> None:
+        assert config.training.max_steps == 3
+        callbacks[0].steps, callbacks[0].steps_per_epoch, callbacks[0].evaluating = [9.0, 2.0, 3.0], 10, 8.0
+
+    monkeypatch.setattr(cost, "train_reward_model", measured)
+    base = ["training.epochs=2", "batching.batch_size=8", "training.evals_per_epoch=1", "output_dir=OUTPUT"]
+
+    def hours(*more: str) -> float:
+        configs = [typed(compose([*base, *options]), TrainConfig) for options in ((), *([more] if more else []))]
+        return cost.study_cost(configs).hours
+
+    first = (20 * 2.0 + 3 * 4.0) / 3600  # steps, then two evaluations and a last one
+    assert hours() == pytest.approx(first)
+    assert hours("training.epochs=4") - first == pytest.approx((40 * 2.0 + 5 * 4.0) / 3600)
+    assert hours("batching.batch_size=16") - first == pytest.approx(first)
+    assert hours("optimizer=sam") - first == pytest.approx((20 * 4.0 + 3 * 4.0) / 3600)
+    assert (
+        str(cost.StudyCost(runs=2, step_seconds=0.5, hours=first))
+        == "2 runs, about 1 min one after another, at 0.5 s a step"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, requi
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
+from rm_optimizer.experiments.study.cost import steps_of
 from rm_optimizer.experiments.study.plan import FROZEN_FILE
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
@@ -102,7 +102,7 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
         "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
         "fingerprints": fingerprints,
         "shared": _shared_digest(config),
-        "steps": _steps(config, len(splits["train"])),
+        "steps": steps_of(config, len(splits["train"])),
     }
     frozen = Frozen(
         digest=digest(contents),
@@ -177,11 +177,6 @@ def _row(pair: PreferencePair) -> dict[str, object]:
 def _shared_digest(config: TrainConfig) -> str:
     """Digest of the options of a run that are not an arm's own."""
     return digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)])
-
-
-def _steps(config: TrainConfig, num_pairs: int) -> int:
-    training = config.training
-    return training.max_steps or math.ceil(training.epochs * math.ceil(num_pairs / config.batching.batch_size))
 
 
 def _require_same(known: Frozen, options: ComparisonOptions, fingerprints: dict[str, str], folder: Path) -> None:

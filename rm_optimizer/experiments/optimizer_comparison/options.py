@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.experiments.study.shared_options import require_shared
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.codec import JsonRecord
@@ -158,8 +159,7 @@ class ComparisonOptions(JsonRecord, indent=1):
                 f"--rates must be odd and at least 3, so that each preset's rate stands in the middle and an optimum "
                 f"at the edge is seen; got {self.rates}"
             )
-        for override in self.overrides:
-            _require_shared(override)
+        require_shared(self.overrides, OWNED, "a comparison of optimizers", but=SHARED)
 
     def config(self, optimizer: str) -> TrainConfig:
         """Options of a run of an optimizer, composed and checked once.
@@ -202,17 +202,6 @@ def _require_optimizers(optimizers: tuple[str, ...], reference: str) -> None:
         raise ConfigError(f"--optimizers must name at least 2 optimizers, got {', '.join(optimizers) or 'none'}")
     if reference not in optimizers:
         raise ConfigError(f"--reference must be one of --optimizers ({', '.join(optimizers)}), got {reference}")
-
-
-def _require_shared(override: str) -> None:
-    name, equals, value = override.lstrip("+").partition("=")
-    if not equals:
-        raise ConfigError(f"options of the runs are written name=value, got '{override}'")
-    for owned, reason in OWNED.items():
-        if name == owned or (name.startswith(f"{owned}.") and name not in SHARED):
-            raise ConfigError(f"a comparison of optimizers sets {owned} itself: {reason}; leave out {override}")
-    if "," in value and not value.startswith(("[", "{", "'", '"')):
-        raise ConfigError(f"a comparison of optimizers varies the optimizer alone, got {override}; give one value")
 
 
 @cache

@@ -16,7 +16,7 @@ from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
 from rm_optimizer.records.codec import JsonRecord
-from rm_optimizer.training.callbacks.loop import Evaluation
+from rm_optimizer.training.callbacks.loop import evaluation_of
 from rm_optimizer.training.callbacks.rss import rss_bytes
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
@@ -104,7 +104,7 @@ class ArmRecorder(pl.Callback):
         """Keep the weights before the first step, and start the step's clock."""
         if not self._step_seconds:
             self._before = mechanism_state(trainer.optimizers[0])
-        self._evaluating, self._began = _evaluation(trainer).seconds, time.perf_counter()
+        self._evaluating, self._began = evaluation_of(trainer).seconds, time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -112,7 +112,7 @@ class ArmRecorder(pl.Callback):
         """Add the step, and the evaluation if one was due."""
         assert isinstance(pl_module, RewardModelLightning)
         assert isinstance(batch, MacroBatch)
-        evaluation = _evaluation(trainer)
+        evaluation = evaluation_of(trainer)
         elapsed = time.perf_counter() - self._began
         self._step_seconds.append(elapsed - (evaluation.seconds - self._evaluating))
         self._order.update(np.ascontiguousarray(batch.pair_index, dtype="<i8").tobytes())
@@ -137,10 +137,6 @@ class ArmRecorder(pl.Callback):
                     accuracy=metrics.accuracy.value,
                 )
             )
-
-
-def _evaluation(trainer: pl.Trainer) -> Evaluation:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
 
 
 def _memory_bytes() -> int:

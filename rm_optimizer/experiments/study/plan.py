@@ -18,6 +18,8 @@ PLAN_FILE = "plan.json"
 """In the folder of the study."""
 FROZEN_FILE = "frozen.json"
 """In the folder of a comparison of optimizers, a study whose later trials follow from its first ones."""
+HYPOTHESES_FILE = "hypothesis_options.json"
+"""In the folder of a study of hypotheses."""
 
 
 @dataclass(frozen=True, kw_only=True)

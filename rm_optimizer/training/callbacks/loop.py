@@ -221,6 +221,11 @@ class Evaluation(pl.Callback):
             setattr(self.best, name, state_dict[name])
 
 
+def evaluation_of(trainer: pl.Trainer) -> Evaluation:
+    """The callback that evaluates a run."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
+
+
 class StepProgress(RichProgressBar):
     """Lightning's bar over the optimizer steps of the whole run, with the step's metrics and the last validation's."""
 

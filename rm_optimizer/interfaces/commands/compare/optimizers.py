@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.interfaces.commands.compare_study import Executors, Workers
+from rm_optimizer.interfaces.commands.compare.trials import Executors, Workers
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,7 @@ def compare_optimizers(
         workers=workers,
         **asdict(sizes),
     )
-    cost = comparison.plan()
-    print(
-        f"{cost.runs} runs, about {cost.hours:.1f} hours one after another, at {cost.step_seconds:.2f} s a step; rates "
-        "beyond the grids come on top"
-    )
+    print(f"{comparison.plan()}; rates beyond the grids come on top")
     if plan:
         print(f"rm-opt compare run {comparison.folder} starts them")
         return

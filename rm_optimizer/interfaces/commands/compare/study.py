@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.commands.compare.trials import Executors, Retries, Workers, print_plan
 
 if TYPE_CHECKING:
     from rm_optimizer.experiments.study.driver import StudyStatus
     from rm_optimizer.experiments.study.plan import PlannedTrial
 
 Folder = Annotated[Path, Argument(help="Folder of the study.")]
-Executors = Annotated[str, Option("--executor", help="inline, process or ray.")]
-Workers = Annotated[int | None, Option("--workers", min=1, help="Trials at a time; default: one a GPU, else one.")]
-Retries = Annotated[int, Option("--retries", min=0, help="Further attempts at a trial that failed.")]
 
 
 def plan(
     study: Folder,
     overrides: Annotated[list[str], Argument(help="Options of train; several values make several trials.")],
+    estimate: Annotated[
+        bool, Option("--estimate/--no-estimate", help="Measure a few steps of the first trial for the hours.")
+    ] = True,
 ) -> None:
     """Write the list of trials: every combination of the values, as `train --multirun` would run them."""
     from rm_optimizer.experiments.study.plan import publish
@@ -29,9 +30,7 @@ def plan(
 
     trials = planned_trainings(overrides)
     publish(study, TRAIN, trials)
-    for trial in trials:
-        print(f"{trial.name}  {trial.label}")
-    print(f"{len(trials)} trials; rm-opt compare run {study} starts them")
+    print_plan(study, trials, estimate=estimate)
 
 
 def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
@@ -40,6 +39,9 @@ def run(study: Folder, executor: Executors = "process", workers: Workers = None,
         from rm_optimizer.compare import run_stages
 
         run_stages(study, executor, workers, retries=retries)
+        return
+    if _is_of_hypotheses(study):
+        _hypotheses(study, executor, workers, retries)
         return
     _run(study, executor, workers, retries)
 
@@ -68,6 +70,9 @@ def report(
         from rm_optimizer.compare import report as report_optimizers
 
         print(f"text, JSON and pictures: {report_optimizers(study).parent}")
+        return
+    if _is_of_hypotheses(study):
+        _hypotheses(study, "process", None, 0)
         return
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
@@ -117,6 +122,19 @@ def _is_of_optimizers(folder: Path) -> bool:
     from rm_optimizer.experiments.study.plan import FROZEN_FILE
 
     return (folder / FROZEN_FILE).is_file()
+
+
+def _is_of_hypotheses(folder: Path) -> bool:
+    from rm_optimizer.experiments.study.plan import HYPOTHESES_FILE
+
+    return (folder / HYPOTHESES_FILE).is_file()
+
+
+def _hypotheses(folder: Path, executor: str, workers: int | None, retries: int) -> None:
+    from rm_optimizer.experiments.hypothesis_study import HypothesisStudy
+    from rm_optimizer.interfaces.commands.compare.hypotheses import run_hypotheses
+
+    run_hypotheses(HypothesisStudy.read(folder), executor, workers, retries)
 
 
 def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:

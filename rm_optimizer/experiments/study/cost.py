@@ -1,0 +1,115 @@
+"""Cost of the training runs of a study, estimated before the first one from a few steps of it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytorch_lightning as pl
+
+from rm_optimizer.experiments.study.tasks import config_of
+from rm_optimizer.optim.registry import OPTIMIZERS
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.callbacks.loop import evaluation_of
+
+MEASURED_STEPS = 3
+"""Optimizer steps of the run that is measured."""
+EVALUATED_SHARE = 0.2
+"""Evaluations, as a share of the training, where the options leave their number open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyCost:
+    """Estimated cost of runs.
+
+    Args:
+        runs: number of runs.
+        step_seconds: measured seconds of a step of the first run.
+        hours: estimated hours of all runs, one after another.
+    """
+
+    runs: int
+    step_seconds: float
+    hours: float
+
+    def __str__(self) -> str:
+        step = f"{self.step_seconds:.2g} s" if self.step_seconds < 10 else f"{self.step_seconds:.0f} s"
+        hours = f"{self.hours:.1f} hours" if self.hours >= 1 else f"{max(1, math.ceil(60 * self.hours))} min"
+        return f"{self.runs} runs, about {hours} one after another, at {step} a step"
+
+
+def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
+    """Cost of training with each of these options, from a few steps with the first.
+
+    The cost of a step is taken to grow with its pairs and with the passes of the optimizer. Runs of other models are
+    counted as if they cost what the first one's does.
+
+    Args:
+        configs: options of the runs.
+
+    Raises:
+        ConfigError: if the first run cannot start here.
+    """
+    clock = _Clock()
+    first = configs[0]
+    short = replace(
+        first.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        before = time.monotonic()
+        train_reward_model(replace(first, training=short, output_dir=scratch), callbacks=[clock])
+        whole = time.monotonic() - before
+    step, pairs = min(clock.steps), clock.steps_per_epoch * first.batching.batch_size
+    evaluation = clock.evaluating / (1 + first.training.eval_at_start)  # the last one, and perhaps the first
+    pass_seconds = step / (first.batching.batch_size * OPTIMIZERS[first.optimizer.name].passes_per_step)
+    start = max(0.0, whole - sum(clock.steps) - clock.evaluating)
+    seconds = sum(start + _run_seconds(config, pairs, pass_seconds, evaluation) for config in configs)
+    return StudyCost(runs=len(configs), step_seconds=step, hours=seconds / 3600)
+
+
+def planned_cost(specs: Sequence[dict[str, Any]]) -> StudyCost:
+    """Cost of trials whose specs hold the `options` of their runs, as `study_cost` estimates it."""
+    return study_cost([config_of(spec["options"]) for spec in specs])
+
+
+def steps_of(config: TrainConfig, num_pairs: int) -> int:
+    """Optimizer steps of a run over so many training pairs."""
+    training = config.training
+    return training.max_steps or math.ceil(training.epochs * math.ceil(num_pairs / config.batching.batch_size))
+
+
+def _run_seconds(config: TrainConfig, num_pairs: int, pass_seconds: float, evaluation: float) -> float:
+    """Seconds of the steps and evaluations of a run."""
+    passes = OPTIMIZERS[config.optimizer.name].passes_per_step
+    trained = steps_of(config, num_pairs) * config.batching.batch_size * passes * pass_seconds
+    per_epoch = config.training.evals_per_epoch
+    if per_epoch is None:
+        return trained * (1 + EVALUATED_SHARE) + evaluation
+    return trained + (math.ceil(per_epoch * config.training.epochs) + 1) * evaluation
+
+
+class _Clock(pl.Callback):
+    """Seconds of each step and of all evaluations, and steps of an epoch."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.steps_per_epoch = 0
+        self._began = self._before = self.evaluating = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        evaluation = evaluation_of(trainer)
+        self.steps_per_epoch = evaluation.datamodule.steps_per_epoch
+        self._before, self._began = evaluation.seconds, time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        elapsed, self.evaluating = time.perf_counter() - self._began, evaluation_of(trainer).seconds
+        self.steps.append(elapsed - (self.evaluating - self._before))

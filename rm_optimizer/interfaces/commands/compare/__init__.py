@@ -1,0 +1,1 @@
+"""`rm-opt compare`: finished runs, optimizers, hypotheses, and studies of many runs."""

@@ -1,0 +1,27 @@
+"""Options and lines of all commands that run trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+if TYPE_CHECKING:
+    from rm_optimizer.experiments.study.plan import PlannedTrial
+
+Executors = Annotated[str, Option("--executor", help="inline, process or ray.")]
+Workers = Annotated[int | None, Option("--workers", min=1, help="Trials at a time; default: one a GPU, else one.")]
+Retries = Annotated[int, Option("--retries", min=0, help="Further attempts at a trial that failed.")]
+
+
+def print_plan(folder: Path, trials: Sequence[PlannedTrial], *, estimate: bool = True) -> None:
+    """Print the trials of a plan and, from a few steps of the first one, how long they take."""
+    for trial in trials:
+        print(f"{trial.name}  {trial.label}")
+    print(f"{len(trials)} trials; rm-opt compare run {folder} starts them", flush=True)
+    if estimate:
+        from rm_optimizer.experiments.study.cost import planned_cost
+
+        print(planned_cost([trial.spec for trial in trials]))
