@@ -41,6 +41,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from landscape_minilm import measure_callback, measure_minilm
+from landscape_oracle import measure_oracle
 from landscape_subjects import SHAPES, Subject, ours, prepare, some, timed
 from transformers.utils import logging as transformers_logging
 
@@ -57,9 +58,12 @@ PRECISE, ACCURATE = 1e-5, 1e-3
 TIGHTER = ((1e-4, 1_000), (1e-6, 100_000))
 """PyHessian's `tol` and `maxIter`, beyond its defaults."""
 FURTHER_STEPS = (1, 10, 50)
-PARTS = ("spectrum", "gradients", "gauss_newton", "warm", "memory", "growth")
+PARTS = ("oracle", "spectrum", "gradients", "gauss_newton", "warm", "memory", "growth")
 Results = dict[str, float]
 WORST: dict[str, Callable[[list[float]], float]] = {
+    "products_over_oracle_top5": max,
+    "products_over_oracle_top10": max,
+    "products_over_oracle_top20": max,
     "hvps_top10_1e3": max,
     "error_top10": max,
     "speedup_vs_pyhessian_top5": min,
@@ -313,6 +317,7 @@ def cost(name: str, subject: Subject, top_k: int) -> Results:
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Subject], Results]] = {
+    "oracle": measure_oracle,
     "spectrum": measure_spectrum,
     "gradients": measure_gradients,
     "gauss_newton": measure_gauss_newton,

@@ -2,8 +2,9 @@
 
 Six architectures of about 1,000 parameters besides embeddings, each untrained and after `--steps` steps on the
 synthetic world, with the Hessian of the Bradley-Terry loss over a few pairs written out in float64 as truth. From each
-of `--starts` starting vectors Lanczos finds the top 1, 3 and 10, and 5 and 20 of each end. Shares are of values after
-the search for overlooked ones; `wrong_runs` are shares of runs without it, and `with_check` with it.
+of `--starts` starting vectors Lanczos finds the top 1, 3, 5, 10 and 20, and 5 and 20 of each end: 245 runs a matrix.
+Shares are of values after the search for overlooked ones; `wrong_runs` are shares of runs without it, and `with_check`
+with it. `products_over_oracle` are means, before the search, beyond the smallest Krylov space with the right values.
 
     python benchmarks/landscape_bounds.py
     python benchmarks/landscape_bounds.py --starts 4 --families llama --steps 0
@@ -15,10 +16,12 @@ import argparse
 import os
 from collections.abc import Iterator
 from functools import partial
+from statistics import fmean
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from landscape_oracle import oracle_products
 from landscape_subjects import some
 from torch import Tensor
 
@@ -30,6 +33,7 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.reference import full_spectrum
@@ -51,7 +55,9 @@ OTHER_FIELDS = {
 CASES: tuple[tuple[str, int, End], ...] = (
     ("top1", 1, "largest"),
     ("top3", 3, "largest"),
+    ("top5", 5, "magnitude"),
     ("top10", 10, "magnitude"),
+    ("top20", 20, "magnitude"),
     ("5+5", 5, "both"),
     ("20+20", 20, "both"),
 )
@@ -63,7 +69,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Eigenvalues marked converged that are wrong, on dense Hessians.")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 60], help="training steps; a matrix of each")
-    parser.add_argument("--starts", type=int, default=10, help="starting vectors of each matrix and case")
+    parser.add_argument("--starts", type=int, default=35, help="starting vectors of each matrix and case")
     parser.add_argument("--num-pairs", type=int, default=5, help="pairs that the loss is averaged over")
     return parser.parse_args()
 
@@ -128,35 +134,42 @@ def wrong(found: Eigenpairs, expected: Tensor) -> tuple[int, int]:
     return int((is_off & converged).sum()), int(converged.sum())
 
 
+def measure(operator: MatrixOperator, values: Tensor, starts: int) -> list[tuple[str, int, int, int, int, int | None]]:
+    """Rows of case, wrong values without the search and with it, values marked, products, and those of the oracle."""
+    rows = []
+    for case, top_k, which in CASES:
+        expected = truth(values, top_k, which)
+        check = partial(with_overlooked, operator, which=which, tolerance=TOLERANCE)
+        for seed in range(starts):
+            state = KrylovState()
+            found = lanczos(operator, top_k, which=which, tolerance=TOLERANCE, seed=seed, state=state)
+            off, marked = wrong(found, expected)
+            left = wrong(check(found, seed=seed + 1000), expected)[0] if all(found.converged) else off
+            oracle = oracle_products(state, expected.tolist(), top_k, which)
+            rows.append((case, off, left, marked, found.num_products, oracle))
+    return rows
+
+
 def main() -> None:
     """Print the shares of each matrix, and of all."""
     args = options()
-    num_runs, worst, totals = 0, 0.0, dict.fromkeys((name, part) for name, *_ in CASES for part in range(4))
-    sums = dict.fromkeys(totals, 0.0)
+    everything, worst = [], 0.0
     for name, matrix in matrices(args):
         values = torch.linalg.eigvalsh(matrix).flip(0)
-        operator = MatrixOperator((matrix + matrix.T) / 2)
-        off, left, marked = 0, 0, 0
-        for case, top_k, which in CASES:
-            expected = truth(values, top_k, which)
-            check = partial(with_overlooked, operator, which=which, tolerance=TOLERANCE)
-            for seed in range(args.starts):
-                found = lanczos(operator, top_k, which=which, tolerance=TOLERANCE, seed=seed)
-                count, converged = wrong(found, expected)
-                checked = wrong(check(found, seed=seed + 1000), expected)[0]
-                off, left, marked, num_runs = off + count, left + checked, marked + converged, num_runs + 1
-                for part, amount in enumerate((count > 0, checked > 0, found.num_products, 1)):
-                    sums[case, part] += amount
+        rows = measure(MatrixOperator((matrix + matrix.T) / 2), values, args.starts)
+        off, left, marked = (sum(row[part] for row in rows) for part in (1, 2, 3))
         share = left / max(marked, 1)
-        worst = max(worst, share)
-        values_text = f"{left} of {marked:,} values, {off} without the search; {len(values):,} parameters"
-        print(f"converged_but_wrong_share_{name} {share:.4f}  # {values_text}", flush=True)
+        worst, everything = max(worst, share), everything + rows
+        note = f"{left} of {marked:,} values, {off} without the search; {len(rows)} runs, {len(values):,} parameters"
+        print(f"converged_but_wrong_share_{name} {share:.4f}  # {note}", flush=True)
     for case, *_ in CASES:
-        runs, checked_runs, products, count = (sums[case, part] for part in range(4))
-        print(f"wrong_runs_{case} {runs / count:.4f}")
-        print(f"wrong_runs_with_check_{case} {checked_runs / count:.4f}")
-        print(f"products_{case} {products / count:.1f}")
-    print(f"runs {num_runs}")
+        rows = [row for row in everything if row[0] == case]
+        over = [row[4] - row[5] for row in rows if row[5] is not None]
+        print(f"wrong_runs_{case} {fmean(row[1] > 0 for row in rows):.4f}")
+        print(f"wrong_runs_with_check_{case} {fmean(row[2] > 0 for row in rows):.4f}")
+        print(f"products_{case} {fmean(row[4] for row in rows):.1f}")
+        print(f"products_over_oracle_{case} {fmean(over):.1f}  # at most {max(over)}; {len(rows) - len(over)} never")
+    print(f"runs {len(everything)}")
     print(f"converged_but_wrong_share {worst:.4f}  # of the worst matrix")
 
 

@@ -47,6 +47,10 @@ class SpectrumOptions:
             matrix the largest alone, since its smallest are 0.
         tolerance: residual of each eigenvalue, relative to it.
         max_products: most products of the solver; None is its own.
+        max_basis: most vectors that `lanczos` holds, `FEWEST_SPARE` more than eigenvalues or more; None sets no limit.
+            Twice as many as eigenvalues cost few products more.
+        keep_vectors: False gives no eigenvectors beyond `num_sampled`. Trace and density are then not deflated, and
+            overlooked eigenvalues not looked for.
         trace_products: products for the trace; 0 estimates none.
         trace_method: one of `TraceMethod`; `deflated` takes the found eigenpairs out.
         density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
@@ -63,6 +67,8 @@ class SpectrumOptions:
     which: End = "both"
     tolerance: float = 1e-3
     max_products: int | None = None
+    max_basis: int | None = None
+    keep_vectors: bool = True
     trace_products: int = 0
     trace_method: str = TraceMethod.deflated
     density_probes: int = 0
@@ -134,6 +140,8 @@ def check_choices(method: str, matrix: str, dtype: torch.dtype, options: Spectru
         raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
     if options.num_sampled and matrix != "hessian" and method != "gauss_newton_exact":
         _warn(f"num_sampled={options.num_sampled}", f"matrix={matrix} by method={method}", "gauss_newton_exact has it")
+    if method != "lanczos" and (options.max_basis is not None or not options.keep_vectors):
+        _warn("max_basis" if options.keep_vectors else "keep_vectors=False", f"method={method}", "leave it out")
     if options.max_products is not None and method not in ("lanczos", "power_iteration"):
         _warn(f"max_products={options.max_products}", f"method={method}", "leave it out")
 
@@ -268,6 +276,8 @@ def _by_lanczos(
             which=options.which,
             tolerance=options.tolerance,
             max_products=options.max_products,
+            max_basis=options.max_basis,
+            num_vectors=None if options.keep_vectors else options.num_sampled,
             seed=seed,
             start=None if start is None else matrix.support.narrow(start),
             state=state,
@@ -287,7 +297,7 @@ def _by_lanczos(
     state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
     is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products, where nothing converges
     is_done |= torch.tensor(pairs.converged)
-    searched = options.which if bool(is_done.all()) else None
+    searched = options.which if options.keep_vectors and bool(is_done.all()) else None
     is_warm = start is not None
     return Solution(matrix.widened(pairs), searched=searched, is_warm=is_warm, seconds_before=seconds_before)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from rm_optimizer.landscape.operators.vectors import inner, length, pairwise_inn
 from rm_optimizer.records.files import write_text
 
 _ROWS_OF_A_BLOCK = 8
+_COLUMNS_AT_ONCE = 1 << 18
+"""Entries of each vector that are combined at once in place."""
 _MUCH = 2**-0.5
 """Share of its length below which a vector has lost so much that rounding may have left it some of the basis."""
 
@@ -68,6 +71,22 @@ class OrthonormalBasis:
                 break
         return vector
 
+    def rotate(self, weights: Float[Tensor, "vectors basis"]) -> None:
+        """Replace the vectors by orthonormal combinations of them, without a copy; the newest one comes last.
+
+        Args:
+            weights: orthonormal rows, 0 for the newest vector, and fewer than vectors.
+        """
+        last, count = self.last().clone(), len(weights)
+        for start in range(0, len(last), _COLUMNS_AT_ONCE):
+            span = slice(start, start + _COLUMNS_AT_ONCE)
+            rotated = weights.to(last) @ torch.cat([rows[:, span] for rows in self.rows()])
+            for block, rows in zip(self._blocks, torch.split(rotated, _ROWS_OF_A_BLOCK), strict=False):
+                block[: len(rows), span] = rows
+        del self._blocks[-(-count // _ROWS_OF_A_BLOCK) :]
+        self._size = count
+        self.append(last)
+
     def combine(self, weights: Float[Tensor, "vectors basis"]) -> Float[Tensor, "vectors parameters"]:
         """Linear combinations of the vectors."""
         blocks = self.rows()
@@ -84,8 +103,11 @@ class KrylovState:
 
     Args:
         basis: the orthonormal vectors.
-        diagonal: of the tridiagonal matrix.
-        off_diagonal: below it; its last entry belongs to the vector that comes next.
+        diagonal: of the small matrix.
+        off_diagonal: below it; its last entry belongs to the vector that comes next. Those of the first `num_kept`
+            vectors stand in the row of the vector that follows them instead.
+        num_kept: first vectors that are Ritz vectors of a larger basis, kept by `shrink`.
+        num_shrunk: times that the basis was made smaller.
         num_products: products spent.
         num_restarts: times that the space was exhausted and a random vector was drawn.
         wall_seconds: seconds of the iteration, in all processes that continued it.
@@ -96,6 +118,8 @@ class KrylovState:
     basis: OrthonormalBasis = field(default_factory=OrthonormalBasis)
     diagonal: list[float] = field(default_factory=list)
     off_diagonal: list[float] = field(default_factory=list)
+    num_kept: int = 0
+    num_shrunk: int = 0
     num_products: int = 0
     num_restarts: int = 0
     wall_seconds: float = 0.0
@@ -111,24 +135,48 @@ class KrylovState:
     @property
     def start_of_newest(self) -> int:
         """First index of the newest space with a product: 0, or after the last exhausted space."""
-        exhausted = [position for position, coupling in enumerate(self.off_diagonal[:-1]) if coupling == 0]
+        own = enumerate(self.off_diagonal[self.num_kept : -1], self.num_kept)
+        exhausted = [position for position, coupling in own if coupling == 0]
         return exhausted[-1] + 1 if exhausted else 0
 
     def ritz(self) -> tuple[Float[np.ndarray, " values"], Float[np.ndarray, "values values"]]:
-        """Eigenvalues, ascending, and eigenvectors (columns) of the tridiagonal matrix, in float64."""
-        size = len(self.diagonal)
-        values, vectors = eigh_tridiagonal(np.array(self.diagonal), np.array(self.off_diagonal[: size - 1]))
+        """Eigenvalues, ascending, and eigenvectors (columns) of the small matrix, in float64."""
+        size, kept = len(self.diagonal), self.num_kept
+        couplings = np.array(self.off_diagonal[: size - 1])
+        if not kept:
+            values, vectors = eigh_tridiagonal(np.array(self.diagonal), couplings)
+            return values, vectors
+        matrix = np.diag(self.diagonal)
+        matrix[kept, :kept] = couplings[:kept]
+        below = np.arange(kept, size - 1)
+        matrix[below + 1, below] = couplings[kept:]
+        values, vectors = np.linalg.eigh(matrix)  # reads what is below the diagonal
         return values, vectors
+
+    def shrink(self, kept: NDArray[np.int64]) -> None:
+        """Restart from some Ritz vectors and the next vector (thick restart; Wu & Simon, 2000, section 2).
+
+        Args:
+            kept: positions of the Ritz vectors among the ascending values.
+        """
+        values, vectors = self.ritz()
+        weights = torch.zeros(len(kept), len(self.basis), dtype=torch.float64)
+        weights[:, : len(values)] = torch.from_numpy(vectors[:, kept].T.copy())
+        self.basis.rotate(weights)
+        self.diagonal, self.off_diagonal = values[kept].tolist(), (self.off_diagonal[-1] * vectors[-1, kept]).tolist()
+        self.num_kept, self.num_shrunk, self.num_saved = len(kept), self.num_shrunk + 1, 0
 
     def save(self, path: Path) -> None:
         """Write the state, of the vectors only those that the last `save` did not; a kill leaves that state whole.
 
-        The vectors lie end to end in a file beside `path`, which holds the number that belong to the state.
+        The vectors lie end to end in a file beside `path`, which holds the number that belong to the state. A basis
+        that was made smaller has a new file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = list(itertools.chain.from_iterable(self.basis.rows()))
-        known = self.num_saved if _rows_file(path).exists() else 0
-        with _rows_file(path).open("r+b" if known else "wb") as file:
+        rows_file = _rows_file(path, self.num_shrunk)
+        known = self.num_saved if rows_file.exists() else 0
+        with rows_file.open("r+b" if known else "wb") as file:
             file.seek(known * rows[0].nbytes)
             file.truncate()
             for row in rows[known:]:
@@ -138,6 +186,8 @@ class KrylovState:
         self.num_saved = len(rows)
         shape = {"num_vectors": len(rows), "dimension": len(rows[0]), "dtype": str(rows[0].cpu().numpy().dtype)}
         write_text(path, json.dumps({name: getattr(self, name) for name in _NUMBERS} | shape))
+        for other in set(_rows_files(path)) - {rows_file}:
+            other.unlink()
 
     @classmethod
     def load(cls, path: Path, *, identity: str = "", device: torch.device | None = None) -> KrylovState:
@@ -151,7 +201,7 @@ class KrylovState:
             count, size, dtype = payload["num_vectors"], payload["dimension"], np.dtype(payload["dtype"])
             state = cls(**{name: payload[name] for name in _NUMBERS}, num_saved=count)
             if state.identity == identity:
-                with _rows_file(path).open("rb") as file:
+                with _rows_file(path, state.num_shrunk).open("rb") as file:
                     for _ in range(count):
                         state.basis.append(torch.from_numpy(np.fromfile(file, dtype, size).reshape(size)).to(device))
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -164,11 +214,25 @@ class KrylovState:
     def remove(path: Path) -> None:
         """Remove what `save` wrote, if it did."""
         path.unlink(missing_ok=True)
-        _rows_file(path).unlink(missing_ok=True)
+        for rows_file in _rows_files(path):
+            rows_file.unlink()
 
 
-_NUMBERS = ("diagonal", "off_diagonal", "num_products", "num_restarts", "wall_seconds", "identity")
+_NUMBERS = (
+    "diagonal",
+    "off_diagonal",
+    "num_kept",
+    "num_shrunk",
+    "num_products",
+    "num_restarts",
+    "wall_seconds",
+    "identity",
+)
 
 
-def _rows_file(path: Path) -> Path:
-    return path.with_name(path.name + ".rows")
+def _rows_file(path: Path, num_shrunk: int) -> Path:
+    return path.with_name(f"{path.name}.rows{num_shrunk or ''}")
+
+
+def _rows_files(path: Path) -> list[Path]:
+    return list(path.parent.glob(f"{path.name}.rows*"))

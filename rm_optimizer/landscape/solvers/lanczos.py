@@ -26,6 +26,9 @@ RANDOM_PART = 0.1
 """Length of the random part of a start from earlier vectors, whose sum has length 1."""
 _RESOLVED = 10
 """Gap to the neighbors, in residuals, from which `r^2 / gap` bounds an error."""
+FEWEST_SPARE = 4
+"""Vectors of a bounded basis beside those wanted."""
+_KEPT_SHARE = 0.3
 _NEGLIGIBLE = 1e-6
 """Values below this share of the largest need no accuracy relative to themselves."""
 _EPSILONS = 64
@@ -101,6 +104,8 @@ def lanczos(
     which: End = "largest",
     tolerance: float = 1e-3,
     max_products: int | None = None,
+    max_basis: int | None = None,
+    num_vectors: int | None = None,
     seed: int = 0,
     start: Float[Tensor, "vectors parameters"] | None = None,
     state: KrylovState | None = None,
@@ -124,6 +129,9 @@ def lanczos(
         which: end of the spectrum.
         tolerance: residual of each value, relative to it.
         max_products: most products; None is the dimension, at most 40 + 8 for each value wanted.
+        max_basis: most vectors of the basis, at least `FEWEST_SPARE` more than values wanted; None sets no limit. Of a
+            full basis the best Ritz vectors stay. That takes more products; the stopping rule is the same.
+        num_vectors: eigenvectors to give, of the first values; None gives all.
         seed: of the starting vector.
         start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0, with a
             random part, without which it would miss an eigenvector at right angles to all of them.
@@ -132,7 +140,7 @@ def lanczos(
         on_done: called after the last product, before the eigenvectors take memory.
 
     Raises:
-        ConfigError: if more values are wanted than the matrix has.
+        ConfigError: if more values are wanted than the matrix has, or the basis is too small for them.
 
     Example:
         >>> from rm_optimizer.landscape.operators.base import MatrixOperator
@@ -142,16 +150,20 @@ def lanczos(
     """
     wanted = _num_wanted(operator.dimension, top_k, which)
     state = KrylovState() if state is None else state
-    limit = min(operator.dimension, max_products or 40 + 8 * wanted)
+    limit = _most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
     _begin(operator, state, random, start)
     while True:
         ritz = _ritz(operator, state, top_k, which)
         if on_iteration is not None:
             on_iteration(_progress(state, ritz, wanted, tolerance))
-        if _is_done(state, ritz, wanted, top_k, which, tolerance) or len(state.diagonal) >= limit:
+        is_full = max_basis is not None and max_basis <= len(state.basis) < operator.dimension
+        is_over = state.num_products >= limit or (is_full and state.num_restarts > 0)
+        if is_over or _is_done(state, ritz, wanted, top_k, which, tolerance):
             on_done()
-            return _eigenpairs(operator, state, ritz, tolerance)
+            return _eigenpairs(operator, state, ritz, tolerance, num_vectors)
+        if is_full:
+            state.shrink(_worth_keeping(ritz, len(state.basis) - wanted, top_k, which))
         extend(operator, state, random)
 
 
@@ -165,6 +177,24 @@ def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVector
         state.basis.append(unit(unit(given) + RANDOM_PART * unit(drawn)))
     if not state.diagonal:
         extend(operator, state, random)
+
+
+def _most_products(dimension: int, wanted: int, max_products: int | None, max_basis: int | None) -> int:
+    """Limit of products; a bounded basis may take more than the matrix has dimensions."""
+    if max_basis is None:
+        return min(dimension, max_products or 40 + 8 * wanted)
+    if max_basis < min(wanted + FEWEST_SPARE, dimension):
+        raise ConfigError(
+            f"max_basis must be at least {wanted + FEWEST_SPARE} for {wanted} eigenvalues, got {max_basis}; "
+            "raise it or lower top_k"
+        )
+    return max_products or 2 * (40 + 8 * wanted)
+
+
+def _worth_keeping(ritz: _Ritz, num_spare: int, top_k: int, which: End) -> NDArray[np.int64]:
+    """Positions of the wanted Ritz vectors and of a share of the spare ones, those next to them."""
+    further = int(_KEPT_SHARE * num_spare)
+    return np.sort(select(ritz.values, top_k + (further // 2 if which == "both" else further), which))
 
 
 def _num_wanted(dimension: int, top_k: int, which: End) -> int:
@@ -296,10 +326,13 @@ def _progress(state: KrylovState, ritz: _Ritz, wanted: int, tolerance: float) ->
     return Progress(state.num_products, int((relative <= tolerance).sum()), wanted, worst, float(ritz.values[-1]))
 
 
-def _eigenpairs(operator: SymmetricOperator, state: KrylovState, ritz: _Ritz, tolerance: float) -> Eigenpairs:
+def _eigenpairs(
+    operator: SymmetricOperator, state: KrylovState, ritz: _Ritz, tolerance: float, num_vectors: int | None = None
+) -> Eigenpairs:
     selected = ritz.selected
-    weights = torch.zeros(len(selected), len(state.basis), dtype=torch.float64)
-    weights[:, : len(ritz.values)] = torch.from_numpy(ritz.vectors[:, selected].T.copy())
+    given = selected[:num_vectors]
+    weights = torch.zeros(len(given), len(state.basis), dtype=torch.float64)
+    weights[:, : len(ritz.values)] = torch.from_numpy(ritz.vectors[:, given].T.copy())
     rounded = rounding(operator.dtype, ritz.values)
     return Eigenpairs(
         values=torch.from_numpy(ritz.values[selected].copy()),
