@@ -19,11 +19,12 @@ WORKERS ?= 2
 # pytest compiles tests and its plugins again in each process that may not keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test zoo test-vllm check format clean
+.PHONY: help quickstart test test-slow zoo test-vllm check format clean
 
 help:
 	@echo "make quickstart   install, train model=tiny on the embedded world, evaluate, export"
-	@echo "make test         install what the tests need and run them all"
+	@echo "make test         install what the tests need and run all but the slow ones"
+	@echo "make test-slow    run the slow tests: stress, kills, many processes, compilers, documented commands"
 	@echo "make zoo          hold every text-classification family of transformers to one contract (two minutes)"
 	@echo "make test-vllm    install vLLM for the CPU in an environment of its own and run the tests that need it"
 	@echo "make check        ruff and mypy"
@@ -32,8 +33,10 @@ help:
 quickstart: $(USED)
 	$(BIN)/rm-opt train experiment=quickstart
 
-test: $(DEV)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: CHOICE := not slow
+test-slow: CHOICE := slow
+test test-slow: $(DEV)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m '$(CHOICE)' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 zoo: $(DEV)
 	ZOO=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/zoo

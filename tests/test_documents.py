@@ -6,6 +6,7 @@ Links lead to files and headings that are there, and option tables are those of 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,9 +19,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.interfaces.cli import GROUPS as COMMANDS
 from rm_optimizer.interfaces.describe import BEGIN, END, REFERENCES
 from rm_optimizer.schema.compose import PACKAGE, compose
+from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.store import OPTIMIZERS
 from tests.test_architecture import FLOORS, INNER, MODULES
 
@@ -40,7 +43,7 @@ class Way:
         instead: what is run in its place; None runs the command itself.
         in_checkout: run in the checkout instead of the shared scratch folder.
         prints: text that must be in its output.
-        slow: whether it takes more than about ten seconds.
+        slow: whether it trains, loads a model or needs what such a command left: `make test-slow` runs it.
     """
 
     instead: str | None = None
@@ -50,14 +53,8 @@ class Way:
 
 
 FEW = "training.max_steps=4 training.progress=false data.synthetic.num_train=64 data.synthetic.num_val=32"
-PAIRS = (
-    "python -c 'from rm_optimizer.core.pairs.synthetic import synthetic_world as world; import json; "
-    "from rm_optimizer.schema.data import SyntheticConfig as Config; "
-    "rows = world(Config(num_train=80, num_val=2)).train; "
-    'open("pairs.jsonl", "w").writelines(json.dumps(row.to_dict()) + "\\n" for row in rows)\''
-)
 PARQUET = (
-    f"{PAIRS} && python -c 'import pandas; "
+    "python -c 'import pandas; "
     'rows = pandas.read_json("pairs.jsonl", lines=True).sort_values("prompt"); '
     "first = rows.prompt < rows.prompt.iloc[40]; "
     'rows[first].to_parquet("train.parquet"); rows[~first].to_parquet("val.parquet")\''
@@ -116,7 +113,7 @@ WAYS: dict[str, Way] = {
     "make check": Way("make --dry-run check", in_checkout=True, prints="mypy"),
     "rm-opt --help": Way(prints="Train and analyze:"),
     "rm-opt info": Way(prints="presets in"),
-    "rm-opt data check pairs.jsonl": Way(f"{PAIRS} && rm-opt data check pairs.jsonl", prints="longer wins"),
+    "rm-opt data check pairs.jsonl": Way(prints="longer wins"),
     # without a hub the presets that download one are composed, and the embedded one is trained
     "rm-opt train model=minilm data.train=pairs.jsonl hydra.run.dir=outputs/run": Way(
         f"rm-opt train model=minilm data.train=pairs.jsonl --cfg job && "
@@ -187,7 +184,7 @@ WAYS: dict[str, Way] = {
     "rm-opt compare status outputs/study": Way(prints="2 finished", slow=True),
     "rm-opt compare report outputs/study": Way(prints="paired by prompt and seed", slow=True),
     "rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --model minilm --plan": Way(
-        f"{PAIRS} && rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --plan "
+        "rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --plan "
         "--pairs 16 --val-pairs 8 --test-pairs 8 --output outputs/planned",
         prints="30 runs",
         slow=True,
@@ -417,8 +414,11 @@ def test_continued_lines_comments_and_output_are_told_apart():
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory) -> Path:
-    """A folder in which commands find what earlier ones left."""
-    return tmp_path_factory.mktemp("scratch")
+    """A folder with `pairs.jsonl`, in which slow commands find what earlier ones left; quick ones need nothing else."""
+    folder = tmp_path_factory.mktemp("scratch")
+    pairs = synthetic_world(SyntheticConfig(num_train=80, num_val=2)).train
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair.to_dict()) + "\n" for pair in pairs), encoding="utf-8")
+    return folder
 
 
 def parameters() -> list[object]:

@@ -31,6 +31,7 @@ def test_an_error_is_that_of_the_worst_value_in_descending_order(benchmark: Modu
     assert benchmark.error([-2.0, 1.0, 3.0], [3.0, 1.25, -2.0]) == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_parts_print_what_they_measure(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyhessian")
     parts = ("--parts", "warm", "spectrum", "gradients", "gauss_newton", "growth")

@@ -57,7 +57,7 @@ def test_the_gram_gives_the_curvature_of_held_pairs_along_fitted_vectors(family:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_hessian_is_cross_fitted_on_halves(family: str) -> None:
     model = reward_model(family)
     halves = halves_of(8, PROMPTS, 0)

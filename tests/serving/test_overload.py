@@ -15,6 +15,7 @@ PLAUSIBLE_GROWTH = 32 * 2**20
 """Bytes; some 200 open connections of a tenth of a megabyte, and the allocator's steps."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_ten_times_the_capacity_is_refused_in_words_and_what_is_accepted_is_answered(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

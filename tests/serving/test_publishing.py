@@ -133,6 +133,7 @@ def courtesy(folder: Path) -> list[str]:
     return [f"data.train={folder}/train.jsonl", f"data.val={folder}/val.jsonl"]
 
 
+@pytest.mark.slow
 def test_accuracy_through_the_server_rises_with_the_steps(base, tmp_path):
     renderer = BradleyTerryRM.from_pretrained(base).renderer
     with serve_process(base) as server, RewardClient(server.url, renderer=renderer) as client:

@@ -283,6 +283,7 @@ time.sleep(60)
     assert is_gone_soon(int(started.read_text()))
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_takes_a_server_along_that_is_still_starting(tmp_path):
     """It has called nothing of ours."""
     program = (

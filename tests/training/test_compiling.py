@@ -134,6 +134,7 @@ def losses(run_dir: Path) -> list[float]:
     return [float(row[column]) for row in rows for column in row if "loss" in column and row[column]]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_and_without_compilation(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,6 @@ from rm_optimizer.schema.data import Spelling
 from tests.builders import decoder_tokenizer
 from tests.core.test_template_zoo import KNOWN_ROLES
 
-pytestmark = pytest.mark.slow
-
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far", "away", "home"]
 SMALL_BLOCKS = 1500
 SAME_ONCE_CUT = {"prompt": "p", "chosen": "a lazy dog " * 40 + "yes", "rejected": "a lazy dog " * 40 + "no"}
@@ -82,14 +80,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "a.jsonl", folder / "b.parquet", folder / "c.jsonl"]
 
 
-@pytest.fixture(scope="module")
-def pool(files: list[Path], renderer: ConversationRenderer) -> Iterator[TokenizerPool]:
-    """Two real workers, which all streams of `files` share."""
-    tokenizer = BlockTokenizer(dataset(files).reader, renderer)
-    with TokenizerPool(tokenizer, num_workers=2, store_mb=100, fetch_timeout=60) as pool:
-        yield pool
-
-
 class InProcess:
     """A pool without processes."""
 
@@ -101,6 +91,19 @@ class InProcess:
 
     def collect(self, asked: list[Block]) -> Iterator[BlockTokens]:
         return map(self.tokenizer.tokenize, asked)
+
+
+@pytest.fixture(scope="module", params=["this process", pytest.param("ray", marks=pytest.mark.slow)])
+def pool(
+    request: pytest.FixtureRequest, files: list[Path], renderer: ConversationRenderer
+) -> Iterator[InProcess | TokenizerPool]:
+    """This process, then two workers of Ray, which all streams of `files` share."""
+    if request.param == "this process":
+        yield InProcess(dataset(files), renderer)
+        return
+    tokenizer = BlockTokenizer(dataset(files).reader, renderer)
+    with TokenizerPool(tokenizer, num_workers=2, store_mb=100, fetch_timeout=60) as pool:
+        yield pool
 
 
 def dataset(files: list[Path]) -> RayPreferenceDataset:
@@ -145,7 +148,7 @@ def in_memory(files: list[Path], renderer: ConversationRenderer, cache: Path) ->
 
 
 def test_unshuffled_it_gives_the_pairs_of_memory_in_their_order(
-    pool: TokenizerPool, files: list[Path], renderer: ConversationRenderer, tmp_path: Path
+    pool: InProcess | TokenizerPool, files: list[Path], renderer: ConversationRenderer, tmp_path: Path
 ) -> None:
     found = stream(pool, dataset(files), shuffle=False)
     assert len(found.order.blocks) > 10
@@ -168,7 +171,7 @@ def test_its_tally_is_the_report_of_memory(files: list[Path], renderer: Conversa
 
 
 def test_the_order_is_a_function_of_seed_and_epoch(
-    pool: TokenizerPool, files: list[Path], renderer: ConversationRenderer, tmp_path: Path
+    pool: InProcess | TokenizerPool, files: list[Path], renderer: ConversationRenderer, tmp_path: Path
 ) -> None:
     data = dataset(files)
     first = contents(epochs(stream(pool, data), 2))
@@ -183,7 +186,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(
 
 @pytest.mark.parametrize("step", [1, 10, 11, 14])
 def test_it_resumes_at_a_step_with_the_rest_of_the_whole_stream(
-    pool: TokenizerPool, files: list[Path], step: int
+    pool: InProcess | TokenizerPool, files: list[Path], step: int
 ) -> None:
     found = stream(pool, dataset(files))
     batches = iter(found)
@@ -207,7 +210,7 @@ def test_seeking_the_start_is_where_a_stream_begins(files: list[Path], renderer:
     assert found.position == StreamPosition()
 
 
-def test_two_ranks_share_each_macro_batch(pool: TokenizerPool, files: list[Path]) -> None:
+def test_two_ranks_share_each_macro_batch(pool: InProcess | TokenizerPool, files: list[Path]) -> None:
     data = dataset(files)
     whole = epochs(stream(pool, data), 1)
     shares = [epochs(stream(pool, data, rank=rank, world_size=2), 1) for rank in range(2)]

@@ -449,6 +449,7 @@ def test_no_pair_left_is_one_sentence(tmp_path: Path) -> None:
         create_dataloader(same, renderer(), epochs=1, **loader_options(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_stalled_worker_is_named_instead_of_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     get = MacroBatches.__getitem__
 
