@@ -79,6 +79,7 @@ compare_app = typer.Typer(
 for study_command in (compare_study.plan, compare_study.run, compare_study.status, compare_study.retry):
     compare_app.command()(study_command)
 compare_app.command("report")(compare_study.report)
+compare_app.command("across")(compare_study.across)
 compare_app.command(DEFAULT)(compare)
 compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
 compare_app.command(OF_HYPOTHESES)(compare_hypotheses)

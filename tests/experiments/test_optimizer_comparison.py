@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
+from rm_optimizer.experiments.optimizer_comparison.across import across_datasets
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze, pairs_file
 from rm_optimizer.experiments.optimizer_comparison.rates import chosen_rate, next_rate, rate_grid
@@ -139,6 +141,40 @@ def test_other_options_and_other_pairs_need_another_folder_and_more_seeds_do_not
         _ = comparison(pairs, run.folder, "adamw", "lion").frozen
     with pytest.raises(ConfigError, match="holds a comparison with other pairs;"):
         _ = comparison(pairs, run.folder, pairs=16).frozen
+
+
+def elsewhere(found: ComparisonFindings, pairs: str, better: float, **options: Any) -> ComparisonFindings:
+    """The findings as if they came from other test pairs, with AdamW better by so much."""
+    frozen = found.frozen
+    frozen = replace(
+        frozen, fingerprints=frozen.fingerprints | {"test": pairs}, options=replace(frozen.options, **options)
+    )
+    arms = [replace(arm, per_seed={"nll": (0.6, 0.7), "accuracy": (0.5, 0.6)}) for arm in found.arms]
+    arms[0] = replace(arms[0], per_seed={"nll": (0.6 - better, 0.7 - better), "accuracy": (0.5 + better, 0.6 + better)})
+    return replace(found, frozen=frozen, arms=tuple(arms))
+
+
+def test_several_data_sets_are_aggregated(finished):
+    found = finished[1]
+    adamw, sgd = across_datasets([elsewhere(found, name, 0.2) for name in "abc"]).arms
+    assert (adamw.name, sgd.name, adamw.improvement) == ("adamw", "sgd", None)
+    assert (adamw.accuracy.value, sgd.accuracy.value) == (pytest.approx(0.75), pytest.approx(0.55))
+    assert (sgd.improvement.value, sgd.improvement.high) == (0.0, 0.0)
+    (_, even) = across_datasets([elsewhere(found, name, 0.0) for name in "abc"]).arms
+    assert even.improvement.value == 0.5
+
+
+def test_what_is_no_set_of_data_sets_is_refused(finished, tmp_path):
+    found, folder = finished[1], str(finished[0].folder)
+    with pytest.raises(ConfigError, match="different test pairs"):
+        across_datasets([elsewhere(found, name, 0.0) for name in "aab"])
+    with pytest.raises(ConfigError, match="the same reference, got adamw and sgd"):
+        across_datasets([elsewhere(found, "a", 0.0), elsewhere(found, "b", 0.0, reference="sgd")])
+    with pytest.raises(ConfigError, match="at least 3 data sets, got 1"):
+        across_datasets([found])
+    done = CliRunner().invoke(app, ["compare", "across", folder])
+    assert done.exit_code == 2
+    assert "at least 3 data sets" in done.stderr
 
 
 def graded(spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:

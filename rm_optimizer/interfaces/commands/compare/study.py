@@ -93,6 +93,26 @@ def report(
     print(f"JSON, Parquet and pictures: {study / 'report'}")
 
 
+def across(
+    studies: Annotated[list[Path], Argument(help="Folders of comparisons of the same optimizers, at least three.")],
+    json_file: Annotated[Path | None, Option("--json", help="File for the same numbers as JSON.")] = None,
+) -> None:
+    """Aggregate comparisons of the same optimizers on three data sets or more."""
+    from rm_optimizer.experiments.optimizer_comparison.across import across_datasets
+    from rm_optimizer.experiments.optimizer_comparison.findings import findings
+    from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.reporting.tables import cell_text, new_table, output_console
+
+    found = across_datasets([findings(folder) for folder in studies])
+    title = f"{len(studies)} data sets, {found.seeds} seeds of each optimizer on each"
+    table = new_table(title, "optimizer", "accuracy, interquartile mean", f"P(better NLL than {found.reference})")
+    for arm in found.arms:
+        table.add_row(arm.name, cell_text(arm.accuracy), "" if arm.improvement is None else cell_text(arm.improvement))
+    with printed_beside(json_file):
+        output_console().print(table)
+    write_json(json_file, found.to_json())
+
+
 def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
     """The trials of these overrides, each composed and checked.
 
