@@ -249,6 +249,10 @@ WAYS: dict[str, Way] = {
         prints="6 of 80 unlabeled pairs",
         slow=True,
     ),
+    "rm-opt train data.train=pairs.jsonl data.curriculum=margins.jsonl data.curriculum_quantiles=true": Way(
+        "rm-opt train data.train=pairs.jsonl data.curriculum=margins.jsonl data.curriculum_quantiles=true --cfg job",
+        prints="curriculum: margins.jsonl",
+    ),
     "rm-opt label to_label.csv": Way("rm-opt label --help", prints="--port"),
     "rm-opt label-import to_label.csv --out labels.jsonl": Way(
         "sed -i -E '2,$s/,\\r?$/,A/' to_label.csv && rm-opt label-import to_label.csv --out labels.jsonl",

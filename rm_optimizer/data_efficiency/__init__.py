@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.curriculum import CurriculumSampler as CurriculumSampler
     from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency.acquisition.functions import UncertaintySampling as UncertaintySampling
     from rm_optimizer.data_efficiency.acquisition.pool import Pool as Pool
@@ -21,6 +22,5 @@ if TYPE_CHECKING:
     from rm_optimizer.data_efficiency.cleaning.wrong_labels import Cartography as Cartography
     from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances as held_out_chances
     from rm_optimizer.data_efficiency.cleaning.wrong_labels import suspected_labels as suspected_labels
-    from rm_optimizer.data_efficiency.margin_analysis import CurriculumSampler as CurriculumSampler
 
 export_lazily(globals())

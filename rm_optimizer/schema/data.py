@@ -72,6 +72,8 @@ def _shell_word(text: str) -> str:
     return shlex.quote(text) if re.search(r"[\s'\"\\$`&|;<>()*?\[\]{}!#~]", text) else text
 
 
+OWN_MARGINS = "margin"
+"""Value of `data.curriculum` that takes the pairs' own margins."""
 MAX_BAD_SHARE = 0.2
 """Share of a source's rows that may be dropped as bad unless an option says otherwise."""
 
@@ -128,6 +130,16 @@ class DataConfig(Options, group="data"):
     """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` tokenize, 0 is all."""
     streaming_store_mb: int = 256
     """Memory of Ray's object store, in MB."""
+    curriculum: str | None = None
+    """Easy pairs first, by their own margins (`margin`), those of a .jsonl file, or of a saved model; null shuffles."""
+    curriculum_easy: float = 0.7
+    """Margin above which a pair is easy."""
+    curriculum_hard: float = 0.2
+    """Margin below which a pair is hard."""
+    curriculum_quantiles: bool = False
+    """Take both thresholds as shares of the pairs in place of margins."""
+    curriculum_covers: bool = True
+    """Show every pair once in each epoch; false repeats pairs of a small bin and leaves out others."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """The embedded world's size and noise."""
 
@@ -135,5 +147,15 @@ class DataConfig(Options, group="data"):
         super().__post_init__()
         mapped = self.columns is None or isinstance(self.columns, Mapping)
         require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
+        if self.curriculum is not None:
+            self._require_thresholds()
         least = self.streaming_store_mb >= 80
         require(least, "data.streaming_store_mb", "be at least 80, as Ray demands", self.streaming_store_mb)
+
+    def _require_thresholds(self) -> None:
+        in_memory = self.streaming == Streaming.off
+        require(in_memory, "data.curriculum", "be null with data.streaming, which never has all pairs", self.curriculum)
+        low, high = self.curriculum_hard, self.curriculum_easy
+        expected = "not exceed data.curriculum_easy" + (", both in [0, 1]" if self.curriculum_quantiles else "")
+        is_share = not self.curriculum_quantiles or (low >= 0 and high <= 1)
+        require(low <= high and is_share, "data.curriculum_hard", expected, f"{low} and {high}")

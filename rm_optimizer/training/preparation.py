@@ -14,16 +14,18 @@ from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPai
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.records.files import write_text
 from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.data import OWN_MARGINS
 from rm_optimizer.training.base_model import trainable_model
 from rm_optimizer.training.callbacks.best import require_monitored
 from rm_optimizer.training.callbacks.evaluation_plan import plan_of
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.compiling import compile_backbone
+from rm_optimizer.training.data.curriculum import order_of
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data
 from rm_optimizer.training.folder.record import RunRecord, Start, recorded
 from rm_optimizer.training.folder.result import TOY_WARNING, is_toy
-from rm_optimizer.training.folder.start import require_same_pairs
+from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 log = logging.getLogger("rm_optimizer")
@@ -80,9 +82,12 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
         log.warning(TOY_WARNING, config.model.name)
     data = load_data(config, given)
     if start.before is not None:
-        require_same_pairs(start.before, data, order)
+        require_same_pairs(start.before, data)
+    order = order_of(data, config, order)
+    if start.before is not None:
+        require_same_order(start.before, order)
     require_monitored(config.training.monitor, data.val)
-    notes = data.notes(uses_margins=config.loss.margin_scale > 0)
+    notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
     for note in notes:
         log.warning(note)
     model = trainable_model(config, data.train)

@@ -25,7 +25,7 @@ from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import write_record
 from rm_optimizer.training.folder.result import RunResult
-from rm_optimizer.training.folder.start import begin, ended_run, require_same_pairs
+from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
 from rm_optimizer.training.preparation import prepare
 from rm_optimizer.training.processes import require_devices
 from rm_optimizer.training.trainer import require_wandb_key
@@ -75,7 +75,9 @@ def train_reward_model(
         if is_first_rank:
             require_usable(request)
         if (ended := ended_run(request)) is not None:
-            require_same_pairs(ended.result.data, data, order)
+            require_same_pairs(ended.result.data, data)
+            if config.data.curriculum is None:  # its order follows from the options, which are the same
+                require_same_order(ended.result.data, order)
             log.info("%s", ended)
             return ended.result
         start = begin(request, is_first_rank=is_first_rank)

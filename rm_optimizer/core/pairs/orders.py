@@ -37,6 +37,11 @@ class PairOrder:
         return f"{self.name}-{hashlib.sha256(first.tobytes()).hexdigest()[:16]}"
 
 
+def identity_of(order: PairOrder | None) -> str:
+    """Identity of an order; None is the shuffle by the seed."""
+    return SHUFFLED if order is None else order.identity
+
+
 def epoch_order(num: int, seed: int, epoch: int, *window: int) -> NDArray[np.int64]:
     """The order of the pairs or blocks in one epoch, or in one window of it, a pure function of its arguments.
 

@@ -130,6 +130,12 @@ class PreferenceDataModule(pl.LightningDataModule):
         """Refuse an order that does not fit the pairs, before the first step."""
         if len(self.data.train) != num_given:
             raise DataError("an order needs every training pair, but the chat template refuses some; remove them")
+        num_dropped = num_given - len(self.train_tokens)
+        if num_dropped and self.config.curriculum is not None and not self.config.curriculum_covers:
+            raise DataError(
+                f"{num_dropped} training pairs are equal after truncation, so data.curriculum_covers=false cannot "
+                "count its pairs; set it to true, remove those pairs, or raise model.max_length"
+            )
         self._macro_batches()
 
     def _warn_of_little(self) -> None:

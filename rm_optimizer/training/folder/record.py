@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.pairs.dataset import TrainVal
-from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
+from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder, identity_of
 from rm_optimizer.core.rows.readers import is_hub_name
 from rm_optimizer.core.storage.checkpoint import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
@@ -107,7 +107,7 @@ def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: i
         num_steps=num_steps,
         options=start.options,
         extensions=extensions,
-        order=order.identity if order else SHUFFLED,
+        order=identity_of(order),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rm_optimizer.core.pairs.dataset import TrainVal
-from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder
+from rm_optimizer.core.pairs.orders import PairOrder, identity_of
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import BEST_FOLDER
@@ -132,16 +132,15 @@ def _damage(path: Path) -> str | None:
     return f"checksum of {broken} does not match" if broken else None
 
 
-def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None, order: PairOrder | None) -> None:
-    """Refuse to continue a run on other pairs, or in another order, than it was started with.
+def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None) -> None:
+    """Refuse to continue a run on other pairs than it was started with.
 
     Args:
         before: record of the run.
         data: pairs of now; None where they are not read again.
-        order: order of now; None is the shuffle by the seed.
 
     Raises:
-        ConfigError: naming the option whose pairs differ, or both orders.
+        ConfigError: naming the option whose pairs differ.
     """
     fingerprints = (before.train_fingerprint, before.val_fingerprint)
     for split, was, now in zip(
@@ -153,8 +152,19 @@ def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None, o
                 f"(fingerprint was {was}, is {now}); bring them back, set resume=restart, or choose another "
                 "hydra.run.dir"
             )
-    identity = order.identity if order else SHUFFLED
-    if before.order != identity:
+
+
+def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None) -> None:
+    """Refuse to continue a run in another order than it was started with.
+
+    Args:
+        before: record of the run.
+        order: order of now; None is the shuffle by the seed.
+
+    Raises:
+        ConfigError: naming both orders.
+    """
+    if before.order != (identity := identity_of(order)):
         raise ConfigError(
             f"resume=auto continues a run in the order it started with, but order was {before.order}, is {identity}; "
             "bring it back, set resume=restart, or choose another hydra.run.dir"

@@ -30,7 +30,7 @@ class CurriculumSampler(Sampler[int]):
         easy_above: margin above which a pair is easy.
         hard_below: margin below which a pair is hard.
         quantiles: True if both thresholds are shares of the pairs in place of margins.
-        num_epochs: epochs of the training, positive.
+        num_epochs: epochs of the training, positive; a fraction ends within an epoch.
         num_samples: positions of an epoch; None is one for each pair.
         covers: True if every epoch holds every pair once, and the shares decide only when.
         segments: parts of an epoch, in each of which the shares are constant.
@@ -53,7 +53,7 @@ class CurriculumSampler(Sampler[int]):
         easy_above: float = 0.7,
         hard_below: float = 0.2,
         quantiles: bool = False,
-        num_epochs: int = 1,
+        num_epochs: float = 1,
         num_samples: int | None = None,
         covers: bool = False,
         segments: int = 10,
@@ -67,7 +67,7 @@ class CurriculumSampler(Sampler[int]):
                 f"hard_below must not exceed easy_above{', both in [0, 1]' if quantiles else ''}, got {hard_below} and "
                 f"{easy_above}"
             )
-        if num_epochs < 1 or segments < 1 or (num_samples is not None and num_samples < 1):
+        if not 0 < num_epochs < math.inf or segments < 1 or (num_samples is not None and num_samples < 1):
             raise ConfigError(
                 f"num_epochs, segments and num_samples must be positive, got {num_epochs}, {segments} and {num_samples}"
             )

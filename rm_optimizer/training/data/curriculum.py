@@ -1,0 +1,117 @@
+"""Order of a run's training pairs: the caller's, the curriculum of the options, or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.curriculum import BINS, CurriculumSampler
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.pairs.orders import PairOrder
+from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.data import OWN_MARGINS
+
+
+def order_of(data: TrainVal, config: TrainConfig, given: PairOrder | None = None) -> PairOrder | None:
+    """Order of the training pairs; None shuffles them by the seed.
+
+    Args:
+        data: the pairs.
+        config: options of the run.
+        given: the caller's order.
+
+    Raises:
+        ConfigError: if both the caller and `data.curriculum` bring one, or all pairs are in one bin.
+        DataError: if a pair has no margin.
+    """
+    options = config.data
+    if options.curriculum is None:
+        return given
+    if given is not None:
+        raise ConfigError("train_reward_model(order=…) brings an order, so data.curriculum must not be set")
+    num_pairs, steps = len(data.train), config.training.max_steps
+    sampler = CurriculumSampler(
+        training_margins(data.train, options.curriculum, num_processes=config.hardware.devices),
+        easy_above=options.curriculum_easy,
+        hard_below=options.curriculum_hard,
+        quantiles=options.curriculum_quantiles,
+        num_epochs=steps * config.batching.batch_size / num_pairs if steps else config.training.epochs,
+        covers=options.curriculum_covers,
+        seed=config.seed,
+    )
+    filled = [name for name, members in zip(BINS, sampler.bins, strict=True) if len(members)]
+    if len(filled) == 1:
+        raise ConfigError(
+            f"data.curriculum finds all {num_pairs:,} pairs {filled[0]}, so there is no order among them; set "
+            "data.curriculum_quantiles=true, or other data.curriculum_easy and data.curriculum_hard"
+        )
+    return sampler.order()
+
+
+def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: int = 1) -> Float[np.ndarray, " pairs"]:
+    """Margins that say how easy each pair is, none negative.
+
+    Args:
+        pairs: training pairs.
+        source: `margin` for their own; a JSON Lines file whose rows have `pair_id` and `margin`, or `chosen` and
+            `rejected` rewards as `pair_rewards.jsonl` has them; or a saved reward model. A margin against the label
+            counts as 0, the hardest.
+        num_processes: processes that train, each of which must find the same margins.
+
+    Raises:
+        ConfigError: if a model is named for several processes, whose rewards may round apart.
+        DataError: if a pair has no margin.
+    """
+    path = Path(source).expanduser()
+    if source == OWN_MARGINS:
+        found: list[float | None] = [pair.margin for pair in pairs]
+        lacking = "data.curriculum=margin needs a margin for every training pair"
+    elif path.suffix == ".jsonl":
+        known = _file_margins(path)
+        found = [known.get(pair.pair_id) for pair in pairs]
+        lacking = f"data.curriculum={source} needs a row for every training pair"
+    elif num_processes > 1:
+        raise ConfigError(
+            f"data.curriculum={source} is a model, whose rewards may round apart in {num_processes} processes; name "
+            "the pair_rewards.jsonl that rm-opt evaluate writes for the training pairs"
+        )
+    else:
+        return _model_margins(pairs, source)
+    missing = [number for number, margin in enumerate(found, start=1) if margin is None]
+    if missing:
+        raise DataError(
+            f"{lacking}, but {len(missing):,} of {len(found):,} have none, the first is pair {missing[0]:,}"
+        )
+    return np.asarray(np.maximum(np.array(found, dtype=float), 0.0))
+
+
+def _file_margins(path: Path) -> dict[str, float]:
+    """Margins of a file by pair id."""
+
+    def refuse(number: int, reason: str) -> None:
+        raise DataError(f"{path}, line {number}: {reason}")
+
+    found: dict[str, float] = {}
+    for number, row in read_rows(path, refuse):
+        try:
+            margin = row["margin"] if "margin" in row else row["chosen"] - row["rejected"]
+            found[str(row["pair_id"])] = float(margin)
+        except (KeyError, TypeError, ValueError):
+            shown = json.dumps(row, default=str)[:80]
+            refuse(number, f"expected pair_id and margin, or the rewards chosen and rejected, got {shown}")
+    return found
+
+
+def _model_margins(pairs: PreferenceDataset, source: str) -> Float[np.ndarray, " pairs"]:
+    """Margins by a saved reward model."""
+    model = BradleyTerryRM.from_pretrained(source)
+    prompts = [pair.prompt for pair in pairs]
+    chosen, rejected = ([getattr(pair, side) for pair in pairs] for side in ("chosen", "rejected"))
+    margins = model.score(prompts, chosen) - model.score(prompts, rejected)
+    return np.asarray(np.maximum(margins.double().numpy(), 0.0))
