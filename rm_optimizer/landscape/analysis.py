@@ -24,7 +24,13 @@ from rm_optimizer.landscape.analysis_context import (
 )
 from rm_optimizer.landscape.estimates.by_source import CurvatureByPair, curvature_by_pair
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, block_names, curvature_of_blocks
+from rm_optimizer.landscape.layers import (
+    BlockCurvature,
+    LayerCurvature,
+    block_names,
+    curvature_of_blocks,
+    top_eigenvalues,
+)
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
@@ -118,34 +124,42 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
 
 
 def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
-    """Top eigenvalue and trace of each layer's block of the Hessian."""
+    """Gauss-Newton spectrum and traces of each layer's block, and by `lanczos` the largest eigenvalue of the Hessian's.
+
+    All but the last come at once; the searches go on after a kill where they stood.
+    """
     measured_loss, sample, config = context.measured_loss, context.measured_loss.sample, context.config
-    names = block_names(measured_loss)
+    searches = config.method == SpectrumMethod.lanczos
+    num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
 
     def report(block: str, progress: Progress) -> None:
-        context.on_progress(block, len(found), len(names), f"relative error {progress.worst_error:.1e}")
+        context.on_progress(block, len(done), num_blocks, f"relative error {progress.worst_error:.1e}")
 
     is_partial = False
-    with context.ledger(LAYERS_FILE, identity, len(names)) as ledger:
-        found = {row["block"]: from_values(BlockCurvature, row) for row in ledger.values()}
+    with context.ledger(LAYERS_FILE, [*identity, config.method], 1 + num_blocks * searches) as ledger:
+        pieces = list(ledger.values())
+        if not pieces:
+            common = curvature_of_blocks(measured_loss, num_probes=config.num_probes, on_product=context.on_product)
+            ledger.append(common)
+        else:
+            common = from_values(tuple[BlockCurvature, ...], pieces[0])
+        done = {block.block: block for block in (from_values(BlockCurvature, piece) for piece in pieces[1:])}
+        left = [block for block in common if block.block not in done] if searches else []
         try:
-            for block in curvature_of_blocks(
+            for block in top_eigenvalues(
                 measured_loss,
-                {name: parameters for name, parameters in names.items() if name not in found},
+                left,
                 tolerance=config.tolerance,
-                num_probes=config.num_probes,
                 max_products=config.max_products,
                 on_iteration=report,
             ):
                 ledger.append(block)
-                found[block.block] = block
+                done[block.block] = block
         except KeyboardInterrupt:
-            if not found:
-                raise
             is_partial = True
-    missing = tuple(name for name in names if name not in found)
-    blocks = tuple(found[name] for name in names if name in found)
+    missing = tuple(block.block for block in left if block.block not in done)
+    blocks = tuple(done.get(block.block, block) for block in common)
     return AnalysisResult(
         LayerCurvature(blocks, missing, sample.num_pairs, sample.num_prompts, sample.seed, str(context.subject)),
         is_partial,

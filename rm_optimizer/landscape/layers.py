@@ -1,20 +1,48 @@
-"""Curvature layer by layer: top eigenvalue and trace of each diagonal block of the Hessian."""
+"""Curvature layer by layer: the diagonal blocks of the Gauss-Newton matrix and of the Hessian."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.trace import deflated_trace
+from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
-from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
+from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.operators.vectors import RandomVectors
+from rm_optimizer.landscape.pairs_input import clusters_of
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.records.codec import JsonRecord
+
+Columns = Sequence[tuple[int, int]]
+"""Ranges of positions in the long vector of parameters."""
+
+
+@dataclass(frozen=True)
+class TopEigenvalue:
+    """Largest algebraic eigenvalue of a block of the Hessian.
+
+    Args:
+        value: the eigenvalue.
+        error_bound: bound on its error.
+        converged: True if the residual is within the requested tolerance.
+        num_products: Hessian-vector products spent.
+    """
+
+    value: float
+    error_bound: float
+    converged: bool
+    num_products: int
 
 
 @dataclass(frozen=True)
@@ -24,20 +52,20 @@ class BlockCurvature:
     Args:
         block: `embeddings`, `layer 1` … or `output`, whatever follows the layers.
         num_parameters: numbers in it.
-        top_eigenvalue: largest algebraic eigenvalue of the block.
-        error_bound: bound on the error of the eigenvalue.
-        converged: True if the residual is within the requested tolerance.
-        trace: of the block, with the error of its probes.
-        num_products: Hessian-vector products spent.
+        gauss_newton: eigenvalues of the Gauss-Newton block, descending; all others are 0.
+        cross_fit: the largest of them cross-fitted; None of few prompts.
+        gauss_newton_trace: trace of the Gauss-Newton block, with its interval over pairs.
+        trace: trace of the Hessian's block, with the error of its probes.
+        hessian_top: largest eigenvalue of the Hessian's block; None where it was not searched for.
     """
 
     block: str
     num_parameters: int
-    top_eigenvalue: float
-    error_bound: float
-    converged: bool
+    gauss_newton: tuple[float, ...]
+    cross_fit: CrossFit | None
+    gauss_newton_trace: Estimate
     trace: Estimate
-    num_products: int
+    hessian_top: TopEigenvalue | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +74,7 @@ class LayerCurvature(JsonRecord, indent=1):
 
     Args:
         blocks: from the input to the head.
-        missing: blocks that an interruption left out.
+        missing: blocks whose search for the Hessian's largest eigenvalue an interruption left out.
         num_pairs: pairs that the loss is averaged over.
         num_prompts: different prompts among them.
         seed: of the pairs, starting vectors and probes.
@@ -72,46 +100,121 @@ def block_names(measured_loss: MeasuredLoss) -> dict[str, tuple[str, ...]]:
 
 def curvature_of_blocks(
     measured_loss: MeasuredLoss,
-    blocks: Mapping[str, tuple[str, ...]],
     *,
-    tolerance: float,
     num_probes: int,
-    max_products: int | None = None,
-    on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
-) -> Iterator[BlockCurvature]:
-    """Measure one block after the other; blocks yielded before an interruption stay valid.
+    memory_bytes: int = 4_000_000_000,
+    product: ProductName = "auto",
+    on_product: Callable[[int], None] = lambda num_products: None,
+) -> tuple[BlockCurvature, ...]:
+    """Gauss-Newton spectra of all blocks from the gradients of single pairs, and Hessian traces from common probes.
+
+    A block `G_b = B_b^T B_b` of the Gauss-Newton matrix has the nonzero eigenvalues of `B_b B_b^T`, with `B_b` the
+    block's columns of the rows of all pairs. See `block_traces` for the Hessian.
 
     Args:
         measured_loss: model, pairs and loss.
-        blocks: parameters of each block, as `block_names` gives them.
-        tolerance: residual of a top eigenvalue, relative to it.
-        num_probes: probes of a trace, one product each.
-        max_products: products at most of a top eigenvalue.
-        on_iteration: function called after each product of a top eigenvalue.
+        num_probes: random vectors for the traces, one Hessian-vector product each.
+        memory_bytes: most memory for the rows; more rows are taken again, for some parameters at a time.
+        product: Hessian-vector product method, or `auto`.
+        on_product: function of the products so far.
     """
-    method: ProductName = "auto"
-    for block, names in blocks.items():
-        with replace(measured_loss, params=names).measuring() as objective:
-            hessian = HessianOperator(objective, product=method)
-            method = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
+    sample, names = measured_loss.sample, block_names(measured_loss)
+    sizes = {name: select_parameters(measured_loss.model, of_block).num_parameters for name, of_block in names.items()}
+    with measured_loss.measuring() as objective:
+        hessian = HessianOperator(objective, product=product)
+        hessian.on_product = on_product
+        clusters = clusters_of(objective.batches, sample.prompts)
+        rows = CurvatureRows(objective, "gauss_newton", memory_bytes)
+        blocks = {name: rows.support.columns(of_block) for name, of_block in names.items()}
+        spectra = dict(zip(blocks, map(rows.spectrum, rows.grams([*blocks.values()])), strict=True))
+        known = {name: gram.trace for name, gram in spectra.items()}
+        traces = block_traces(
+            SupportedOperator(hessian, rows.support), rows.apply, blocks, known, num_probes, seed=sample.seed
+        )
+    return tuple(
+        BlockCurvature(
+            block=name,
+            num_parameters=sizes[name],
+            gauss_newton=tuple(gram.values.tolist()),
+            cross_fit=cross_fit_gram(gram, 1, clusters=clusters, seed=sample.seed),
+            gauss_newton_trace=gram.bootstrap(1, clusters=clusters, seed=sample.seed)[-1],
+            trace=traces[name],
+        )
+        for name, gram in spectra.items()
+    )
+
+
+def block_traces(
+    hessian: SymmetricOperator,
+    gauss_newton: Callable[[Tensor], Tensor],
+    blocks: Mapping[str, Columns],
+    known: Mapping[str, float],
+    num_probes: int,
+    *,
+    seed: int,
+) -> dict[str, Estimate]:
+    """Traces of all diagonal blocks of the Hessian from the same random signs over all parameters.
+
+    With `R = H - G` and `z_b` the part of `z` in block `b`, `tr(G_b) + z_b^T (R z)_b` has mean `tr(H_b)`. Its variance
+    is `2 (||R_bb||_F^2 - ||diag R_bb||^2) + sum_{c != b} ||R_bc||_F^2`: a probe of the block alone (Hutchinson, 1990)
+    lacks the sum over other blocks, and costs a product for each block. `tr(G_b)` is known, and `G z` comes from its
+    rows, so that the Gauss-Newton matrix adds nothing to the variance. Probes are independent, and the interval over
+    them is Student's; estimates of different blocks share their probes and are correlated.
+
+    Args:
+        hessian: the Hessian `H`.
+        gauss_newton: products of the Gauss-Newton matrix `G` of the same loss with the rows of a block of vectors.
+        blocks: positions of each block.
+        known: `tr(G_b)` of each block.
+        num_probes: random vectors, at least 2.
+        seed: of the random vectors.
+    """
+    random = RandomVectors(hessian, seed)
+    forms: dict[str, list[float]] = {name: [] for name in blocks}
+    for start in range(0, num_probes, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
+        probes = random.signs(min(VECTORS_AT_ONCE, num_probes - start))
+        products = probes * (hessian.apply(probes) - gauss_newton(probes))
+        for name, ranges in blocks.items():
+            forms[name] += torch.stack([products[:, slice(*columns)].sum(dim=1) for columns in ranges]).sum(0).tolist()
+    return {name: student_mean(known[name] + np.array(form)) for name, form in forms.items()}
+
+
+def top_eigenvalues(
+    measured_loss: MeasuredLoss,
+    blocks: Sequence[BlockCurvature],
+    *,
+    tolerance: float,
+    max_products: int | None = None,
+    product: ProductName = "auto",
+    on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
+) -> Iterator[BlockCurvature]:
+    """The blocks with the largest eigenvalue of each block of the Hessian, by a search in one after the other.
+
+    A product of the whole Hessian mixes the blocks, so that each search takes products of its own. Blocks yielded
+    before an interruption stay valid.
+
+    Args:
+        measured_loss: model, pairs and loss.
+        blocks: blocks to search.
+        tolerance: residual of an eigenvalue, relative to it.
+        max_products: most products of a search; None is the solver's own.
+        product: Hessian-vector product method, or `auto`.
+        on_iteration: function of the block and its search, called after each product.
+    """
+    names, seed = block_names(measured_loss), measured_loss.sample.seed
+    for block in blocks:
+        with replace(measured_loss, params=names[block.block]).measuring() as objective:
+            hessian = HessianOperator(objective, product=product)
+            product = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
             matrix = SupportedOperator(hessian)
             found = lanczos(
                 matrix,
                 1,
                 tolerance=tolerance,
                 max_products=max_products,
-                seed=measured_loss.sample.seed,
-                on_iteration=lambda progress, block=block: on_iteration(block, progress),  # type: ignore[misc]
+                seed=seed,
+                on_iteration=lambda progress, block=block: on_iteration(block.block, progress),  # type: ignore[misc]
             )
-            found = with_overlooked(matrix, found, "largest", tolerance=tolerance, seed=measured_loss.sample.seed + 2)
-            top = matrix.widened(found)
-            trace = deflated_trace(hessian, top, num_probes, seed=measured_loss.sample.seed)
-            yield BlockCurvature(
-                block=block,
-                num_parameters=hessian.dimension,
-                top_eigenvalue=float(top.values[0]),
-                error_bound=float(top.error_bounds[0]),
-                converged=top.converged[0],
-                trace=trace,
-                num_products=top.num_products + num_probes,
-            )
+            found = with_overlooked(matrix, found, "largest", tolerance=tolerance, seed=seed + 2)
+            value, bound = float(found.values[0]), float(found.error_bounds[0])
+            yield replace(block, hessian_top=TopEigenvalue(value, bound, found.converged[0], found.num_products))

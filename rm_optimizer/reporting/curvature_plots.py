@@ -173,19 +173,25 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
 
 
 def plot_layers(result: LayerCurvature) -> Figure:
-    """Heat map of the top eigenvalue and the trace of each layer's block, numbers with their errors in the cells."""
-    partial = f"PARTIAL, without {', '.join(result.missing)}; " if result.missing else ""
+    """Heat map of each layer's block: Gauss-Newton and Hessian, numbers with their errors in the cells."""
+    partial = f"PARTIAL, without the search in {', '.join(result.missing)}; " if result.missing else ""
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
-    starred = "" if all(item.converged for item in result.blocks) else "; *: not converged"
-    caption = f"{partial}{pairs}; ±: error bound, standard error of probes{starred}; color: within its column"
+    tops = [item.hessian_top for item in result.blocks if item.hessian_top]
+    starred = "" if all(top.converged for top in tops) else "; *: not converged"
+    errors = "; ±: over pairs, probes" + (", error bound" if tops else "")
+    caption = f"{partial}{pairs}{errors}{starred}; color: within its column"
     caption += f"; {result.source}" if result.source else ""
     figure, (axes,) = captioned_figure("Curvature layer by layer", caption)
-    figure.set_size_inches(7.0, max(3.2, 1.7 + 0.36 * len(result.blocks)))
     columns = {
-        "top eigenvalue": [item.top_eigenvalue for item in result.blocks],
-        "trace": [item.trace.value for item in result.blocks],
-        "trace / parameters": [item.trace.value / item.num_parameters for item in result.blocks],
+        "Gauss-Newton\nlargest": [item.gauss_newton[0] for item in result.blocks],
+        "cross-fitted": [crossed_value(item) for item in result.blocks],
+        "Gauss-Newton\ntrace": [item.gauss_newton_trace.value for item in result.blocks],
+        "Hessian\ntrace": [item.trace.value for item in result.blocks],
     }
+    if tops:
+        found = [item.hessian_top for item in result.blocks]
+        columns["Hessian\nlargest"] = [top.value if top else math.nan for top in found]
+    figure.set_size_inches(1.2 + 1.45 * len(columns), max(3.2, 1.9 + 0.36 * len(result.blocks)))
     for position, values in enumerate(columns.values()):
         _draw_column(axes, position, np.array(values), [_cells(item)[position] for item in result.blocks])
     axes.set_xticks(range(len(columns)), list(columns))
@@ -279,8 +285,9 @@ def _draw_limit(axes: Axes, rows: History, value: str) -> None:
 
 def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[str]) -> None:
     """One column of cells, colored on its own scale, logarithmic for both signs."""
-    largest = float(np.abs(values).max()) or 1.0
-    low, high = float(values.min()), float(values.max())
+    known = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
+    largest = float(np.abs(known).max()) or 1.0
+    low, high = float(known.min()), float(known.max())
     norm: Normalize = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
     colors = "RdBu_r"
     if low > 0:  # one sign: from pale to dark over the range of the column
@@ -288,15 +295,27 @@ def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[
     extent = (position - 0.48, position + 0.48, len(values) - 0.5, -0.5)
     axes.imshow(values[:, None], aspect="auto", cmap=colors, norm=norm, extent=extent)
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        is_dark = float(norm(value)) > 0.6 if low > 0 else abs(value) > 0.03 * largest
+        is_dark = math.isfinite(value) and (float(norm(value)) > 0.6 if low > 0 else abs(value) > 0.03 * largest)
         color = "white" if is_dark else INK
         axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=color)
 
 
-def _cells(item: BlockCurvature) -> tuple[str, str, str]:
-    top = f"{item.top_eigenvalue:.3g} ± {item.error_bound:.1g}" + ("" if item.converged else " *")
-    error = "" if item.trace.standard_error is None else f" ± {item.trace.standard_error:.2g}"
-    return top, f"{item.trace.value:.3g}{error}", f"{item.trace.value / item.num_parameters:.2g}"
+def crossed_value(item: BlockCurvature) -> float:
+    """The largest Gauss-Newton eigenvalue of a block cross-fitted; NaN where it is not known."""
+    return item.cross_fit.values[0].value if item.cross_fit else math.nan
+
+
+def _cells(item: BlockCurvature) -> tuple[str, ...]:
+    crossed, top = item.cross_fit.values[0] if item.cross_fit else None, item.hessian_top
+    found = "n/a" if top is None else f"{top.value:.3g} ± {top.error_bound:.1g}" + ("" if top.converged else " *")
+    estimates = (crossed, item.gauss_newton_trace, item.trace)
+    return f"{item.gauss_newton[0]:.3g}", *map(_with_error, estimates), found
+
+
+def _with_error(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "n/a"
+    return f"{estimate.value:.3g}" + ("" if estimate.standard_error is None else f" ± {estimate.standard_error:.2g}")
 
 
 def _linear_below(values: np.ndarray) -> float:

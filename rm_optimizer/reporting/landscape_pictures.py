@@ -24,6 +24,7 @@ from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
+    crossed_value,
     places_of,
     plot_density,
     plot_layers,
@@ -96,7 +97,7 @@ def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
         case HessianSpectrum():
             return _spectrum_rows(result)
         case LayerCurvature():
-            return _sizes(result) | {f"{item.block}: top eigenvalue, trace": _block(item) for item in result.blocks}
+            return _sizes(result) | {item.block: _block(item) for item in result.blocks}
         case Evolution():
             return evolution_table(result)
         case BetweenModels():
@@ -297,13 +298,29 @@ def _trajectory_rows(result: Trajectory) -> dict[str, Cell]:
 
 
 def _block(item: BlockCurvature) -> str:
-    return f"{item.top_eigenvalue:.4g} ± {item.error_bound:.1g}, {item.trace:.3g}"
+    largest = f"Gauss-Newton {item.gauss_newton[0]:.4g} (cross-fitted {crossed_value(item):.3g}), "
+    traces = f"traces {item.gauss_newton_trace.value:.3g} and {item.trace.value:.3g} of the Hessian"
+    top = item.hessian_top
+    return largest + traces + (f", its largest {top.value:.4g} ± {top.error_bound:.1g}" if top else "")
 
 
 def _layer_rows(result: LayerCurvature) -> list[Row]:
-    names = ("block", "num_parameters", "top_eigenvalue", "error_bound", "converged")
-    return [
-        {name: getattr(item, name) for name in names}
-        | {"trace": item.trace.value, "trace_standard_error": item.trace.standard_error}
-        for item in result.blocks
-    ]
+    return [_layer_row(item) for item in result.blocks]
+
+
+def _layer_row(item: BlockCurvature) -> Row:
+    top = item.hessian_top
+    crossed = item.cross_fit.values[0] if item.cross_fit else None
+    return {
+        "block": item.block,
+        "num_parameters": item.num_parameters,
+        "gauss_newton_largest": item.gauss_newton[0],
+        "gauss_newton_cross_fitted": crossed.value if crossed else None,
+        "gauss_newton_trace": item.gauss_newton_trace.value,
+        "gauss_newton_trace_standard_error": item.gauss_newton_trace.standard_error,
+        "hessian_trace": item.trace.value,
+        "hessian_trace_standard_error": item.trace.standard_error,
+        "hessian_largest": top.value if top else None,
+        "hessian_error_bound": top.error_bound if top else None,
+        "hessian_converged": top.converged if top else None,
+    }

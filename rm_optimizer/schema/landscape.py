@@ -85,7 +85,8 @@ class LandscapeConfig(Options, group="landscape"):
     dtype: Precision = Precision.float32
     """float32, or float64 for four times the time."""
     method: SpectrumMethod = SpectrumMethod.lanczos
-    """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra)."""
+    """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra); for
+    layers gauss_newton_exact, or lanczos, which also searches for each Hessian block's largest eigenvalue."""
     top_k: int = within("[1, inf)", 20)
     """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
     num_sampled: int = within("[0, inf)", 3)
@@ -121,14 +122,16 @@ class LandscapeConfig(Options, group="landscape"):
         require(named, "landscape.params", "be a name, a pattern or a list of patterns", self.params)
         is_odd = self.num_points >= 3 and self.num_points % 2 == 1
         require(is_odd, "landscape.num_points", "be odd and at least 3", self.num_points)
+        fits = self.type != AnalysisType.layers or self.method in _METHODS_OF_LAYERS
+        require(fits, "landscape.method", "be gauss_newton_exact or lanczos for layers", self.method.value)
 
 
 def ignored_options(config: LandscapeConfig) -> list[str]:
     """Options that differ from their defaults and are unused by the type, its method or its directions.
 
     Example:
-        >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, method=SpectrumMethod.full, top_k=7))
-        ['landscape.method=full', 'landscape.top_k=7']
+        >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, top_k=7, num_points=5))
+        ['landscape.top_k=7', 'landscape.num_points=5']
     """
     return [f"landscape.{name}={getattr(config, name)}" for name in _unread_defaults(config)]
 
@@ -143,6 +146,8 @@ def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
     read = _ALWAYS_READ | _READ_BY_TYPE[config.type]
     if config.type in _SPECTRA:
         read -= _UNREAD_BY_METHOD.get(config.method, frozenset())
+    if config.type == AnalysisType.layers and config.method == SpectrumMethod.gauss_newton_exact:
+        read -= _SOLVER
     if config.type == AnalysisType.gauss_newton and config.method != SpectrumMethod.gauss_newton_exact:
         read -= {"num_sampled"}
     if "directions" in read and config.directions == DirectionKind.eigenvectors:
@@ -162,6 +167,7 @@ _SPECTRA = (
     AnalysisType.evolution,
     AnalysisType.between,
 )
+_METHODS_OF_LAYERS = (SpectrumMethod.gauss_newton_exact, SpectrumMethod.lanczos)
 _ALWAYS_READ = frozenset({"type", "params", "num_pairs", "token_budget", "dtype"})
 _SOLVER = frozenset({"tolerance", "max_products"})
 _SPECTRUM = _SOLVER | {"method", "top_k", "num_sampled", "num_probes"}
@@ -169,7 +175,7 @@ _READ_BY_TYPE: Mapping[AnalysisType, frozenset[str]] = {
     AnalysisType.hessian: _SPECTRUM | {"trace_method", "sam_rho"},
     AnalysisType.gauss_newton: _SPECTRUM | {"trace_method"},
     AnalysisType.density: _SPECTRUM | {"probe_steps", "sam_rho"},
-    AnalysisType.layers: _SOLVER | {"num_probes"},
+    AnalysisType.layers: _SOLVER | {"method", "num_probes"},
     AnalysisType.slices: frozenset({"directions", "num_directions", "num_points", "span", "processes"}),
     AnalysisType.surface: frozenset({"directions", "num_points", "span", "processes"}),
     AnalysisType.trajectory: frozenset({"num_points", "processes"}),

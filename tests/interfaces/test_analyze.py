@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,12 +18,12 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.command_line import checked
-from rm_optimizer.landscape.estimates.trace import deflated_trace
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.quantities import summarize
 from rm_optimizer.landscape.runs import evolution
 from rm_optimizer.landscape.runs.between import BetweenModels
 from rm_optimizer.landscape.runs.evolution import Evolution
+from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.run_folder import RunFolder
@@ -149,10 +150,14 @@ def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_see
 
 
 def test_layers_go_from_the_input_to_the_head(run_dir):
-    folder = analyzed(run_dir, "landscape=layers", "landscape.num_probes=2", "landscape.tolerance=0.1")
+    folder = analyzed(run_dir, "landscape=layers", "landscape.num_probes=2")
     result = LayerCurvature.from_json((folder / "layers.json").read_text())
-    assert [block.block for block in result.blocks] == ["embeddings", "layer 1", "output"]
-    assert {"layers.png", "layers.parquet"} <= names(folder)
+    assert [(block.block, block.hessian_top) for block in result.blocks] == [
+        ("embeddings", None),
+        ("layer 1", None),
+        ("output", None),
+    ]
+    assert {"layers.png", "layers.parquet", "layers.csv"} <= names(folder)
 
 
 def test_a_trajectory_ends_at_the_last_checkpoint(run_dir):
@@ -288,37 +293,40 @@ def stopped(self, progress: object) -> None:
 
 def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path, monkeypatch):
     options = ["landscape=layers", "landscape.num_probes=2", "landscape.tolerance=0.1", f"output_dir={tmp_path}"]
+    options += ["landscape.method=lanczos"]
     with monkeypatch.context() as patch:
-        patch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(1))
+        patch.setattr("rm_optimizer.landscape.layers.lanczos", allowed(1, lanczos))
         with pytest.raises(Interrupted, match="the same command goes on from them"):
             analyzed(run_dir, *options)
     partial = LayerCurvature.from_json((tmp_path / "layers_partial.json").read_text())
-    assert ([block.block for block in partial.blocks], partial.missing) == (["embeddings"], ("layer 1", "output"))
+    assert [block.hessian_top is None for block in partial.blocks] == [False, True, True]
+    assert partial.missing == ("layer 1", "output")
     with monkeypatch.context() as patch:
-        patch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(2))
+        patch.setattr("rm_optimizer.landscape.layers.lanczos", allowed(2, lanczos))
+        patch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, lanczos))
         analyzed(run_dir, *options)
     whole = LayerCurvature.from_json((tmp_path / "layers.json").read_text())
     assert whole.blocks[0] == partial.blocks[0]
-    assert [block.block for block in whole.blocks] == ["embeddings", "layer 1", "output"]
+    assert [block.hessian_top is None for block in whole.blocks] == [False, False, False]
 
 
 def test_ctrl_c_before_the_first_layer_is_one_sentence(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("rm_optimizer.landscape.layers.deflated_trace", allowed(0))
+    monkeypatch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, lanczos))
     with pytest.raises(Interrupted, match="stopped before there was a result to write"):
-        analyzed(run_dir, "landscape=layers", "landscape.tolerance=0.1", f"output_dir={tmp_path}")
+        analyzed(run_dir, "landscape=layers", f"output_dir={tmp_path}")
     assert names(tmp_path) == set()
 
 
-def allowed(count: int):
-    """The trace of a block, and Ctrl-C in place of that after so many."""
+def allowed(count: int, compute: Callable[..., object]):
+    """So many calls of a function, and Ctrl-C in place of the next."""
     left = iter(range(count))
 
-    def trace(*args: object, **options: object) -> object:
+    def call(*args: object, **options: object) -> object:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return deflated_trace(*args, **options)
+        return compute(*args, **options)
 
-    return trace
+    return call
 
 
 def stop_after(count: int):

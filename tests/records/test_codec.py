@@ -22,7 +22,7 @@ from rm_optimizer.landscape.comparison import SpectrumComparison
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
-from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
+from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.loss_at import MISSING, PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
@@ -145,7 +145,13 @@ RESULTS = {
     "spectrum": SPECTRUM,
     "density": DENSITY,
     "comparison": SpectrumComparison((1.0, NAN), (1.0,), None, 0.5, 2, (4, 5)),
-    "layers": LayerCurvature((BlockCurvature("output", 9, 2.0, 0.5, True, ESTIMATE, 3),), ("layer 1",), 4, 3, 0),
+    "layers": LayerCurvature(
+        (BlockCurvature("output", 9, (2.0, 0.5), None, ESTIMATE, ESTIMATE, TopEigenvalue(2.0, 0.1, True, 3)),),
+        ("layer 1",),
+        4,
+        3,
+        0,
+    ),
     "slice": Slice(MEASURED, (-1.0, 1.0), POINTS),
     "surface": SURFACE,
     "trajectory": Trajectory(SURFACE, (1, 2), ((0.5, 1.0), (0.0, 0.0)), (0.5, 0.0), POINTS[0]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,7 +14,7 @@ from matplotlib.image import imread
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
-from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
+from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.surface.loss_at import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
 from rm_optimizer.reporting.curvature_plots import (
@@ -115,27 +116,32 @@ def test_a_trajectory_goes_through_its_checkpoints_with_their_losses():
 
 
 def test_a_long_caption_takes_two_lines_and_leaves_the_axes_their_width():
-    blocks = (BlockCurvature("layer 1", 10, 5.0, 0.1, False, Estimate(9.0, 1.0, 4), 8),)
+    blocks = (block("layer 1", 5.0, is_converged=False),)
     figure = plot_layers(LayerCurvature(blocks, ("head",), 64, 60, 7))
     axes = figure.axes[0]
     caption = axes.texts[0].get_text()
     assert caption.count(";\n") == caption.count("\n") == 1
-    assert caption.startswith("PARTIAL, without head; n = 64 pairs of 60 prompts; seed 7")
+    assert caption.startswith("PARTIAL, without the search in head; n = 64 pairs of 60 prompts; seed 7")
     figure.canvas.draw()
     assert axes.get_position().width > 0.7
 
 
+def block(name: str, top: float, *, is_converged: bool = True) -> BlockCurvature:
+    found, trace = TopEigenvalue(-top, 0.01, is_converged, 3), Estimate(3 * top, 0.5, 4)
+    return BlockCurvature(name, 100, (top, 0.1), None, trace, replace(trace, value=-top), found)
+
+
 def test_layers_show_every_block_with_its_errors():
-    blocks = tuple(
-        BlockCurvature(name, 100, top, 0.01, name != "head", Estimate(3 * top, 0.5, 4), 8)
-        for name, top in (("embeddings", 1.0), ("layer 1", 4.0), ("head", -0.5))
-    )
+    tops = {"embeddings": 1.0, "layer 1": 4.0, "head": 0.5}
+    blocks = tuple(block(name, top, is_converged=name != "head") for name, top in tops.items())
     figure = plot_layers(LayerCurvature(blocks, (), 64, 60, 7))
     axes = figure.axes[0]
     cells = {text.get_text() for text in axes.texts}
-    assert {"1 ± 0.01", "4 ± 0.01", "-0.5 ± 0.01 *", "3 ± 0.5", "12 ± 0.5"} <= cells
+    assert {"1", "4", "n/a", "3 ± 0.5", "-4 ± 0.5", "-1 ± 0.01", "-0.5 ± 0.01 *"} <= cells
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["embeddings (100)", "layer 1 (100)", "head (100)"]
-    assert axes.images[0].get_array().ravel().tolist() == [1.0, 4.0, -0.5]
+    assert axes.images[0].get_array().ravel().tolist() == [1.0, 4.0, 0.5]
+    without = plot_layers(LayerCurvature((replace(blocks[0], hessian_top=None),), (), 64, 60, 7)).axes[0]
+    assert len(without.images) == len(axes.images) - 1
 
 
 def test_a_spectrum_shows_both_signs_with_bounds_and_cross_fitted_values():

@@ -18,7 +18,7 @@ from rm_optimizer.landscape.operators.base import OutputCurvature
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.pair_gradients import curvature_rows
 from rm_optimizer.landscape.operators.support import support_of
-from rm_optimizer.landscape.operators.vectors import gram_matrix, unit
+from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner, unit
 
 
 @dataclass(frozen=True)
@@ -135,47 +135,68 @@ def gauss_newton_exact(
     Raises:
         ConfigError: if the pairs lie in several processes.
     """
-    if objective.group is not None:
-        raise ConfigError("gauss_newton_exact needs all pairs in one process; give it all of them and no group")
-    objective.require_still()
-    rows = _Rows(objective, curvature, memory_bytes)
-    gram = objective.checked(torch.stack(rows.each(lambda block: gram_matrix([block]))).sum(dim=0))
-    values, small = torch.linalg.eigh(gram)
-    values, small = values.flip(0).clamp(min=0), small.flip(1)
-    weights = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
-    wanted = min(num_vectors, len(gram))
-    vectors = rows.combined(small[:, :wanted].T) if wanted else torch.empty(0, objective.subset.num_parameters)
-    return GramSpectrum(gram.numpy(), np.array(rows.pair_of_row), weights, values.numpy(), vectors, rows.num_passes)
+    rows = CurvatureRows(objective, curvature, memory_bytes)
+    (gram,) = rows.grams([[(0, rows.dimension)]])
+    return rows.spectrum(gram, num_vectors)
 
 
-class _Rows:
-    """The rows `B` without columns of zeros, in blocks of columns that fit into memory, one block at a time."""
+class CurvatureRows:
+    """The rows `B` without columns of zeros, in blocks of columns that fit into memory; see `gauss_newton_exact`."""
 
     def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int) -> None:
+        if objective.group is not None:
+            raise ConfigError("gauss_newton_exact needs all pairs in one process; give it all of them and no group")
+        objective.require_still()
         self.objective = objective
         self.curvature: OutputCurvature = curvature
         self.support = support_of(objective, num_spare=0)
         rewarded = curvature == "gauss_newton" and (objective.loss.center_rewards or objective.loss.reward_l2)
         self._rows_most = objective.num_pairs * (2 if rewarded else 1)
-        size = self.support.dimension
+        self.dimension = size = self.support.dimension
         columns = max(1, memory_bytes // (self._rows_most * torch.finfo(objective.dtype).bits // 8))
         self._spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]
         self._whole: Tensor | None = None
         self.pair_of_row: list[int] = []
         self.num_passes = 0
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """A function of each block; all rows in one block are kept for the next call."""
+    def apply(self, vectors: Float[Tensor, "vectors columns"]) -> Float[Tensor, "vectors columns"]:
+        """`B^T B` times each vector."""
+        along = self._each(lambda span, block: pairwise_inner(vectors[:, slice(*span)], block))
+        return self._combined(torch.stack(along).sum(dim=0))
+
+    def grams(self, parts: Sequence[Sequence[tuple[int, int]]]) -> list[Float[Tensor, "rows rows"]]:
+        """`B_p B_p^T` for the columns `B_p` of each part, given as ranges, all from the same rows."""
+
+        def of_block(span: tuple[int, int], block: Tensor) -> Tensor:
+            grams = torch.zeros(len(parts), len(block), len(block), dtype=torch.float64)
+            for gram, ranges in zip(grams, parts, strict=True):
+                for start, stop in ranges:
+                    gram += gram_matrix([block[:, max(start - span[0], 0) : max(stop - span[0], 0)]])
+            return grams
+
+        return list(self.objective.checked(torch.stack(self._each(of_block)).sum(dim=0)))
+
+    def spectrum(self, gram: Float[Tensor, "rows rows"], num_vectors: int = 0) -> GramSpectrum:
+        """Eigenvalues of one of the `grams`, and eigenvectors where it is that of all columns."""
+        values, small = torch.linalg.eigh(gram)
+        values, small = values.flip(0).clamp(min=0), small.flip(1)
+        weights = torch.cat([batch.weight for batch in self.objective.batches]).double().cpu().numpy()
+        vectors = torch.empty(0, self.objective.subset.num_parameters)
+        if wanted := min(num_vectors, len(gram)):
+            combined = self._combined(small[:, :wanted].T)
+            vectors = self.support.widen(torch.stack([unit(vector) for vector in combined]))
+        return GramSpectrum(gram.numpy(), np.array(self.pair_of_row), weights, values.numpy(), vectors, self.num_passes)
+
+    def _combined(self, weights: Float[Tensor, "vectors rows"]) -> Float[Tensor, "vectors columns"]:
+        return torch.cat(self._each(lambda span, block: weights.to(block) @ block), dim=1)
+
+    def _each(self, function: Callable[[tuple[int, int], Tensor], Tensor]) -> list[Tensor]:
+        """A function of each span and its block; all rows in one block are kept for the next call."""
         if len(self._spans) > 1:
-            return [function(self._block(span)) for span in self._spans]
+            return [function(span, self._block(span)) for span in self._spans]
         if self._whole is None:
             self._whole = self._block(self._spans[0])
-        return [function(self._whole)]
-
-    def combined(self, weights: Tensor) -> Tensor:
-        """Unit vectors along combinations of the rows."""
-        vectors = torch.cat(self.each(lambda block: weights.to(block) @ block), dim=1)
-        return self.support.widen(torch.stack([unit(vector) for vector in vectors]))
+        return [function(self._spans[0], self._whole)]
 
     def _block(self, span: tuple[int, int]) -> Tensor:
         chosen, inner = self._covering(span)

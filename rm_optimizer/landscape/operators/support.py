@@ -6,7 +6,7 @@ They are half of MiniLM's parameters and a quarter of a model of 0.5B, and Lancz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,18 @@ class Support:
     def shapes(self) -> tuple[torch.Size, ...]:
         """Shape of what is left of each parameter."""
         return self._narrow.shapes
+
+    def columns(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Positions of what is left of some parameters, as ranges of the vector; neighbors are one range."""
+        ranges: list[tuple[int, int]] = []
+        start = 0
+        for name, shape in zip(self._narrow.names, self.shapes, strict=True):
+            stop = start + shape.numel()
+            if name in names:
+                joined = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+                ranges.append((joined, stop))
+            start = stop
+        return ranges
 
     def part(self, index: int, tensor: Tensor) -> Tensor:
         """Remaining rows of a tensor in the shape of the parameter at that position."""

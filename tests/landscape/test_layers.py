@@ -1,0 +1,69 @@
+"""Curvature layer by layer, against matrices written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rm_optimizer.evaluation.draws import PairSample
+from rm_optimizer.landscape.layers import (
+    block_names,
+    block_traces,
+    curvature_of_blocks,
+    top_eigenvalues,
+)
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
+from rm_optimizer.landscape.operators.base import MatrixOperator
+from rm_optimizer.landscape.operators.parameters import select_parameters
+from rm_optimizer.landscape.operators.support import Support
+from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, dense
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_those_of_the_matrices_written_out(family):
+    world = dense(family)
+    sample = PairSample(tuple(world.batches), np.array([0, 0, 1, 2, 3]), np.arange(5), seed=0)
+    measured_loss = MeasuredLoss(world.model, sample, EVERYTHING, INNER, torch.float64)
+    support, names = Support(select_parameters(world.model, INNER), {}), block_names(measured_loss)
+    blocks = curvature_of_blocks(measured_loss, num_probes=5, memory_bytes=8_000, product="reverse")
+    searched = top_eigenvalues(measured_loss, blocks, tolerance=1e-3, product="kept_graph")
+    for block, found in zip(blocks, searched, strict=True):
+        places = torch.cat([torch.arange(*columns) for columns in support.columns(names[block.block])])
+        hessian, gauss_newton = (matrix[places][:, places] for matrix in (world.hessian, world.gauss_newton))
+        assert block.num_parameters == len(places)
+        expected = torch.linalg.eigvalsh(gauss_newton).flip(0)[: len(block.gauss_newton)].numpy()
+        known = expected[: len(block.gauss_newton)]
+        np.testing.assert_allclose(block.gauss_newton[: len(known)], known, atol=1e-12 * expected[0])
+        assert max(block.gauss_newton[len(known) :], default=0.0) < 1e-12 * expected[0]
+        assert block.gauss_newton_trace.value == pytest.approx(float(gauss_newton.trace()), rel=1e-12)
+        error = block.trace.standard_error
+        assert error is not None
+        assert abs(block.trace.value - float(hessian.trace())) < 5 * error + 1e-12
+        top = found.hessian_top
+        assert top is not None
+        assert top.value == pytest.approx(float(torch.linalg.eigvalsh(hessian)[-1]), abs=1.01 * top.error_bound)
+
+
+def test_common_probes_have_the_variance_that_is_stated_and_their_intervals_hold():
+    draws = torch.Generator().manual_seed(0)
+    half = torch.randn(12, 12, generator=draws, dtype=torch.float64)
+    rest, rows = half + half.T, 3 * torch.randn(4, 12, generator=draws, dtype=torch.float64)
+    operator, blocks = MatrixOperator(rest + rows.T @ rows), {"a": [(0, 3), (8, 12)], "b": [(3, 8)]}
+    places = {name: torch.cat([torch.arange(*columns) for columns in ranges]) for name, ranges in blocks.items()}
+    known = {name: float(rows[:, where].square().sum()) for name, where in places.items()}
+
+    def estimates(count: int, seed: int):
+        return block_traces(operator, lambda vectors: vectors @ rows.T @ rows, blocks, known, count, seed=seed)
+
+    many, held = estimates(4000, 0), dict.fromkeys(blocks, 0)
+    for seed in range(200):
+        for name, found in estimates(6, seed + 1).items():
+            truth = float(operator.matrix[places[name]][:, places[name]].trace())
+            held[name] += found.low <= truth <= found.high
+    for name, where in places.items():
+        beside = rest[where].square().sum() - rest[where][:, where].square().sum()
+        inside = rest[where][:, where].square().sum() - rest.diag()[where].square().sum()
+        deviation = float((2 * inside + beside).sqrt())
+        assert many[name].standard_error * 4000**0.5 == pytest.approx(deviation, rel=0.1)
+        assert held[name] >= 178  # of 200: four standard deviations below 0.95
