@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
+from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.utils._pytree import tree_leaves
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from rm_optimizer.core.classifier import tree_attention
 from tests.builders import tiny_model
+
+PACKAGE = Path(tree_attention.__file__).parents[2]
+IN_USE = {
+    "huggingface_hub": {"_validators"},
+    "hydra": {"_actions", "_internal", "_option_string_actions"},
+    "omegaconf": {"_get_node", "_get_root", "_is_none"},
+    "torch": {
+        *("_ConvNd", "_NormBase", "_Options", "_devices", "_dynamo", "_foreach_add", "_foreach_add_", "_foreach_norm"),
+        *("_linear_pointwise", "_modules", "_pytree", "_reorder_linear_weight", "_timeout", "_version"),
+    },
+    "transformers": {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful", "_supports_sdpa"},
+}
+"""Private names of each library."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Names that begin with one underscore and that the file reads or imports without defining them."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            read |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
+    own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    return {name for name in read - own if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_private_name_in_use_is_listed_with_its_library():
+    found = set().union(*map(private_names, PACKAGE.rglob("*.py")))
+    assert found - {"_exit"} == set().union(*IN_USE.values())
 
 
 def test_hydra_parses_its_own_flags_and_gathers_overrides():
@@ -49,3 +93,49 @@ def test_the_protocol_of_uvicorn_has_the_attributes_that_the_server_reads(name):
 def test_pytorch_flattens_nested_tensors():
     one, two = torch.zeros(1), torch.ones(1)
     assert tree_leaves({"a": (one, [two])}) == [one, two]
+
+
+def test_pytorch_adds_and_measures_lists_of_tensors():
+    ones, twos = [torch.ones(2), torch.ones(1)], [torch.full((2,), 2.0), torch.full((1,), 2.0)]
+    assert torch.equal(torch._foreach_add(ones, twos)[0], torch.full((2,), 3.0))
+    torch._foreach_add_(ones, twos)
+    assert [float(norm) for norm in torch._foreach_norm(ones, 1)] == [6.0, 3.0]
+    assert (ones[0]._version, twos[0]._version) == (1, 0)
+
+
+def test_a_store_of_pytorch_keeps_the_first_of_two_values_and_knows_its_keys():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
+    other.set_timeout(timedelta(seconds=10))
+    assert not other.check(["key"])
+    store.compare_set("key", "", "first")
+    other.compare_set("key", "", "second")
+    assert (other.get("key"), other.check(["key"])) == (b"first", True)
+
+
+def test_gloo_has_a_time_limit_and_devices():
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=3)
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    assert options._timeout == timedelta(seconds=3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_pytorch_has_its_forward_derivatives_its_compiler_and_its_base_layers():
+    import_module("torch._decomp.decompositions_for_jvp")
+    assert isinstance(torch._dynamo.config.optimize_ddp, bool)
+    assert isinstance(torch.nn.Conv1d(1, 1, 1), torch.nn.modules.conv._ConvNd)
+    assert isinstance(torch.nn.BatchNorm1d(1), torch.nn.modules.batchnorm._NormBase)
+    assert torch.nn.Sequential(torch.nn.Identity())._modules.keys() == {"0"}
+
+
+def test_omegaconf_gives_the_node_of_a_missing_value_and_the_root_of_each():
+    config = OmegaConf.create({"inner": {"none": None}})
+    assert config.inner._get_node("none")._is_none()
+    assert config.inner._get_root() is config
+
+
+def test_a_hub_name_of_three_parts_is_refused():
+    validate_repo_id("owner/name")
+    with pytest.raises(HFValidationError):
+        validate_repo_id("owner/name/more")

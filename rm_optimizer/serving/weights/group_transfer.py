@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError, ProcessGroupGloo
+from torch.distributed import DistError, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from rm_optimizer.errors import TransferFailed
 from rm_optimizer.schema.publish import Transport

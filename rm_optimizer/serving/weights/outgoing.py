@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.schema.publish import Transport
