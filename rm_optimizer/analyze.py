@@ -115,7 +115,9 @@ def analyze(options: AnalyzeConfig) -> Path:
     from rm_optimizer.records.analysis_folder import results_folder
     from rm_optimizer.records.files import write_text
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
+    from rm_optimizer.training.trainer import require_wandb_key
 
+    require_wandb_key(options.logger)
     folder, kind = results_folder(options), options.landscape.type
     options = replace(options, output_dir=str(folder))
     used = replace(options, landscape=_warn_of_ignored(options.landscape))
@@ -129,7 +131,8 @@ def analyze(options: AnalyzeConfig) -> Path:
     write_text(folder / f"{kind}{state}.json", finding.to_json() + "\n")
     if not finding.is_partial:
         (folder / f"{kind}_partial.json").unlink(missing_ok=True)
-    draw_result(finding.result, folder)
+    files = draw_result(finding.result, folder)
+    _log(options, finding, folder, files)
     _draw_history(options, folder)
     print_result(f"{options.checkpoint}: {kind}{' (PARTIAL)' if finding.is_partial else ''}", finding.result)
     if finding.is_partial:
@@ -268,6 +271,38 @@ def _unmerged(checkpoint: str) -> Path | None:
     if not path.is_file():
         raise CheckpointError(f"{path}, which held the run's adapter apart from its base, is missing; {merged}")
     return path
+
+
+def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, files: Sequence[Path]) -> None:
+    """Give TensorBoard and W&B the numbers, eigenvalues, pictures and tables of a result, at its step."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    from rm_optimizer.landscape.runs.evolution import Evolution
+    from rm_optimizer.landscape.spectrum import HessianSpectrum
+    from rm_optimizer.reporting.landscape_pictures import scalars_of
+    from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram, log_table
+    from rm_optimizer.training.trainer import build_loggers, close_loggers
+
+    result, kind = finding.result, options.landscape.type
+    step = (finding.subject.step if finding.subject else None) or 0
+    is_along = isinstance(result, Evolution)
+    by_step = dict(zip(result.steps, result.spectra, strict=True)) if is_along else {step: result}
+    loggers = build_loggers(options.logger, folder)
+    for at, measured in by_step.items():
+        for logger in loggers:
+            logger.log_metrics({f"{kind}/{name}": value for name, value in scalars_of(measured).items()}, at)
+        if isinstance(measured, HessianSpectrum):
+            log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
+    last = max(by_step)
+    for path in files if loggers else ():
+        if path.suffix == ".png":
+            log_figure(loggers, f"{kind}/{path.stem}", path, last)
+        elif path.suffix == ".parquet":
+            log_table(loggers, f"{kind}/{path.stem}_table", pq.read_table(path).to_pylist(), last)
+    for logger in loggers:
+        logger.finalize("success")
+    close_loggers(loggers)
 
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:

@@ -16,8 +16,8 @@ from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
 """Beside the results: the options, the versions and the machine that they come from."""
-_FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes")
-"""Options that change no result."""
+_FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes", "logger.")
+"""Options that change no result, or the beginnings of their names."""
 
 
 def results_folder(options: AnalyzeConfig) -> Path:
@@ -48,7 +48,7 @@ def _identity(options: dict[str, Any]) -> dict[str, Any]:
     """The options that decide a result, the checkpoint as an absolute path."""
     path = os.path.expanduser(options["checkpoint"])
     decisive = dict(flat(options)) | {"checkpoint": os.path.realpath(path) if os.path.exists(path) else path}
-    return {name: value for name, value in decisive.items() if name not in _FREE}
+    return {name: value for name, value in decisive.items() if not name.startswith(_FREE)}
 
 
 def _recorded(folder: Path) -> dict[str, Any]:

@@ -71,6 +71,27 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
             return [*files, *_write_rows(path_rows(result), folder / "paths")]
 
 
+def scalars_of(result: LandscapeResult) -> dict[str, float]:
+    """Numbers of a result by name, for loggers; empty for grids, whose numbers are tables."""
+    match result:
+        case HessianSpectrum():
+            trace, crossed = result.trace, result.cross_fit
+            found = {"loss": result.loss, "eigenvalue_largest": result.eigenvalues[0]}
+            found |= {"trace": trace.value} if trace else {}
+            found |= {"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {}
+            values = {name: quantity.value for name, quantity in summarize(result).items()}
+            return found | {name: value for name, value in values.items() if value is not None}
+        case LayerCurvature():
+            rows = {item.block: _layer_row(item) for item in result.blocks}
+            return {
+                f"{block}/{name}": float(value)
+                for block, row in rows.items()
+                for name, value in row.items()
+                if isinstance(value, float)
+            }
+    return {}
+
+
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
     """Draw the top eigenvalue and the trace during training, with the numbers as Parquet and CSV."""
     rows: list[Row] = []

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from rm_optimizer.schema.checks import Options, require, within
-from rm_optimizer.schema.config import LossConfig
+from rm_optimizer.schema.config import LoggerConfig, LossConfig
 from rm_optimizer.schema.data import DataConfig
 
 
@@ -207,4 +207,5 @@ class AnalyzeConfig(Options):
     """Pairs to draw from: all of `data.train`, or its train or val part as training splits it; a run's own: train."""
     data: DataConfig = MISSING
     loss: LossConfig = MISSING
+    logger: LoggerConfig = MISSING
     landscape: LandscapeConfig = MISSING

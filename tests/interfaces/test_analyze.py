@@ -26,10 +26,12 @@ from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
+from rm_optimizer.records.analysis_folder import results_folder
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.training import train_reward_model
+from tests.logged import wandb_history, wandb_records
 
 SMALL = [
     "hardware=cpu",
@@ -158,6 +160,43 @@ def test_layers_go_from_the_input_to_the_head(run_dir):
         ("output", None),
     ]
     assert {"layers.png", "layers.parquet", "layers.csv"} <= names(folder)
+
+
+def test_wandb_and_tensorboard_hold_numbers_eigenvalues_pictures_and_tables(run_dir, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = analyzed(run_dir, "landscape=gauss_newton", "logger=wandb", "logger.name=ends", f"output_dir={tmp_path}")
+    again = [f"checkpoint='{run_dir}'", *QUICK, "landscape=gauss_newton", f"output_dir={tmp_path}"]
+    assert results_folder(checked(entry.completed(again), AnalyzeConfig, name="analyze")) == folder  # not another one
+    result = HessianSpectrum.from_json((folder / "gauss_newton.json").read_text())
+    step = json.loads((folder / "gauss_newton.json").read_text())["analysis"]["step"]
+    table = pq.read_table(folder / "spectrum.parquet").to_pylist()
+
+    assert wandb_records(folder, "run")[0].display_name == "ends"
+    history = wandb_history(folder)
+    [numbers] = [row for row in history if "gauss_newton/trace" in row]
+    assert numbers["gauss_newton/trace"] == pytest.approx(result.trace.value)
+    assert numbers["gauss_newton/eigenvalue_largest"] == pytest.approx(result.eigenvalues[0])
+    assert numbers["trainer/global_step"] == step
+    [bins] = [row["gauss_newton/eigenvalues/values"] for row in history if "gauss_newton/eigenvalues/values" in row]
+    assert sum(bins) == len(result.eigenvalues)
+    [files] = folder.glob("wandb/offline-run-*/files")
+    [picture] = [row["gauss_newton/spectrum/filenames"] for row in history if "gauss_newton/spectrum/filenames" in row]
+    assert (files / picture[0]).read_bytes() == (folder / "spectrum.png").read_bytes()
+    [stored] = files.rglob("*spectrum_table*.json")
+    content = json.loads(stored.read_text())
+    assert content["columns"] == list(table[0])
+    assert [row[content["columns"].index("eigenvalue")] for row in content["data"]] == pytest.approx(result.eigenvalues)
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    [trace] = events.Scalars("gauss_newton/trace")
+    assert (trace.step, trace.value) == (step, pytest.approx(result.trace.value))
+    [drawn] = events.Histograms("gauss_newton/eigenvalues")
+    assert drawn.histogram_value.num == len(result.eigenvalues)
+    assert events.Images("gauss_newton/spectrum")[0].step == step
+    [text] = events.Tensors("gauss_newton/spectrum_table/text_summary")
+    assert text.tensor_proto.string_val[0].decode().count("\n") == 1 + len(table)
 
 
 def test_a_trajectory_ends_at_the_last_checkpoint(run_dir):

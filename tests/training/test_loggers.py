@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram
 from rm_optimizer.training.folder.recorder import MetricsCSV
 from rm_optimizer.training.trainer import require_wandb_key
+from tests.logged import wandb_history, wandb_records
 
 Build = Callable[..., TrainConfig]
 WATCHED = ["training.calibration.enabled=true", "profile_memory=true"]
@@ -38,42 +38,6 @@ def test_tensorboard_holds_the_losses(small_config: Build, tmp_path: Path) -> No
     logged = {event.step: event.value for event in events.Scalars("train/loss")}
     rows = [row for row in read_rows(tmp_path / "metrics.csv") if row["train_loss"]]
     assert logged == {int(row["step"]): pytest.approx(float(row["train_loss"]), rel=1e-6) for row in rows}
-
-
-def leveldb_records(data: bytes, header: int = 7, block: int = 32768) -> Iterator[bytes]:
-    """Records of W&B's transaction log: a 7-byte header, then LevelDB's log format (CRC, length, type, payload)."""
-    place, whole = header, b""
-    while place + 7 <= len(data):
-        if block - place % block < 7:
-            place += block - place % block
-            continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):
-            yield whole
-            whole = b""
-
-
-def wandb_records(run_dir: Path, kind: str) -> list[Any]:
-    from wandb.proto import wandb_internal_pb2
-
-    [path] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    records = []
-    for data in leveldb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == kind:
-            records.append(getattr(record, kind))
-    return records
-
-
-def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
-    histories = wandb_records(run_dir, "history")
-    return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
-        for history in histories
-    ]
 
 
 def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

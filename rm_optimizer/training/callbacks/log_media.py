@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -44,3 +45,23 @@ def log_histogram(loggers: Iterable[Logger], name: str, values: Float[np.ndarray
             import wandb
 
             logger.experiment.log({name: wandb.Histogram(values), "trainer/global_step": step})
+
+
+def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Show a table in TensorBoard, as text, and Weights & Biases.
+
+    Args:
+        loggers: the run's; those that hold numbers alone are passed over.
+        name: of the table, as `stage/name`.
+        rows: values by column, the same columns in each.
+        step: optimizer step it belongs to.
+    """
+    columns = list(rows[0]) if rows else []
+    cells = [[row[column] for column in columns] for row in rows]
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            lines = [columns, ["---"] * len(columns), *cells]
+            text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+            logger.experiment.add_text(name, text, step)
+        elif isinstance(logger, WandbLogger):
+            logger.log_table(name, columns, cells, step=step)
