@@ -226,8 +226,7 @@ def run_active_loop(
     """
     if n_rounds < 1 or (budget is not None and budget < 1) or (patience is not None and patience < 1):
         raise ConfigError(f"n_rounds, budget and patience must be positive, got {n_rounds}, {budget} and {patience}")
-    folder = Path(config.output_dir)
-    learner = ActiveLearner(folder, pool, rule=rule, seed=config.seed)
+    learner = ActiveLearner(Path(config.output_dir), pool, rule=rule, seed=config.seed)
     rounds: list[LearningRound] = []
     while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
         if learner.num_asked == len(rounds):
@@ -241,12 +240,17 @@ def run_active_loop(
         found = learner.answers(len(rounds) + 1)
         if not found.pairs:
             raise DataError("no question of the first round was answered, so there is nothing to train on")
-        own = replace(config, output_dir=str(folder / "rounds" / f"{len(rounds):03d}"), resume=Resume.auto)
-        if warm and rounds:
-            own = replace(own, model=replace(own.model, path=rounds[-1].result.export))
         data = TrainVal(PreferenceDataset.from_pairs(found.pairs), val, "pairs of the caller")
-        rounds.append(LearningRound(len(found.pairs), train_reward_model(own, data=data)))
+        result = train_reward_model(_options_of_round(config, rounds, warm), data=data)
+        rounds.append(LearningRound(len(found.pairs), result))
     return rounds
+
+
+def _options_of_round(config: TrainConfig, before: Sequence[LearningRound], warm: bool) -> TrainConfig:
+    """Options of the run that follows the rounds `before`."""
+    folder = Path(config.output_dir) / "rounds" / f"{len(before):03d}"
+    own = replace(config, output_dir=str(folder), resume=Resume.auto)
+    return replace(own, model=replace(own.model, path=before[-1].result.export)) if warm and before else own
 
 
 def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int | None) -> bool:

@@ -78,8 +78,7 @@ class HessianAnalyzer:
     ) -> HessianSpectrum:
         """Compute eigenvalues and, on request, trace, density and sampling error.
 
-        Ctrl-C during `lanczos`, or during the estimates after the eigenvalues, returns the values found until then,
-        with the spectrum's `status` set to `interrupted`.
+        Ctrl-C during `lanczos` or the estimates after it returns the values found, with the `status` `interrupted`.
 
         Args:
             pairs: pairs, or a loader of batches of pairs.

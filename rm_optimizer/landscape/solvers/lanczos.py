@@ -1,4 +1,13 @@
-"""Extreme eigenpairs of a symmetric operator by Lanczos with full reorthogonalization."""
+"""Extreme eigenpairs of a symmetric operator by Lanczos with full reorthogonalization.
+
+The iteration builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all
+others, and solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). An eigenvalue lies within the
+residual `r` of each value. The error bound is `r`, or `r^2 / gap` (Theorem 11.7.1) where the gap to the other values
+computed is resolved. A gap that is not may hide a neighbor between two values.
+
+A Krylov space holds a repeated eigenvalue once. When it is exhausted, another begins at random beside it, until one
+changes no wanted value; until then copies can be missed. `with_overlooked` looks for them.
+"""
 
 from __future__ import annotations
 
@@ -114,14 +123,8 @@ def lanczos(
 ) -> Eigenpairs:
     """Eigenpairs at an end of the spectrum, each to a relative error.
 
-    Builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all others, and
-    solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). Stops when the residual `r <= tolerance
-    |value|` for every wanted value, or when the products run out. `converged` marks the values that satisfy it: an
-    eigenvalue lies within `r` of each. The error bound is `r`, or `r^2 / gap` (Theorem 11.7.1) where the gap to the
-    other values computed is resolved. A gap that is not may hide a neighbor between two values.
-
-    A Krylov space holds a repeated eigenvalue once. When it is exhausted, another begins at random beside it, until one
-    changes no wanted value; until then copies can be missed. `with_overlooked` looks for them.
+    Stops when the residual `r <= tolerance |value|` for every wanted value, which `converged` marks, or when the
+    products run out.
 
     Args:
         operator: the matrix.

@@ -13,6 +13,7 @@ from rm_optimizer.interfaces.pairs import PairOptions
 
 if TYPE_CHECKING:
     from rm_optimizer.data_efficiency.savings.label_study import LabelStudy
+    from rm_optimizer.experiments.study.driver import Study, StudyStatus
     from rm_optimizer.experiments.study.plan import PlannedTrial
 
 
@@ -45,9 +46,7 @@ def study_labels(
         require_one_pool_a_name,
     )
     from rm_optimizer.experiments.study.driver import Study
-    from rm_optimizer.experiments.study.executors import InlineExecutor
     from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, publish
-    from rm_optimizer.records.progress import progress
     from rm_optimizer.reporting.label_savings import print_savings, write_savings
 
     if not data and (model is not None or name is not None):
@@ -61,22 +60,30 @@ def study_labels(
         require_one_pool_a_name([*StudyPlan.read(folder).trials, *trials])
     publish(folder, TASK, trials, extends=True)
     runner = Study(folder)
-    done = len(runner.status().seconds)
-    with progress("label study", "splits") as show:
-        show(done, len(runner.plan.trials))
-
-        def count(*ended: object) -> None:
-            nonlocal done
-            done += 1
-            show(done, len(runner.plan.trials))
-
-        state = runner.run(InlineExecutor(), on_trial=count)
+    state = _run(runner)
     found = write_savings([*runner.rows()], folder, num_bootstrap=bootstrap)
     print_savings(found)
     print(f"tables and pictures: {folder}")
     if state.errors:
         name, error = next(iter(state.errors.items()))
         raise ConfigError(f"{len(state.errors)} splits failed, the first, {folder / 'trials' / name}, with {error}")
+
+
+def _run(study: Study) -> StudyStatus:
+    """Run what is left of a study in this process, and show how far it is."""
+    from rm_optimizer.experiments.study.executors import InlineExecutor
+    from rm_optimizer.records.progress import progress
+
+    done = len(study.status().seconds)
+    with progress("label study", "splits") as show:
+        show(done, len(study.plan.trials))
+
+        def count(*ended: object) -> None:
+            nonlocal done
+            done += 1
+            show(done, len(study.plan.trials))
+
+        return study.run(InlineExecutor(), on_trial=count)
 
 
 def _real_pool(
