@@ -142,6 +142,13 @@ def test_the_command_reads_a_finished_study_and_prints_each_claim(miniature, mon
         assert all(claim in result.output for claim in CLAIMS.values())
 
 
+def test_a_report_starts_no_training(miniature, tmp_path):
+    HypothesisStudy(miniature.options, tmp_path).plan()
+    result = CliRunner().invoke(app, ["compare", "report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "5 of 5 trials have no result; rm-opt compare run" in result.stderr
+
+
 def test_arms_share_epochs_and_rate_and_lora_takes_ten_times_it(miniature):
     configs = {arm: miniature.arm_config(arm, 0) for arm in ARMS}
     assert {config.training.epochs for config in configs.values()} == {1}

@@ -72,7 +72,8 @@ def report(
         print(f"text, JSON and pictures: {report_optimizers(study).parent}")
         return
     if _is_of_hypotheses(study):
-        _hypotheses(study, "process", None, 0)
+        _require_done(study)
+        _hypotheses(study, "inline", None, 0)
         return
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
@@ -148,6 +149,15 @@ def _is_of_hypotheses(folder: Path) -> bool:
     from rm_optimizer.experiments.study.plan import HYPOTHESES_FILE
 
     return (folder / HYPOTHESES_FILE).is_file()
+
+
+def _require_done(folder: Path) -> None:
+    from rm_optimizer.experiments.study.driver import Study
+
+    state = Study(folder).status()
+    if not state.is_done:
+        left = len(state.states) - state.counts["finished"] - state.counts["diverged"]
+        raise ConfigError(f"{left} of {len(state.states)} trials have no result; rm-opt compare run {folder} goes on")
 
 
 def _hypotheses(folder: Path, executor: str, workers: int | None, retries: int) -> None:
