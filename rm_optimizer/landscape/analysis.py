@@ -33,7 +33,7 @@ from rm_optimizer.landscape.layers import (
 )
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
+from rm_optimizer.landscape.solve import Matrix
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
@@ -140,7 +140,13 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     with context.ledger(LAYERS_FILE, [*identity, config.method], 1 + num_blocks * searches) as ledger:
         pieces = list(ledger.values())
         if not pieces:
-            common = curvature_of_blocks(measured_loss, num_probes=config.num_probes, on_product=context.on_product)
+            common = curvature_of_blocks(
+                measured_loss,
+                num_probes=config.num_probes,
+                memory_bytes=context.solver_options.memory_bytes,
+                product=config.product.value,
+                on_product=context.on_product,
+            )
             ledger.append(common)
         else:
             common = from_values(tuple[BlockCurvature, ...], pieces[0])
@@ -152,6 +158,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
                 left,
                 tolerance=config.tolerance,
                 max_products=config.max_products,
+                product=config.product.value,
                 on_iteration=report,
             ):
                 ledger.append(block)
@@ -170,7 +177,7 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
     """Eigenvalues with error bounds and sampling error, the trace, and for a density analysis all of the spectrum."""
     measured_loss, config = context.measured_loss, context.config
     is_density = config.type == AnalysisType.density
-    matrix: Matrix = "gauss_newton" if config.type == AnalysisType.gauss_newton else "hessian"
+    matrix = _MATRICES.get(config.type, "hessian")
     analyzer = HessianAnalyzer(
         measured_loss.model,
         loss=measured_loss.loss,
@@ -178,11 +185,9 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         dtype=measured_loss.dtype,
         seed=measured_loss.sample.seed,
     )
-    options = SpectrumOptions(
-        tolerance=config.tolerance,
-        max_products=config.max_products,
+    options = replace(
+        context.solver_options,
         trace_products=0 if is_density else config.num_probes,
-        trace_method=config.trace_method,
         density_probes=config.num_probes if is_density else 0,
         density_steps=config.probe_steps,
         num_sampled=_num_sampled(config),
@@ -216,7 +221,7 @@ def _by_pair(context: AnalysisContext, spectrum: HessianSpectrum) -> CurvatureBy
 
 def _num_sampled(config: LandscapeConfig) -> int:
     """Eigenvalues to cross-fit, where the method can."""
-    if config.type == AnalysisType.gauss_newton and config.method != SpectrumMethod.gauss_newton_exact:
+    if config.type in _MATRICES and config.method != SpectrumMethod.gauss_newton_exact:
         return 0
     return config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k)
 
@@ -303,9 +308,11 @@ def _weights(path: Path) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in read_checkpoint(path)[1].items()}
 
 
+_MATRICES: Mapping[AnalysisType, Matrix] = {AnalysisType.gauss_newton: "gauss_newton", AnalysisType.fisher: "fisher"}
 MEASURES: Mapping[AnalysisType, Callable[[AnalysisContext], AnalysisResult[Any]]] = {
     AnalysisType.hessian: measure_spectrum,
     AnalysisType.gauss_newton: measure_spectrum,
+    AnalysisType.fisher: measure_spectrum,
     AnalysisType.density: measure_spectrum,
     AnalysisType.slices: measure_slices,
     AnalysisType.surface: measure_surface,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
+from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription
@@ -92,6 +93,23 @@ class AnalysisContext:
     folder: Path
     on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
     subject: AnalysisSubject | str = ""
+
+    @property
+    def solver_options(self) -> SpectrumOptions:
+        """Accuracy, cost and trace of a spectrum."""
+        config = self.config
+        options = SpectrumOptions(
+            which=config.which.value,
+            tolerance=config.tolerance,
+            max_products=config.max_products,
+            trace_products=config.num_probes,
+            trace_method=config.trace_method,
+            product=config.product.value,
+        )
+        if config.memory_gib is None:
+            return options
+        limit = int(config.memory_gib * 2**30)
+        return replace(options, memory_bytes=limit, vector_bytes=limit, graph_memory_bytes=limit)
 
     def on_iteration(self, progress: Progress) -> None:
         """Report a product of a Lanczos iteration."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,13 +28,22 @@ from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.operators.support import Support
 from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, Progress, eigenpairs_so_far, lanczos, rounding
+from rm_optimizer.landscape.solvers.lanczos import (
+    FEWEST_SPARE,
+    Eigenpairs,
+    End,
+    Progress,
+    eigenpairs_so_far,
+    lanczos,
+    rounding,
+)
 from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
 from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.schema.landscape import SpectrumMethod, TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
+_log = logging.getLogger("rm_optimizer")
 SAVE_EVERY = 10
 """Products between two writings of an iteration's state."""
 
@@ -49,6 +59,7 @@ class SpectrumOptions:
         max_products: most products of the solver; None is its own.
         max_basis: most vectors that `lanczos` holds, `FEWEST_SPARE` more than eigenvalues or more; None sets no limit.
             Twice as many as eigenvalues cost few products more.
+        vector_bytes: most memory for all vectors of `lanczos`, its basis and the eigenvectors; None sets no limit.
         keep_vectors: False gives no eigenvectors beyond `num_sampled`. Trace and density are then not deflated, and
             overlooked eigenvalues not looked for.
         trace_products: products for the trace; 0 estimates none.
@@ -68,6 +79,7 @@ class SpectrumOptions:
     tolerance: float = 1e-3
     max_products: int | None = None
     max_basis: int | None = None
+    vector_bytes: int | None = None
     keep_vectors: bool = True
     trace_products: int = 0
     trace_method: str = TraceMethod.deflated
@@ -268,7 +280,10 @@ def _by_lanczos(
             state.save(file)
         if on_iteration is not None:
             on_iteration(progress)
+        if state.num_products == 1:
+            _log.info(_estimate(progress.num_wanted, matrix, most_vectors, state.wall_seconds))
 
+    most_vectors = _most_vectors(matrix, top_k, options)
     try:
         pairs = lanczos(
             matrix,
@@ -276,7 +291,7 @@ def _by_lanczos(
             which=options.which,
             tolerance=options.tolerance,
             max_products=options.max_products,
-            max_basis=options.max_basis,
+            max_basis=most_vectors,
             num_vectors=None if options.keep_vectors else options.num_sampled,
             seed=seed,
             start=None if start is None else matrix.support.narrow(start),
@@ -300,6 +315,41 @@ def _by_lanczos(
     searched = options.which if options.keep_vectors and bool(is_done.all()) else None
     is_warm = start is not None
     return Solution(matrix.widened(pairs), searched=searched, is_warm=is_warm, seconds_before=seconds_before)
+
+
+def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int | None:
+    """Vectors of the basis that the limits allow beside the eigenvectors; None for no limit.
+
+    Raises:
+        ConfigError: if they are too few.
+    """
+    if options.vector_bytes is None:
+        return options.max_basis
+    wanted = min(2 * top_k if options.which == "both" else top_k, matrix.dimension)
+    kept = wanted if options.keep_vectors else min(options.num_sampled, wanted)
+    size, least = _bytes_of_vector(matrix), min(wanted + FEWEST_SPARE, matrix.dimension)
+    room = options.vector_bytes // size - kept
+    if room < least:
+        needed = (least + kept) * size / 2**30
+        raise ConfigError(
+            f"{wanted} eigenvalues over {matrix.dimension:,} parameters need {needed:.2g} GiB for vectors, and "
+            f"the limit is {options.vector_bytes / 2**30:.2g} (landscape.memory_gib); raise it, or lower "
+            "landscape.top_k or the parameters of landscape.params"
+        )
+    most = min(room, options.max_basis or room)
+    return None if most >= matrix.dimension else most
+
+
+def _estimate(wanted: int, matrix: SupportedOperator, most_vectors: int | None, seconds: float) -> str:
+    """Cost of a search in words, from its first product; 10 products and 2 an eigenvalue are what most spectra take."""
+    products = min(10 + 2 * wanted, matrix.dimension)
+    vectors = wanted + (products if most_vectors is None else min(products, most_vectors))
+    gib = vectors * _bytes_of_vector(matrix) / 2**30
+    return f"{wanted} eigenvalues: about {products} products of {seconds:.2g} s, and {gib:.2g} GiB for vectors"
+
+
+def _bytes_of_vector(matrix: SupportedOperator) -> int:
+    return matrix.dimension * torch.finfo(matrix.dtype).bits // 8
 
 
 def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int) -> KrylovState:

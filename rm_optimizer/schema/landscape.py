@@ -20,6 +20,7 @@ class AnalysisType(StrEnum):
 
     hessian = "hessian"
     gauss_newton = "gauss_newton"
+    fisher = "fisher"
     density = "density"
     slices = "slices"
     surface = "surface"
@@ -37,6 +38,24 @@ class SpectrumMethod(StrEnum):
     full = "full"
     gauss_newton_exact = "gauss_newton_exact"
     pyhessian = "pyhessian"
+
+
+class SpectrumEnd(StrEnum):
+    """End of the spectrum that Lanczos searches."""
+
+    both = "both"
+    largest = "largest"
+    smallest = "smallest"
+    magnitude = "magnitude"
+
+
+class HessianProduct(StrEnum):
+    """Hessian-vector product methods, all exact."""
+
+    auto = "auto"
+    kept_graph = "kept_graph"
+    reverse = "reverse"
+    forward = "forward"
 
 
 class TraceMethod(StrEnum):
@@ -75,7 +94,7 @@ class LandscapeConfig(Options, group="landscape"):
     """Measurement, parameters and number of pairs; `landscape=TYPE` sets the defaults of the type."""
 
     type: AnalysisType = AnalysisType.hessian
-    """hessian, gauss_newton, density, slices, surface, layers, trajectory, evolution or between."""
+    """hessian, gauss_newton, fisher, density, slices, surface, layers, trajectory, evolution or between."""
     params: Any = "trainable"
     """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of these."""
     num_pairs: int = within("[2, inf)", 64)
@@ -88,7 +107,14 @@ class LandscapeConfig(Options, group="landscape"):
     """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra); for
     layers gauss_newton_exact, or lanczos, which also searches for each Hessian block's largest eigenvalue."""
     top_k: int = within("[1, inf)", 20)
-    """Eigenvalues to compute; as many from the bottom as from the top with lanczos."""
+    """Eigenvalues to compute, at each end where `which` is both."""
+    which: SpectrumEnd = SpectrumEnd.both
+    """End that lanczos searches: both (of Gauss-Newton and Fisher the largest), largest, smallest or magnitude."""
+    product: HessianProduct = HessianProduct.auto
+    """Exact Hessian-vector products: kept_graph (fast), reverse (little memory), forward, or auto, which tries them."""
+    memory_gib: float | None = within("(0, inf)", None)
+    """GiB at most for lanczos's vectors, as many for rows of pairs and for kept graphs; null sets no limit, 3.7, and
+    half of what is free."""
     num_sampled: int = within("[0, inf)", 3)
     """Eigenvalues from the top that are cross-fitted; the Hessian's need a model with forward derivatives."""
     tolerance: float = within("(0, 1)", 1e-3)
@@ -148,8 +174,12 @@ def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
         read -= _UNREAD_BY_METHOD.get(config.method, frozenset())
     if config.type == AnalysisType.layers and config.method == SpectrumMethod.gauss_newton_exact:
         read -= _SOLVER
-    if config.type == AnalysisType.gauss_newton and config.method != SpectrumMethod.gauss_newton_exact:
+    if config.type in _OF_OUTPUTS and config.method != SpectrumMethod.gauss_newton_exact:
         read -= {"num_sampled"}
+    if config.type in _SPECTRA and config.method != SpectrumMethod.lanczos:
+        read -= {"which"}
+    if config.type in _OF_OUTPUTS:
+        read -= {"product"}
     if "directions" in read and config.directions == DirectionKind.eigenvectors:
         read |= _SOLVER
     defaults = {
@@ -163,19 +193,23 @@ def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
 _SPECTRA = (
     AnalysisType.hessian,
     AnalysisType.gauss_newton,
+    AnalysisType.fisher,
     AnalysisType.density,
     AnalysisType.evolution,
     AnalysisType.between,
 )
+_OF_OUTPUTS = (AnalysisType.gauss_newton, AnalysisType.fisher)
 _METHODS_OF_LAYERS = (SpectrumMethod.gauss_newton_exact, SpectrumMethod.lanczos)
 _ALWAYS_READ = frozenset({"type", "params", "num_pairs", "token_budget", "dtype"})
 _SOLVER = frozenset({"tolerance", "max_products"})
-_SPECTRUM = _SOLVER | {"method", "top_k", "num_sampled", "num_probes"}
+_COSTS = frozenset({"product", "memory_gib"})
+_SPECTRUM = _SOLVER | _COSTS | {"which", "method", "top_k", "num_sampled", "num_probes"}
 _READ_BY_TYPE: Mapping[AnalysisType, frozenset[str]] = {
     AnalysisType.hessian: _SPECTRUM | {"trace_method", "sam_rho"},
     AnalysisType.gauss_newton: _SPECTRUM | {"trace_method"},
+    AnalysisType.fisher: _SPECTRUM | {"trace_method"},
     AnalysisType.density: _SPECTRUM | {"probe_steps", "sam_rho"},
-    AnalysisType.layers: _SOLVER | {"method", "num_probes"},
+    AnalysisType.layers: _SOLVER | _COSTS | {"method", "num_probes"},
     AnalysisType.slices: frozenset({"directions", "num_directions", "num_points", "span", "processes"}),
     AnalysisType.surface: frozenset({"directions", "num_points", "span", "processes"}),
     AnalysisType.trajectory: frozenset({"num_points", "processes"}),

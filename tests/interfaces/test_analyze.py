@@ -151,6 +151,17 @@ def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_see
     assert caption == "n = 32 pairs; seed 0 of the run"
 
 
+def test_the_fisher_matrix_and_one_end_of_the_hessian_are_asked_for_by_options(run_dir):
+    folder = analyzed(run_dir, "landscape=fisher")
+    result = HessianSpectrum.from_json((folder / "fisher.json").read_text())
+    assert (result.matrix, result.method, len(result.eigenvalues)) == ("fisher", "gauss_newton_exact", 8)
+    asked = ["landscape.which=smallest", "landscape.product=reverse", "landscape.memory_gib=1"]
+    quick = ["landscape.num_sampled=0", "landscape.num_probes=2", "landscape.tolerance=0.1", "landscape.top_k=1"]
+    folder = analyzed(run_dir, "landscape=hessian", *asked, *quick)
+    result = HessianSpectrum.from_json((folder / "hessian.json").read_text())
+    assert (result.num_top, result.num_bottom, result.product) == (0, 1, "reverse")
+
+
 def test_layers_go_from_the_input_to_the_head(run_dir):
     folder = analyzed(run_dir, "landscape=layers", "landscape.num_probes=2")
     result = LayerCurvature.from_json((folder / "layers.json").read_text())

@@ -68,6 +68,12 @@ def test_no_preset_sets_what_its_type_ignores(kind):
         (["landscape=hessian", "landscape.method=pyhessian", "landscape.max_products=7"], ["max_products=7"]),
         (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.top_k=7"], []),
         (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.num_sampled=5"], ["num_sampled=5"]),
+        (
+            ["landscape=fisher", "landscape.which=smallest", "landscape.product=reverse"],
+            ["which=smallest", "product=reverse"],
+        ),
+        (["landscape=hessian", "landscape.which=smallest", "landscape.product=reverse", "landscape.memory_gib=2"], []),
+        (["landscape=layers", "landscape.memory_gib=2", "landscape.which=largest"], ["which=largest"]),
         (["landscape=trajectory", "landscape.span=2", "landscape.num_points=3"], ["span=2.0"]),
     ],
     ids=lambda value: "" if not value else value[-1],

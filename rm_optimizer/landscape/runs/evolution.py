@@ -15,7 +15,6 @@ from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
 from rm_optimizer.landscape.comparison import compare_spectra
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import replacing
@@ -136,11 +135,9 @@ def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> Hes
         measured.sample.batches,
         config.method.value,
         top_k=config.top_k,
-        options=SpectrumOptions(
-            tolerance=config.tolerance,
-            max_products=config.max_products,
+        options=replace(
+            context.solver_options,
             trace_products=0 if is_exact else config.num_probes,
-            trace_method=config.trace_method,
             num_sampled=min(config.num_sampled, config.top_k),
         ),
         start=before if config.method == SpectrumMethod.lanczos else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,19 @@ def decaying(dtype: torch.dtype = torch.float64) -> MatrixOperator:
     basis = torch.linalg.qr(torch.randn(DIMENSION, DIMENSION, generator=generator, dtype=torch.float64))[0]
     values = 10.0 / torch.arange(1, DIMENSION + 1, dtype=torch.float64) * (-1.0) ** torch.arange(DIMENSION)
     return MatrixOperator(((basis * values) @ basis.T).to(dtype))
+
+
+def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where_too_small(caplog) -> None:
+    analyzer = HessianAnalyzer(reward_model(), params=INNER, dtype=torch.float64)
+    free = SpectrumOptions(which="largest", product="reverse")
+    with caplog.at_level("INFO", logger="rm_optimizer"):
+        found = analyzer.compute_spectrum(pairs(), top_k=2, options=free)
+    assert re.fullmatch(r"2 eigenvalues: about 14 products of \S+ s, and \S+ GiB for vectors", caplog.messages[-1])
+    vector = 8 * found.num_parameters
+    bounded = analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, vector_bytes=8 * vector))
+    assert bounded.eigenvalues == pytest.approx(found.eigenvalues, rel=1e-6)
+    with pytest.raises(ConfigError, match=r"2 eigenvalues over .* need .* GiB .*memory_gib\); raise it, or lower"):
+        analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, vector_bytes=8 * vector - 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
