@@ -266,6 +266,9 @@ WAYS: dict[str, Way] = {
         slow=True,
     ),
     "rm-opt study labels outputs/labels": Way("rm-opt study labels --help", prints="--flips"),
+    "rm-opt scaling outputs/scaling data.train=pairs.jsonl model=minilm --sizes 500,1000,2000,4000 --gain 2": Way(
+        "rm-opt scaling --help", prints="--gain"
+    ),
     "rm-opt doctor outputs/run/best --data pairs.jsonl": Way(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",

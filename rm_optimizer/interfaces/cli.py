@@ -21,6 +21,7 @@ from rm_optimizer.interfaces.commands.evaluate import evaluate
 from rm_optimizer.interfaces.commands.info import info
 from rm_optimizer.interfaces.commands.labels.clean import data_clean
 from rm_optimizer.interfaces.commands.labels.label import label
+from rm_optimizer.interfaces.commands.labels.scaling import scaling
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
 from rm_optimizer.interfaces.commands.labels.study import study_labels
 from rm_optimizer.interfaces.commands.params import params
@@ -53,7 +54,7 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
     "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {})],
     "Couple to a policy": [(bon, {}), (rlhf, HYDRA)],
-    "Labels": [(select, {}), (label, {}), (label_import, {})],
+    "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
 }

@@ -11,10 +11,10 @@ from scipy.optimize import isotonic_regression
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.data_efficiency.power_law import fit_power_laws
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 
-_EXPONENTS = np.linspace(0.02, 3.0, 150)
 PLACEBO_BOUND = 0.10
 """Largest saving, in size, of a second random draw in a study that is accepted."""
 
@@ -129,15 +129,8 @@ def fitted(
         labels: numbers of labels, ascending.
         curves: accuracies at these numbers.
     """
-    best, error = np.full_like(curves, np.nan), np.full(len(curves), np.inf)
-    for exponent in _EXPONENTS:
-        design = np.stack([np.ones_like(labels), -(labels**-exponent)], axis=1)
-        coefficients = curves @ np.linalg.pinv(design).T
-        laws = coefficients @ design.T
-        errors = ((laws - curves) ** 2).sum(axis=1)
-        is_better = (errors < error) & (coefficients[:, 1] > 0)
-        best[is_better], error[is_better] = laws[is_better], errors[is_better]
-    for place in np.flatnonzero(np.isinf(error)):
+    best = fit_power_laws(labels, curves).at(labels)
+    for place in np.flatnonzero(np.isnan(best[:, 0])):
         best[place] = isotonic_regression(curves[place]).x
     return best
 

@@ -47,7 +47,7 @@ def study_labels(
     )
     from rm_optimizer.experiments.study.driver import Study
     from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, publish
-    from rm_optimizer.reporting.label_savings import print_savings, write_savings
+    from rm_optimizer.reporting.label_studies.label_savings import print_savings, write_savings
 
     if not data and (model is not None or name is not None):
         raise ConfigError("--model and --name are for --data; synthetic pools bring their features and names")

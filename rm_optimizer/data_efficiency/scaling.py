@@ -1,0 +1,245 @@
+"""Learning curves over the number of training pairs, and how many more a gain in accuracy takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
+from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.core.pairs.dataset import load_training_data
+from rm_optimizer.data_efficiency.power_law import fit_power_laws
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.experiments.study.driver import OnTrial, Study
+from rm_optimizer.experiments.study.executors import Executor, InlineExecutor
+from rm_optimizer.experiments.study.plan import PlannedTrial, publish
+from rm_optimizer.experiments.study.tasks import TRAIN, training_trial
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.data import Streaming
+from rm_optimizer.training.folder.record import absolute_source
+
+FEWEST_SIZES = 4
+"""Sizes that a law of three numbers needs."""
+FURTHEST = 4
+"""Multiple of the largest size beyond which a law is not trusted."""
+
+
+@dataclass(frozen=True)
+class ScalingPoint(JsonRecord):
+    """Validation metrics at one number of training pairs.
+
+    Args:
+        num_pairs: training pairs.
+        accuracy: accuracy, measured or predicted.
+        nll: NLL in nats likewise.
+    """
+
+    num_pairs: int
+    accuracy: Estimate
+    nll: Estimate
+
+
+@dataclass(frozen=True)
+class MorePairs(JsonRecord):
+    """Pairs that a gain in accuracy takes, beyond the largest size.
+
+    Args:
+        gain: gain in accuracy, as a share.
+        pairs: further pairs by the fitted law; None where it needs more than `FURTHEST` times the largest size.
+        fewest: lower end of the 95 % interval, or `FURTHEST` times the largest size less that size if that is smaller.
+        most: upper end; None where it is not known.
+    """
+
+    gain: float
+    pairs: float | None
+    fewest: float
+    most: float | None
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        points = f"{100 * self.gain:g} point{'' if self.gain == 0.01 else 's'} more accuracy"
+        if self.pairs is not None and self.most is not None:
+            return f"{points}: about {self.pairs:,.0f} more pairs [{self.fewest:,.0f}, {self.most:,.0f}]"
+        guess = f" (the fitted curve says {self.pairs:,.0f})" if self.pairs is not None else ""
+        return (
+            f"{points}: not known; at least {self.fewest:,.0f} more pairs, and these sizes set no upper limit{guess}; "
+            "add sizes or seeds, or a better model or labels"
+        )
+
+
+@dataclass(frozen=True)
+class ScalingReport(JsonRecord, indent=1):
+    """Learning curve over the number of training pairs.
+
+    Args:
+        num_seeds: runs at each size.
+        measured: means over seeds, with Student's intervals.
+        predicted: values of the fitted laws at twice and four times the largest size.
+        more: answer for the gain that was asked about.
+    """
+
+    num_seeds: int
+    measured: tuple[ScalingPoint, ...]
+    predicted: tuple[ScalingPoint, ...]
+    more: MorePairs
+
+
+def measure_scaling(
+    config: TrainConfig,
+    folder: Path,
+    *,
+    sizes: Sequence[int] | None = None,
+    num_seeds: int = 3,
+    gain: float = 0.02,
+    executor: Executor | None = None,
+    on_trial: OnTrial | None = None,
+) -> ScalingReport:
+    """Train at several sizes and fit the learning curve; the same call goes on after a kill.
+
+    Args:
+        config: options of the runs, whose size and seeds are set here.
+        folder: folder of the study.
+        sizes: numbers of training pairs; None halves all of them four times.
+        num_seeds: runs at each size, each with a subset, initial head and order of its own.
+        gain: gain in accuracy to ask about, as a share.
+        executor: runs the trials; None runs them in this process.
+        on_trial: called with each trial that ended.
+
+    Raises:
+        ConfigError: if an option is out of its range, or the folder holds another study.
+        DataError: if a size is larger than the training pairs, or too few trials finished.
+    """
+    if not 0 < gain < 1:
+        raise ConfigError(f"the gain must lie in (0, 100) points of accuracy, got {100 * gain:g}")
+    publish(folder, TRAIN, scaling_trials(config, sizes, num_seeds))
+    study = Study(folder)
+    study.run(executor or InlineExecutor(), on_trial=on_trial)
+    return scaling_report(*_measured(study), gain=gain)
+
+
+def scaling_trials(config: TrainConfig, sizes: Sequence[int] | None, num_seeds: int) -> list[PlannedTrial]:
+    """Trials of every size and seed. A seed's smaller subsets lie within its larger ones.
+
+    Raises:
+        ConfigError: if there are too few sizes or seeds, or the options set what the study sets.
+        DataError: if a size is larger than the training pairs.
+    """
+    if num_seeds < 2:
+        raise ConfigError(f"a scaling study needs at least 2 seeds, whose difference is its noise, got {num_seeds}")
+    if config.data.streaming != Streaming.off or config.data.max_pairs is not None:
+        raise ConfigError("a scaling study sets data.max_pairs itself, of pairs in memory; leave out both options")
+    runs = [_of_seed(config, config.seed + number) for number in range(num_seeds)]
+    largest = min(len(load_training_data(run.data).train) for run in runs)
+    chosen = sorted(set(sizes or [largest >> power for power in range(FEWEST_SIZES, -1, -1)]))
+    if len(chosen) < FEWEST_SIZES:
+        raise ConfigError(f"a curve needs at least {FEWEST_SIZES} different sizes, got {len(chosen)}")
+    if chosen[0] < 2 or chosen[-1] > largest:
+        raise DataError(f"sizes must lie in [2, {largest:,}], the training pairs, got {chosen[0]:,} to {chosen[-1]:,}")
+    return [
+        training_trial(f"pairs={size} seed={run.seed}", replace(run, data=replace(run.data, max_pairs=size)))
+        for size in chosen
+        for run in runs
+    ]
+
+
+def _of_seed(config: TrainConfig, seed: int) -> TrainConfig:
+    sources = {name: absolute_source(getattr(config.data, name)) for name in ("train", "val")}
+    return replace(config, seed=seed, data=replace(config.data, split_seed=seed, **sources))
+
+
+def _measured(study: Study) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Sizes, and accuracy and NLL over the seeds that have all sizes, and the sizes."""
+    found: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+    for planned, row in zip(study.plan.trials, study.rows(), strict=True):
+        options = planned.spec["options"]
+        if row["state"] == "finished":
+            found[options["seed"]][options["data"]["max_pairs"]] = (row["accuracy"], row["nll"])
+    sizes = sorted({planned.spec["options"]["data"]["max_pairs"] for planned in study.plan.trials})
+    whole = [[by_size[size] for size in sizes] for by_size in found.values() if len(by_size) == len(sizes)]
+    if len(whole) < 2:
+        raise DataError(
+            f"{len(whole)} seeds finished at every size, and a curve needs 2; "
+            f"rm-opt compare status {study.folder} says why"
+            "why"
+        )
+    values = np.array(whole)
+    return sizes, values[..., 0], values[..., 1]
+
+
+def scaling_report(
+    sizes: Sequence[int],
+    accuracy: Float[np.ndarray, "seeds sizes"],
+    nll: Float[np.ndarray, "seeds sizes"],
+    *,
+    gain: float,
+    num_draws: int = 2000,
+    seed: int = 0,
+) -> ScalingReport:
+    """Fit ``level - scale n^-exponent`` to accuracy and to the negative NLL.
+
+    The noise of a run is pooled over sizes. Intervals are percentiles of laws fitted to means that are drawn anew with
+    Student's noise, so few seeds give wide ones. A subset's noise is taken as independent of that of other sizes.
+
+    Args:
+        sizes: numbers of pairs, ascending.
+        accuracy: accuracy of each run.
+        nll: NLL of each run.
+        gain: gain in accuracy to ask about, as a share.
+        num_draws: laws drawn for the intervals.
+        seed: seed of the draws.
+    """
+    numbers = np.array(sizes, dtype=float)
+    ahead = [2 * sizes[-1], FURTHEST * sizes[-1]]
+    generator = np.random.default_rng(seed)
+    laws = [fit_power_laws(numbers, _drawn(values, num_draws, generator)) for values in (accuracy, -nll)]
+    accuracies, negative_nll = (law.at(np.array(ahead, dtype=float)) for law in laws)
+    measured = tuple(
+        ScalingPoint(size, student_mean(accuracy[:, place]), student_mean(nll[:, place]))
+        for place, size in enumerate(sizes)
+    )
+    predicted = tuple(
+        ScalingPoint(size, _estimate(accuracies[:, place], len(nll)), _estimate(-negative_nll[:, place], len(nll)))
+        for place, size in enumerate(ahead)
+    )
+    targets = laws[0].at(numbers[-1:])[:, 0] + gain
+    return ScalingReport(len(nll), measured, predicted, _more(laws[0].reach(targets), sizes[-1], gain))
+
+
+def _more(reached: Float[np.ndarray, " draws"], size: int, gain: float) -> MorePairs:
+    """Answer by the numbers of pairs that the fitted law and the laws drawn after it need."""
+    low, high = np.quantile(reached[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], method="nearest")
+    furthest = FURTHEST * size
+    is_known = reached[0] <= furthest
+    return MorePairs(
+        gain,
+        pairs=float(reached[0] - size) if is_known else None,
+        fewest=float(min(low, furthest) - size),
+        most=float(high - size) if is_known and high <= furthest else None,
+    )
+
+
+def _drawn(values: Float[np.ndarray, "seeds sizes"], num_draws: int, generator: np.random.Generator) -> np.ndarray:
+    """Means over seeds, and below them such means with noise of their own."""
+    num_seeds, num_sizes = values.shape
+    freedom = num_sizes * (num_seeds - 1)
+    means = values.mean(axis=0)
+    error = np.sqrt(((values - means) ** 2).sum() / freedom / num_seeds)
+    noise = error * generator.standard_t(freedom, size=(num_draws, num_sizes))
+    return np.concatenate([means[None], means + noise])
+
+
+def _estimate(values: Float[np.ndarray, " draws"], num_seeds: int) -> Estimate:
+    """Value of the fitted law, with the spread of the laws drawn; none where too many of these do not rise."""
+    drawn = values[1:][~np.isnan(values[1:])]
+    if np.isnan(values[0]) or len(drawn) < CONFIDENCE * (len(values) - 1):
+        return Estimate(float("nan"), None, num_seeds)
+    low, high = np.quantile(drawn, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    spread = float(drawn.std())
+    return Estimate(float(values[0]), spread, num_seeds, float(low), float(high), IntervalKind.resampled)

@@ -1,0 +1,73 @@
+"""`rm-opt scaling`: the learning curve over the number of pairs, and how many more a gain takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+from typer import Argument, Option
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.commands.compare.trials import Executors, Workers
+
+OWNED = MappingProxyType(
+    {
+        "data.max_pairs": "--sizes says how many pairs",
+        "data.split_seed": "each run has a seed of its own",
+        "seed": "--seeds says how many",
+        "output_dir": "runs stand in the folder of the study",
+        "hydra.run.dir": "runs stand in the folder of the study",
+    }
+)
+"""Options that the study sets, each with the reason."""
+
+
+def scaling(
+    folder: Annotated[Path, Argument(help="Folder of the study; a stopped command goes on there.")],
+    overrides: Annotated[list[str] | None, Argument(help="Options of train, the same for all runs.")] = None,
+    sizes: Annotated[
+        str | None, Option("--sizes", help="Training pairs, as 500,1000,2000,4000; default: all, halved four times.")
+    ] = None,
+    seeds: Annotated[int, Option("--seeds", min=2, help="Runs at each size.")] = 3,
+    gain: Annotated[float, Option("--gain", help="Points of accuracy to ask about.")] = 2.0,
+    executor: Executors = "process",
+    workers: Workers = None,
+) -> None:
+    """Train at several sizes, fit accuracy and NLL against pairs, and say how many more pairs a gain takes.
+
+    The folder gets scaling.json and pictures of the curves.
+    """
+    from rm_optimizer.data_efficiency.scaling import measure_scaling
+    from rm_optimizer.experiments.study.executors import executor_named
+    from rm_optimizer.experiments.study.shared_options import require_shared
+    from rm_optimizer.experiments.study.trial_lines import TrialLines
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.reporting.label_studies.scaling import print_scaling, write_scaling
+    from rm_optimizer.schema import TrainConfig
+
+    require_shared(overrides or [], OWNED, "a scaling study")
+    given = _numbers(sizes)
+    config = checked(overrides or [], TrainConfig, writable=False)
+    report = measure_scaling(
+        config,
+        folder,
+        sizes=given,
+        num_seeds=seeds,
+        gain=gain / 100,
+        executor=executor_named(executor, workers),
+        on_trial=TrialLines(0, len(given or range(5)) * seeds),
+    )
+    write_scaling(report, folder)
+    print_scaling(report)
+    print(f"numbers and pictures: {folder}")
+
+
+def _numbers(sizes: str | None) -> list[int] | None:
+    """Numbers that stand with commas between them."""
+    if sizes is None:
+        return None
+    try:
+        return [int(size) for size in sizes.split(",")]
+    except ValueError:
+        raise ConfigError(f"--sizes must be whole numbers with commas between them, got '{sizes}'") from None

@@ -1,0 +1,1 @@
+"""Tables and pictures of what labels buy: savings of a rule, and curves over the number of pairs."""
