@@ -78,7 +78,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
         for entry in (
             OptimizerInfo("adam", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, CLIPPED),
             OptimizerInfo("adamw", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, CLIPPED),
-            OptimizerInfo("sgd", None, "elementwise", 4, RelativeRate(500, 1000), standard.build_sgd, CLIPPED),
+            OptimizerInfo("sgd", None, "elementwise", 4, RelativeRate(160, 1000), standard.build_sgd, CLIPPED),
             OptimizerInfo("muon", None, "matrix", 4, RelativeRate(3, 1), build_muon, FLAT),
             OptimizerInfo("lion", None, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, CLIPPED),
             OptimizerInfo("adafactor", None, "factored", 0, None, standard.build_adafactor, {**FLAT, **WHOLE}),

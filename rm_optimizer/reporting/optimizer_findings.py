@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +151,7 @@ def _cost_table(found: ComparisonFindings) -> FindingTable:
                 f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
                 f"{means['clipped_share']:.0%}",
                 _known(means["top_eigenvalue"], ".1f", "n/a"),
-                f"{_known(means['trace'], '.0f', 'n/a')} ± {_known(means['trace_standard_error'], '.0f', 'n/a')}",
+                _trace(means),
                 reached,
                 _known(target.tokens, ",.0f", "missed"),
                 _known(target.seconds, ".1f", "missed"),
@@ -159,6 +160,12 @@ def _cost_table(found: ComparisonFindings) -> FindingTable:
     header = ("arm", "s/step", "tokens/s", "passes", "state MB", "memory MB", "clipped", "top eigenvalue", "trace")
     title = f"Cost, curvature, and first evaluation at or below validation NLL {found.target:.4f}"
     return FindingTable(title, (*header, "steps to it", "tokens to it", "seconds to it"), tuple(rows))
+
+
+def _trace(means: Mapping[str, float]) -> str:
+    if not math.isfinite(means["trace"]):
+        return "n/a"
+    return f"{means['trace']:.0f} ± {_known(means['trace_standard_error'], '.0f', 'n/a')}"
 
 
 def _known(value: float, form: str, missing: str) -> str:

@@ -20,7 +20,7 @@ MODELS = sorted(file.stem for file in Path(config_root(), "model").glob("*.yaml"
 ADAPTERS = ["none", "lora"]
 OWN_RATES = {"prodigy": 1.0}
 """Rates that no model changes."""
-RATIOS = {"muon": (3, 1), "sgd": (500, 1000), "lion": (0.2, 0.2), "schedulefree": (3, 3), "adamw": (1, 1)}
+RATIOS = {"muon": (3, 1), "sgd": (160, 1000), "lion": (0.2, 0.2), "schedulefree": (3, 3), "adamw": (1, 1)}
 
 
 def options(*overrides: str) -> TrainConfig:
