@@ -132,9 +132,9 @@ class DataConfig(Options, group="data"):
     """Memory of Ray's object store, in MB."""
     curriculum: str | None = None
     """Easy pairs first, by their own margins (`margin`), those of a .jsonl file, or of a saved model; null shuffles."""
-    curriculum_easy: float = 0.7
+    curriculum_easy: float = within("[0, inf)", 0.7)
     """Margin above which a pair is easy."""
-    curriculum_hard: float = 0.2
+    curriculum_hard: float = within("[0, inf)", 0.2)
     """Margin below which a pair is hard."""
     curriculum_quantiles: bool = False
     """Take both thresholds as shares of the pairs in place of margins."""
@@ -157,5 +157,5 @@ class DataConfig(Options, group="data"):
         require(in_memory, "data.curriculum", "be null with data.streaming, which never has all pairs", self.curriculum)
         low, high = self.curriculum_hard, self.curriculum_easy
         expected = "not exceed data.curriculum_easy" + (", both in [0, 1]" if self.curriculum_quantiles else "")
-        is_share = not self.curriculum_quantiles or (low >= 0 and high <= 1)
+        is_share = not self.curriculum_quantiles or high <= 1
         require(low <= high and is_share, "data.curriculum_hard", expected, f"{low} and {high}")

@@ -103,14 +103,13 @@ def test_names_long_texts_and_small_screens(browser, ask):
 def test_an_answer_without_a_server_is_said_and_asked_again(browser, ask):
     with served(ask) as server:
         browser.open(server.url)
-        browser.wait(DONE, 0)
+        browser.wait("return document.getElementById('a').textContent !== ''", True)
         before = shown(browser, "a")
         server.socket.close()
         server.shutdown()
         server.server_close()
-        browser.run(
-            "window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))"
-        )  # the port may be another's
+        refused = "() => Promise.reject(new TypeError('Failed to fetch'))"
+        browser.run(f"window.fetch = {refused}")  # the port may be another's by now
         browser.keys("a")
         browser.wait("return document.getElementById('status').classList.contains('bad')", True)
         assert browser.run(STATUS).startswith("Not saved")
