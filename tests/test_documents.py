@@ -175,7 +175,7 @@ WAYS: dict[str, Way] = {
     "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --seeds 5": Way(
         "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 --val-pairs 8 "
         "--test-pairs 8 --seeds 1 --executor inline --output outputs/hypotheses",
-        prints="early stopping costs at most",
+        prints="hypotheses.json",
         slow=True,
     ),
     "rm-opt compare run outputs/study": Way(
