@@ -167,7 +167,6 @@ def _measured(study: Study) -> tuple[list[int], np.ndarray, np.ndarray]:
         raise DataError(
             f"{len(whole)} seeds finished at every size, and a curve needs 2; "
             f"rm-opt compare status {study.folder} says why"
-            "why"
         )
     values = np.array(whole)
     return sizes, values[..., 0], values[..., 1]

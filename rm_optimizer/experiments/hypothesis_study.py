@@ -252,11 +252,9 @@ class HypothesisStudy:
         Raises:
             ConfigError: if an option is unknown or out of its range.
         """
-        shared = [item for item in self.options.overrides if not item.startswith("model.adamw_lr=")]
-        steps = self._epochs * math.ceil(
-            pq.read_metadata(self.splits.train).num_rows / self._composed.batching.batch_size
-        )
-        rate = self._composed.model.adamw_lr
+        rate, batch_size = self._composed.model.adamw_lr, self._composed.batching.batch_size
+        steps = self._epochs * math.ceil(pq.read_metadata(self.splits.train).num_rows / batch_size)
+        shared = [item for item in self.options.overrides if item.partition("=")[0] not in _WRITTEN_ANEW]
         values: dict[str, Any] = {
             "experiment": arm,
             **({"model.lora_lr": 10 * rate} if arm.startswith("lora") else {"model.adamw_lr": rate}),
@@ -275,13 +273,11 @@ class HypothesisStudy:
             "output_dir": "OUTPUT",
         }
         own = [f"{name}={value}" for name, value in values.items()]
-        return typed(
-            compose([*(item for item in shared if not item.startswith("training.epochs=")), *own]), TrainConfig
-        )
+        return typed(compose([*shared, *own]), TrainConfig)
 
     @cached_property
     def _composed(self) -> TrainConfig:
-        """Options that all arms share, in the preset of the full fine-tuning."""
+        """Options that all arms share, in the first arm's preset."""
         own = [f"experiment={ARMS[0]}", "output_dir=OUTPUT"]
         return typed(compose([*own, *self.options.overrides]), TrainConfig)
 

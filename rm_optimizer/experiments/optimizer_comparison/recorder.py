@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.experiments.study.step_clock import StepClock
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.training.callbacks.loop import evaluation_of
@@ -54,7 +54,7 @@ class LearningCurve(JsonRecord):
     points: tuple[CurvePoint, ...]
 
 
-class ArmRecorder(pl.Callback):
+class ArmRecorder(StepClock):
     """Watches a run without a trace in it, and refuses an optimizer whose first step is not its own.
 
     Args:
@@ -66,27 +66,26 @@ class ArmRecorder(pl.Callback):
     """
 
     def __init__(self, optimizer: str) -> None:
+        super().__init__()
         self._optimizer = optimizer
         self._before: StartingPoint | None = None
         self.initial = ""
         self.points: list[CurvePoint] = []
         self._order = hashlib.sha256()
-        self._step_seconds: list[float] = []
         self._tokens = self._peak = self._clipped = self._state_bytes = self._passes = 0
-        self._began = self._evaluating = 0.0
 
     @property
     def values(self) -> dict[str, float | int | str | None]:
         """Numbers of the run for its trial."""
-        timed = self._step_seconds[WARM_UP:] or self._step_seconds
+        timed = self.steps[WARM_UP:] or self.steps
         return {
             "initial": self.initial,
             "order": self._order.hexdigest()[:16],
             "tokens": self._tokens,
             "step_seconds": median(timed),
-            "train_seconds": sum(self._step_seconds),
-            "passes_per_step": self._passes / len(self._step_seconds),
-            "clipped_share": self._clipped / len(self._step_seconds),
+            "train_seconds": sum(self.steps),
+            "passes_per_step": self._passes / len(self.steps),
+            "clipped_share": self._clipped / len(self.steps),
             "state_bytes": self._state_bytes,
             "peak_memory_bytes": self._peak,
         }
@@ -102,9 +101,9 @@ class ArmRecorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keep the weights before the first step, and start the step's clock."""
-        if not self._step_seconds:
+        if not self.steps:
             self._before = mechanism_state(trainer.optimizers[0])
-        self._evaluating, self._began = evaluation_of(trainer).seconds, time.perf_counter()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -112,9 +111,7 @@ class ArmRecorder(pl.Callback):
         """Add the step, and the evaluation if one was due."""
         assert isinstance(pl_module, RewardModelLightning)
         assert isinstance(batch, MacroBatch)
-        evaluation = evaluation_of(trainer)
-        elapsed = time.perf_counter() - self._began
-        self._step_seconds.append(elapsed - (evaluation.seconds - self._evaluating))
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._order.update(np.ascontiguousarray(batch.pair_index, dtype="<i8").tobytes())
         self._tokens += sum(micro.num_tokens for micro in batch.micro)
         limit = pl_module.gradient_clip_norm or float("inf")
@@ -125,14 +122,14 @@ class ArmRecorder(pl.Callback):
             check_mechanism(trainer.optimizers[0], self._optimizer, self._before, passes=self._passes)
             self._before = None
             self._state_bytes = _state_bytes(trainer.optimizers[0])
-        latest = evaluation.latest
+        latest = evaluation_of(trainer).latest
         if latest is not None and latest.step == trainer.global_step:
             metrics = latest.metrics
             self.points.append(
                 CurvePoint(
                     step=latest.step,
                     tokens=self._tokens,
-                    seconds=sum(self._step_seconds),
+                    seconds=sum(self.steps),
                     nll=metrics.nll.value,
                     accuracy=metrics.accuracy.value,
                 )

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytorch_lightning as pl
-
+from rm_optimizer.experiments.study.step_clock import StepClock
 from rm_optimizer.experiments.study.tasks import config_of
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.loop import evaluation_of
 
 MEASURED_STEPS = 3
 """Optimizer steps of the run that is measured."""
@@ -55,7 +53,7 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     Raises:
         ConfigError: if the first run cannot start here.
     """
-    clock = _Clock()
+    clock = StepClock()
     first = configs[0]
     short = replace(
         first.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
@@ -91,25 +89,3 @@ def _run_seconds(config: TrainConfig, num_pairs: int, pass_seconds: float, evalu
     if per_epoch is None:
         return trained * (1 + EVALUATED_SHARE) + evaluation
     return trained + (math.ceil(per_epoch * config.training.epochs) + 1) * evaluation
-
-
-class _Clock(pl.Callback):
-    """Seconds of each step and of all evaluations, and steps of an epoch."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.steps_per_epoch = 0
-        self._began = self._before = self.evaluating = 0.0
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        evaluation = evaluation_of(trainer)
-        self.steps_per_epoch = evaluation.datamodule.steps_per_epoch
-        self._before, self._began = evaluation.seconds, time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        elapsed, self.evaluating = time.perf_counter() - self._began, evaluation_of(trainer).seconds
-        self.steps.append(elapsed - (self.evaluating - self._before))

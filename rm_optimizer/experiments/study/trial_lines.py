@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from rm_optimizer.experiments.study.driver import Study
 from rm_optimizer.experiments.study.plan import PlannedTrial
 from rm_optimizer.experiments.study.trial import TrialResult
 
@@ -19,6 +20,12 @@ class TrialLines:
     def __init__(self, done: int, total: int) -> None:
         self._done, self._total, self._ended = done, total, 0
         self._started = time.monotonic()
+
+    @classmethod
+    def of(cls, study: Study) -> TrialLines:
+        """The lines of a study of a fixed plan."""
+        counts = study.status().counts
+        return cls(counts["finished"] + counts["diverged"], len(study.plan.trials))
 
     def grow(self, total: int) -> None:
         """Count trials that are planned by now."""

@@ -76,9 +76,8 @@ def run_hypotheses(study: HypothesisStudy, executor: str, workers: int | None, r
     from rm_optimizer.experiments.study.executors import executor_named
     from rm_optimizer.experiments.study.trial_lines import TrialLines
 
-    total = len(study.plan())
-    before = Study(study.folder).status().counts
-    lines = TrialLines(before["finished"] + before["diverged"], total)
+    study.plan()
+    lines = TrialLines.of(Study(study.folder))
     print_hypotheses(study.run(executor_named(executor, workers), retries=retries, on_trial=lines))
     print(f"JSON: {study.folder / 'hypotheses.json'}")
 

@@ -173,8 +173,7 @@ def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None
     from rm_optimizer.experiments.study.trial_lines import TrialLines
 
     study = Study(folder)
-    before = study.status().counts
-    lines = TrialLines(before["finished"] + before["diverged"], len(study.plan.trials))
+    lines = TrialLines.of(study)
     state = study.run(executor_named(executor, workers), retries=retries, on_trial=lines)
     _print_status(state)
     if state.counts["failed"]:
