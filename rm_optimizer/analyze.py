@@ -284,18 +284,20 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
     from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram, log_table
     from rm_optimizer.training.trainer import build_loggers, close_loggers
 
+    loggers = build_loggers(options.logger, folder)
+    if not loggers:
+        return
     result, kind = finding.result, options.landscape.type
     step = (finding.subject.step if finding.subject else None) or 0
     is_along = isinstance(result, Evolution)
     by_step = dict(zip(result.steps, result.spectra, strict=True)) if is_along else {step: result}
-    loggers = build_loggers(options.logger, folder)
     for at, measured in by_step.items():
         for logger in loggers:
             logger.log_metrics({f"{kind}/{name}": value for name, value in scalars_of(measured).items()}, at)
         if isinstance(measured, HessianSpectrum):
             log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
     last = max(by_step)
-    for path in files if loggers else ():
+    for path in files:
         if path.suffix == ".png":
             log_figure(loggers, f"{kind}/{path.stem}", path, last)
         elif path.suffix == ".parquet":
