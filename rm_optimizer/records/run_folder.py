@@ -26,6 +26,8 @@ METRICS_FILE = "metrics.csv"
 """One row an optimizer step."""
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
 """One JSON line a pair, see `PairReward`."""
+DOCTOR_FILE = "doctor.json"
+"""The diagnosis of the exported model, where `rm-opt doctor` made one."""
 EXPORT = f"{BEST_FOLDER}/{EXPORT_FILE}"
 """The record of the exported best model."""
 RESULTS = (
@@ -121,6 +123,11 @@ class RunFolder:
     def best_checkpoint(self) -> Path:
         """Path of the weights of the best evaluation."""
         return self.path / "checkpoints" / "best.ckpt"
+
+    @property
+    def export(self) -> Path:
+        """Folder of the exported best model, which `transformers` loads."""
+        return self.path / BEST_FOLDER
 
     @property
     def best_step(self) -> int | None:

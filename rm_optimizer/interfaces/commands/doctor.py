@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel, length_note
+
+if TYPE_CHECKING:
+    from rm_optimizer.doctor.diagnosis import Diagnosis
 
 
 def doctor(
@@ -43,7 +46,23 @@ def doctor(
         if note := length_note(model):
             print(f"note: {note}")
     write_json(json_file, diagnosis.to_json())
+    _keep(diagnosis, saved.checkpoint)
     raise Exit(diagnosis.exit_code)
+
+
+def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
+    """Leave the diagnosis of a run's exported model in the run folder, and name its findings in the model's card."""
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.records.locations import resolve_source
+    from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
+    from rm_optimizer.reporting.model_card import write_card
+    from rm_optimizer.training.folder.result import RunResult
+
+    run = RunFolder.of(checkpoint)
+    if run is None or RunResult.read(run.path) is None or Path(resolve_source(checkpoint).location) != run.export:
+        return
+    write_text(run.path / DOCTOR_FILE, diagnosis.to_json() + "\n")
+    print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path)}")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_folder import (
+    DOCTOR_FILE,
     EXPORT,
     IDENTITY_FILE,
     METRICS_FILE,
@@ -32,7 +33,7 @@ log = logging.getLogger("rm_optimizer")
 
 LEFT = (
     *(RESULT_FILE, BEST_FOLDER, "checkpoints", "evaluations", "landscape", "plots", "figures", "tensorboard", "wandb"),
-    *(METRICS_FILE, "profile.csv", "profile.json", PAIR_REWARDS_FILE, "skipped_rows.txt"),
+    *(METRICS_FILE, "profile.csv", "profile.json", PAIR_REWARDS_FILE, "skipped_rows.txt", DOCTOR_FILE),
     TRAINED_PAIRS_FILE,
     *(OPTIONS_FILE, IDENTITY_FILE),
 )

@@ -1,0 +1,115 @@
+"""The card of an exported model: the hub's metadata, numbers of the run alone, weaknesses that the doctor found."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, metadata_load
+from typer.testing import CliRunner
+
+from rm_optimizer.errors import DataError
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.records.run_folder import DOCTOR_FILE
+from rm_optimizer.reporting.model_card import CARD_FILE, write_card
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training.run import train_reward_model
+
+SMALL = [
+    *(
+        "model=tiny",
+        "model.vocab_size=300",
+        "model.max_length=32",
+        "model.architecture.hidden_size=16",
+        "model.architecture.num_hidden_layers=1",
+    ),
+    *("training.max_steps=2", "training.num_bootstrap=100", "training.progress=false", "hardware=cpu"),
+    "logger.tensorboard=false",
+]
+GROUPS = ("<script>alert(1)</script>", "code|math")
+CONSTANTS = {"95", "2"}
+"""Numbers of the text itself: the intervals' share, and the 2 of log 2."""
+
+
+def _pair(number: int) -> dict[str, str]:
+    """A pair; every third response is too long for the model."""
+    longer = f"Yes, because {number} is a number." + " Indeed." * 40 * (number % 3 == 0)
+    return {"prompt": f"Is {number}?", "chosen": longer, "rejected": "No.", "source": GROUPS[number % 2]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secret_place")
+    for name, numbers in (("train", range(60)), ("val", range(60, 120))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(_pair(number)) + "\n" for number in numbers))
+    files = [f"data.{name}={folder / name}.jsonl" for name in ("train", "val")]
+    train_reward_model(typed(compose([*SMALL, *files, f"output_dir={folder / 'run'}"]), TrainConfig))
+    return folder / "run"
+
+
+def card_of(run: Path) -> str:
+    return write_card(run).read_text(encoding="utf-8")
+
+
+def test_the_metadata_is_the_hubs_and_holds_the_metrics_of_the_run(trained: Path) -> None:
+    card_of(trained)
+    results = ModelCard.load(trained / "best" / CARD_FILE).data.eval_results
+    metrics = json.loads((trained / "run.json").read_text())["metrics"]
+    assert {each.metric_type: each.metric_value for each in results} == {
+        name: metrics[name]["value"] for name in ("accuracy", "nll", "brier", "ece")
+    }
+    assert {each.dataset_name for each in results} == {"val.jsonl"}
+    metadata = metadata_load(trained / "best" / CARD_FILE)
+    assert metadata["pipeline_tag"] == "text-classification"
+    assert "reward-model" in metadata["tags"]
+    assert "datasets" not in metadata, "a file of this machine is no data set of the hub"
+
+
+def test_every_number_is_a_number_of_the_run(trained: Path) -> None:
+    body = re.sub(r"```.*?```", "", card_of(trained).split("\n---\n", 1)[1], flags=re.DOTALL)
+    recorded = (trained / "run.json").read_text()
+    values = [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", recorded)]
+    printed = set(re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.]*\w)", body)) - CONSTANTS
+    assert len(printed) > 25
+    for number in printed:
+        places = len(number.partition(".")[2])
+        assert number in recorded or any(f"{value:.{places}f}" == number for value in values), number
+
+
+def test_no_path_of_the_machine_and_no_markup_of_the_data_gets_in(trained: Path) -> None:
+    card = card_of(trained)
+    assert "secret_place" not in card
+    assert "<script>" not in card
+    assert "code\\|math" in card
+    assert "train.jsonl" in card
+
+
+def test_cut_responses_and_a_model_that_reads_nothing_else_are_known_weaknesses(trained: Path) -> None:
+    weaknesses = card_of(trained).partition("## Known weaknesses")[2].partition("## Training")[0]
+    assert "is a toy" in weaknesses
+    assert re.search(r"Of 60 val pairs, \d+ lost tokens of the prompt and 20 of a response at 32 tokens", weaknesses)
+    assert "`rm-opt doctor` has not examined this model" in weaknesses
+
+
+def test_the_doctor_of_the_exported_model_adds_its_findings(trained: Path, tmp_path: Path) -> None:
+    arguments = ["doctor", str(trained), "--data", str(trained.parent / "val.jsonl"), "--max-pairs", "8"]
+    try:
+        result = CliRunner().invoke(app, arguments)
+        assert DOCTOR_FILE in result.stdout
+        diagnosis = json.loads((trained / DOCTOR_FILE).read_text())
+        found = [check for check in diagnosis["checks"] if check["status"] in ("warn", "fail")]
+        card = (trained / "best" / CARD_FILE).read_text()
+        assert found
+        assert all(f"{check['name']}: " in card for check in found)
+        (trained / DOCTOR_FILE).write_text("{")
+        assert "has not examined" in card_of(trained), "a torn diagnosis is none"
+    finally:
+        (trained / DOCTOR_FILE).unlink(missing_ok=True)
+
+
+def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path, trained: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no result of a run \(run.json\)"):
+        write_card(tmp_path)
+    (tmp_path / "run.json").write_text((trained / "run.json").read_text())
+    with pytest.raises(DataError, match="holds no exported model"):
+        write_card(tmp_path)
