@@ -246,6 +246,39 @@ def cluster_totals(
     return totals
 
 
+def clustered_share(
+    shares: Float[np.ndarray, " rows"], clusters: Sequence[int] | Sequence[str] | np.ndarray | None = None
+) -> Estimate:
+    """Mean of values in [0, 1] with Wilson's interval over the effective number of rows.
+
+    That number is the rows over the design effect, at least 1: the variance of the mean that differences between
+    clusters show, `m / (m - 1) sum_c (S_c - p n_c)^2 / n^2` over m clusters, over that of independent rows (Kish,
+    1965). Equal rows count as one for each cluster.
+
+    Args:
+        shares: values in [0, 1], such as 1 for a success.
+        clusters: cluster of each row, such as its prompt; None takes rows as independent.
+
+    Example:
+        >>> str(clustered_share(np.array([1.0, 0.0, 1.0, 0.0])))
+        '0.500 [0.150, 0.850]'
+    """
+    rows = np.stack([shares, np.ones_like(shares)], axis=1)
+    sums = cluster_totals(rows, None if clusters is None else np.asarray(clusters).tolist())
+    num_clusters, count = len(sums), float(len(shares))
+    if not num_clusters:
+        return Estimate(math.nan, None, 0)
+    value = float(shares.mean())
+    if num_clusters < 2:
+        return Estimate(value, None, num_clusters)
+    residual = sums[:, 0] - value * sums[:, 1]
+    variance = num_clusters / (num_clusters - 1) * float((residual**2).sum()) / count**2
+    independent = float(shares.var(ddof=1)) / count
+    effective = count / max(variance / independent, 1.0) if independent else float(num_clusters)
+    low, high = wilson_interval(value, effective)
+    return Estimate(value, math.sqrt(variance), num_clusters, low, high, IntervalKind.wilson)
+
+
 def _resampled_totals(sums: np.ndarray, num_bootstrap: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     num_clusters = sums.shape[0]

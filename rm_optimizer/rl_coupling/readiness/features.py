@@ -1,0 +1,361 @@
+"""Features that readiness is judged by, as functions of arrays.
+
+The validation on synthetic worlds and the measurement of a real model call these same functions. Intervals take pairs
+and questions of one prompt as dependent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.special import expit, gammaln, log_expit
+
+from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, clustered_share, with_honest_width
+from rm_optimizer.errors import ConfigError, DataError
+
+WORST_SLICE_QUANTILE = 0.2
+"""Quantile over slices that stands for the worst ones, as in PPE (Frick et al., 2024, arXiv:2410.14872)."""
+Clusters = Sequence[int] | Sequence[str] | np.ndarray
+
+
+@dataclass(frozen=True)
+class ProbeQuestions:
+    """Comparisons of a reward model's pick with another response of the policy.
+
+    Args:
+        prompt: row of each question's prompt.
+        pick: column of the response that the reward model picks.
+        other: column of the response that the pick is compared with.
+    """
+
+    prompt: Int[np.ndarray, " questions"]
+    pick: Int[np.ndarray, " questions"]
+    other: Int[np.ndarray, " questions"]
+
+
+def probe_questions(
+    proxy: Float[np.ndarray, "prompts samples"], n: int, num_questions: int, *, seed: int
+) -> ProbeQuestions:
+    """Draw questions of the best-of-n probe, in the order in which they are asked.
+
+    A question takes n responses of a prompt's pool at random. Its pick has the highest proxy reward among them, ties at
+    random. It is compared with a random other response of the whole pool. Prompts come in rounds of all prompts in
+    random order, so that every beginning of the questions is a balanced sample.
+
+    Args:
+        proxy: rewards of the model in question.
+        n: responses to pick from, in 1 … samples.
+        num_questions: questions, positive.
+        seed: seed of the draw.
+
+    Raises:
+        ConfigError: if n or the number of questions is out of range.
+        DataError: if a pool has fewer than two responses, or a reward is not finite.
+    """
+    pool = _finite(proxy, "rewards")
+    num_prompts, num_samples = pool.shape
+    if num_samples < 2:
+        raise DataError("the probe compares responses of one prompt; draw at least 2 to each prompt")
+    if not 1 <= n <= num_samples:
+        raise ConfigError(f"n of the probe must lie in 1 … {num_samples}, the responses to each prompt, got {n}")
+    if num_questions < 1:
+        raise ConfigError(f"num_questions must be positive, got {num_questions}")
+    rng = np.random.default_rng([seed, n])
+    rounds = [rng.permutation(num_prompts) for _ in range(-(-num_questions // num_prompts))]
+    prompt = np.concatenate(rounds)[:num_questions]
+    drawn = rng.random((num_questions, num_samples)).argsort(axis=1)[:, :n]
+    best = pool[prompt[:, None], drawn].argmax(axis=1)
+    pick = drawn[np.arange(num_questions), best]
+    other = rng.integers(num_samples - 1, size=num_questions)
+    return ProbeQuestions(prompt, pick, other + (other >= pick))
+
+
+def probe_win_rate(wins: Float[np.ndarray, " questions"], prompt: Clusters) -> Estimate:
+    """Share of questions in which the pick is preferred, ties one half; chance is 0.5.
+
+    Args:
+        wins: probability by the oracle that the pick is the better response, in [0, 1].
+        prompt: prompt of each question.
+    """
+    return clustered_share(wins, prompt)
+
+
+def pair_accuracy(
+    margin: Float[np.ndarray, " pairs"], prompt: Clusters, label: Float[np.ndarray, " pairs"] | None = None
+) -> Estimate:
+    """Share of pairs whose better response has the higher reward, ties one half; pairs labeled 0.5 are left out.
+
+    Args:
+        margin: reward of `chosen` less that of `rejected`.
+        prompt: prompt of each pair.
+        label: probability that `chosen` is the better one; none is 1.
+    """
+    agreed, kept = agreement(margin, label)
+    return clustered_share(agreed[kept], np.asarray(prompt)[kept])
+
+
+def agreement(
+    margin: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return 1, 0.5 or 0 for each pair that is ranked as labeled, tied or reversed, and which pairs are decided."""
+    margin = _finite(margin, "margins")
+    side = np.ones_like(margin) if label is None else np.sign(np.asarray(label) - 0.5)
+    return 0.5 + 0.5 * side * np.sign(margin), side != 0
+
+
+def worst_slice_accuracy(
+    margin: Float[np.ndarray, " pairs"],
+    slices: Clusters,
+    prompt: Clusters,
+    label: Float[np.ndarray, " pairs"] | None = None,
+    *,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
+) -> Estimate:
+    """20 % quantile over slices of the accuracy in each, the lower of two neighboring slices.
+
+    Args:
+        margin: reward of `chosen` less that of `rejected`.
+        slices: slice of each pair, such as its source.
+        prompt: prompt of each pair; prompts are resampled.
+        label: probability that `chosen` is the better one; none is 1.
+        num_bootstrap: resamples; 0 gives a jackknife error and no interval.
+        seed: seed of the resamples.
+    """
+    agreed, kept = agreement(margin, label)
+    place = np.unique(np.asarray(slices)[kept], return_inverse=True)[1]
+    member = np.eye(int(place.max()) + 1)[place]
+    sums = cluster_totals(
+        np.concatenate([member * agreed[kept][:, None], member], axis=1), [*np.asarray(prompt)[kept].tolist()]
+    )
+
+    def low_quantile(totals: np.ndarray) -> np.ndarray:
+        right, count = np.split(totals, 2, axis=-1)
+        accuracy = np.where(count > 0, right / np.maximum(count, 1e-12), np.inf)
+        return np.asarray(np.quantile(accuracy, WORST_SLICE_QUANTILE, axis=-1, method="inverted_cdf")[..., None])
+
+    found = cluster_bootstrap(sums, low_quantile, num_bootstrap=num_bootstrap, seed=seed)[0]
+    return with_honest_width(found, sums[:, member.shape[1] :].sum(axis=1), bounds=(0.0, 1.0))
+
+
+def relative_to_ceiling(accuracy: Estimate, ceiling: float) -> Estimate:
+    """Share of what lies between chance and the best possible accuracy: `(accuracy - 0.5) / (ceiling - 0.5)`.
+
+    Args:
+        accuracy: accuracy on labels with noise.
+        ceiling: accuracy of the true preference on the same labels, in (0.5, 1].
+
+    Raises:
+        ConfigError: if the ceiling is out of range.
+
+    Example:
+        >>> relative_to_ceiling(Estimate(0.625, None, 100), 0.75).value
+        0.5
+    """
+    if not 0.5 < ceiling <= 1:
+        raise ConfigError(f"the ceiling of the accuracy must lie in (0.5, 1], got {ceiling:g}")
+
+    def scaled(value: float | None, shift: float = 0.5) -> float | None:
+        return None if value is None else (value - shift) / (ceiling - 0.5)
+
+    value = (accuracy.value - 0.5) / (ceiling - 0.5)
+    error = scaled(accuracy.standard_error, 0.0)
+    return replace(accuracy, value=value, standard_error=error, low=scaled(accuracy.low), high=scaled(accuracy.high))
+
+
+@dataclass(frozen=True)
+class TemperedScores:
+    """Proper scores after calibration.
+
+    Args:
+        temperature: temperature that calibrates the rewards of all pairs, or the reason why there is none.
+        nll: mean negative log-likelihood in nats of each half of the prompts at the other half's temperature.
+        brier: mean squared error of the same probabilities.
+    """
+
+    temperature: TemperatureFit
+    nll: Estimate
+    brier: Estimate
+
+
+def tempered_scores(
+    margin: Float[np.ndarray, " pairs"],
+    prompt: Clusters,
+    label: Float[np.ndarray, " pairs"] | None = None,
+    *,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
+) -> TemperedScores:
+    """NLL and Brier score after temperature scaling, fitted on one half of the prompts and scored on the other.
+
+    Where a half has no temperature because its margins do not agree with its labels, the other half is scored at
+    P = 1/2. Where it has none because each of its pairs is ranked as labeled, the other half is scored as it is.
+
+    Args:
+        margin: reward of `chosen` less that of `rejected`, times beta.
+        prompt: prompt of each pair.
+        label: probability that `chosen` is the better one; none is 1.
+        num_bootstrap: resamples over prompts; 0 gives jackknife errors and no intervals.
+        seed: seed of the halves and the resamples.
+    """
+    margin = _finite(margin, "margins")
+    y = np.ones_like(margin) if label is None else np.asarray(label, dtype=np.float64)
+    place = np.unique(np.asarray(prompt), return_inverse=True)[1]
+    second_half = (np.random.default_rng(seed).permutation(int(place.max()) + 1) % 2 == 1)[place]
+    logit = np.empty_like(margin)
+    for side in (False, True):
+        fitted, scored = second_half == side, second_half != side
+        logit[scored] = margin[scored] * _inverse_temperature(margin[fitted], y[fitted])
+    q = expit(logit)
+    nll = -y * log_expit(logit) - (1 - y) * log_expit(-logit)
+    brier = y * (1 - q) ** 2 + (1 - y) * q**2
+    sums = cluster_totals(np.stack([nll, brier, np.ones_like(y)], axis=1), place.tolist())
+    found = cluster_bootstrap(sums, _means, num_bootstrap=num_bootstrap, seed=seed)
+    return TemperedScores(fit_temperature(margin, y, np.ones_like(y)), *found)
+
+
+def reward_spread(
+    rewards: Float[np.ndarray, "prompts samples"], *, num_bootstrap: int = 1000, seed: int = 0
+) -> Estimate:
+    """Share of the reward's variance under the policy that lies within prompts, in [0, 1].
+
+    `w / (w + b)` with `w` the mean variance within a prompt and `b` the variance of the prompts' means less `w /
+    samples`, both unbiased. A low share leaves little to an algorithm that compares rewards across prompts or adds them
+    to a penalty (Razin et al., 2025, arXiv:2503.15477); dividing by the standard deviation of a group undoes it.
+
+    Args:
+        rewards: rewards of independent responses of the policy, at least two prompts and two samples.
+        num_bootstrap: resamples over prompts; 0 gives a jackknife error and no interval.
+        seed: seed of the resamples.
+    """
+    pool = _finite(rewards, "rewards")
+    if min(pool.shape) < 2:
+        raise DataError(f"the spread of rewards needs at least 2 prompts and 2 responses to each, got {pool.shape}")
+    mean, within = pool.mean(axis=1) - pool.mean(), pool.var(axis=1, ddof=1)
+    sums = np.stack([within, mean, mean**2, np.ones(len(pool))], axis=1)
+
+    def share(totals: np.ndarray) -> np.ndarray:
+        inside, first, second, count = np.moveaxis(totals, -1, 0)
+        inside = inside / count
+        between = (second - first**2 / count) / np.maximum(count - 1, 1) - inside / pool.shape[1]
+        whole = inside + np.maximum(between, 0.0)
+        return np.asarray(np.where(whole > 0, inside / np.where(whole > 0, whole, 1.0), np.nan)[..., None])
+
+    found = cluster_bootstrap(sums, share, num_bootstrap=num_bootstrap, seed=seed)[0]
+    return with_honest_width(found, np.ones(len(pool)), bounds=(0.0, 1.0))
+
+
+def tied_groups(rewards: Float[np.ndarray, "prompts samples"], group_size: int) -> Estimate:
+    """Probability that a group of responses to one prompt has equal rewards, so that group-wise scaling gives nothing.
+
+    `sum_v C(c_v, G) / C(N, G)` over the values v of a prompt's pool of N, exact over all groups of the pool; mean over
+    prompts.
+
+    Args:
+        rewards: rewards of the pool.
+        group_size: G, responses of a group, in 2 … samples.
+
+    Example:
+        >>> tied_groups(np.array([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]]), 2).value.__round__(4)
+        0.6667
+    """
+    pool = _finite(rewards, "rewards")
+    num_samples = pool.shape[1]
+    if not 2 <= group_size <= num_samples:
+        raise ConfigError(f"group_size must lie in 2 … {num_samples}, the responses to each prompt, got {group_size}")
+    counts = [np.unique(row, return_counts=True)[1] for row in pool]
+    tied = [np.exp(_log_choose(c[c >= group_size], group_size)).sum() for c in counts]
+    share = np.clip(np.array(tied) / math.exp(_log_choose(np.array([num_samples]), group_size)[0]), 0.0, 1.0)
+    return clustered_share(share, np.arange(len(pool)))
+
+
+def epistemic_std(members: Float[np.ndarray, "members prompts samples"]) -> Estimate:
+    """Disagreement of an ensemble's members, in standard deviations of the reward within a prompt.
+
+    Members are centered within each prompt, since pairs do not determine a prompt's offset, and divided by their own
+    standard deviation within prompts. The result is the root mean square over responses of the standard deviation over
+    members; its error is Student's over prompts by the delta method. Unlike `reward_spread`, high is bad.
+
+    Args:
+        members: rewards by each of at least two members.
+    """
+    pools = _finite(members, "rewards")
+    if len(pools) < 2:
+        raise DataError("the disagreement of an ensemble needs at least 2 members, got 1")
+    centered = pools - pools.mean(axis=2, keepdims=True)
+    scale = np.sqrt((centered**2).mean(axis=(1, 2), keepdims=True))
+    if not (scale > 0).all():
+        raise DataError("a member of the ensemble gives all responses of a prompt one reward; leave it out")
+    variance = (centered / scale).var(axis=0, ddof=1).mean(axis=1)
+    value = math.sqrt(float(variance.mean()))
+    if len(variance) < 2 or value == 0:
+        return Estimate(value, None, len(variance))
+    return Estimate(value, float(variance.std(ddof=1)) / math.sqrt(len(variance)) / (2 * value), len(variance))
+
+
+def length_sensitivity(
+    rewards: Float[np.ndarray, "prompts samples"],
+    lengths: Float[np.ndarray, "prompts samples"],
+    control: Float[np.ndarray, "prompts samples"] | None = None,
+    *,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
+) -> Estimate:
+    """Partial correlation of reward and length, given the prompt and, where known, the response's quality.
+
+    Args:
+        rewards: rewards of the pool.
+        lengths: length of each response, in any unit.
+        control: quality of each response, such as its gold reward; None controls for the prompt alone.
+        num_bootstrap: resamples over prompts; 0 gives a jackknife error and no interval.
+        seed: seed of the resamples.
+
+    Returns:
+        The correlation in [-1, 1]; NaN where rewards or lengths do not vary within prompts.
+    """
+    columns = [rewards, lengths] if control is None else [rewards, lengths, control]
+    pools = np.stack([_finite(column, "rewards and lengths") for column in columns])
+    centered = pools - pools.mean(axis=2, keepdims=True)
+    products = np.einsum("aps,bps->pab", centered, centered)
+    size = len(columns)
+
+    def correlation(totals: np.ndarray) -> np.ndarray:
+        p = totals.reshape(*totals.shape[:-1], size, size)
+        if control is not None:
+            through = p[..., 2, 2] + (p[..., 2, 2] == 0)
+            p = p - p[..., :, 2, None] * p[..., None, 2, :] / through[..., None, None]
+        scale = np.sqrt(np.maximum(p[..., 0, 0] * p[..., 1, 1], 0.0))
+        return np.asarray(np.where(scale > 1e-12, p[..., 0, 1] / np.where(scale > 0, scale, 1.0), np.nan)[..., None])
+
+    return cluster_bootstrap(products.reshape(-1, size * size), correlation, num_bootstrap=num_bootstrap, seed=seed)[0]
+
+
+def _means(totals: np.ndarray) -> np.ndarray:
+    return np.asarray(totals[..., :-1] / totals[..., -1:])
+
+
+def _inverse_temperature(margin: np.ndarray, label: np.ndarray) -> float:
+    if not margin.size:
+        return 1.0
+    fit = fit_temperature(margin, label, np.ones_like(label))
+    if fit.temperature is not None:
+        return 1 / fit.temperature
+    right = (np.sign(margin) == np.sign(label - 0.5)) | (label == 0.5)
+    return 1.0 if right.all() else 0.0
+
+
+def _log_choose(count: np.ndarray, size: int) -> np.ndarray:
+    return np.asarray(gammaln(count + 1) - gammaln(size + 1) - gammaln(count - size + 1))
+
+
+def _finite(values: np.ndarray, what: str) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size or not np.isfinite(array).all():
+        raise DataError(f"{what} must be finite numbers, got {'none' if not array.size else 'others'}; check the model")
+    return array
