@@ -115,7 +115,7 @@ def analyze(options: AnalyzeConfig) -> Path:
     from rm_optimizer.records.analysis_folder import results_folder
     from rm_optimizer.records.files import write_text
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
-    from rm_optimizer.training.trainer import require_wandb_key
+    from rm_optimizer.training.loggers.building import require_wandb_key
 
     require_wandb_key(options.logger)
     folder, kind = results_folder(options), options.landscape.type
@@ -281,8 +281,8 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
     from rm_optimizer.landscape.runs.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
     from rm_optimizer.reporting.landscape_pictures import scalars_of
-    from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram, log_table
-    from rm_optimizer.training.trainer import build_loggers, close_loggers
+    from rm_optimizer.training.loggers.building import build_loggers, close_loggers
+    from rm_optimizer.training.loggers.media import log_figure, log_histogram, log_table
 
     loggers = build_loggers(options.logger, folder)
     if not loggers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,19 @@ def leveldb_records(data: bytes, header: int = 7, block: int = 32768) -> Iterato
 
 
 def wandb_records(run_dir: Path, kind: str) -> list[Any]:
+    """Records of a finished run; W&B's own process may still be writing the last ones."""
+    [path] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    until = time.monotonic() + 30
+    while not (records := _records(path)) or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < until, f"{path} has no end"
+        time.sleep(0.05)
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
+
+
+def _records(path: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    [path] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    records = []
-    for data in leveldb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == kind:
-            records.append(getattr(record, kind))
-    return records
+    return [wandb_internal_pb2.Record.FromString(data) for data in leveldb_records(path.read_bytes())]
 
 
 def wandb_history(run_dir: Path) -> list[dict[str, Any]]:

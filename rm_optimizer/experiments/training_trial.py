@@ -19,7 +19,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.experiments.study.plan import PlannedTrial
-from rm_optimizer.experiments.study.tasks import RUN, config_of, require_contents, training_trial
+from rm_optimizer.experiments.study.tasks import RUN, config_of, logged_in_study, require_contents, training_trial
 from rm_optimizer.experiments.study.trial import WORK, Trial
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.schema import TrainConfig
@@ -61,7 +61,8 @@ def train_and_score(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     shutil.rmtree(run_dir, ignore_errors=True)
     config = config_of(spec["options"])
     require_contents(config, spec["contents"])
-    result = train_reward_model(replace(config, output_dir=str(run_dir)))
+    logger = replace(logged_in_study(config.logger, folder), log_model=False)  # its weights are removed
+    result = train_reward_model(replace(config, output_dir=str(run_dir), logger=logger))
     best = config.training.early_stopping.enabled
     weights = Path(result.export) if best else checkpoint_path(run_dir, result.steps)
     model = BradleyTerryRM.from_pretrained(weights, max_length=config.model.max_length)

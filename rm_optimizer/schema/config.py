@@ -250,6 +250,8 @@ class LoggerConfig:
     """W&B group, under which runs of one study stand together."""
     tags: list[str] = field(default_factory=list)
     """W&B tags of the run, each of 1 to 64 characters: [baseline, seed0]."""
+    log_model: bool = True
+    """Refer to the exported model as an artifact in W&B, which `wandb sync` uploads from the run folder."""
 
     def __post_init__(self) -> None:
         for tag in self.tags:

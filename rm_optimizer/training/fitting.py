@@ -25,7 +25,7 @@ from rm_optimizer.training.folder.extension import extension_at
 from rm_optimizer.training.folder.recorder import COLUMNS, MetricsCSV
 from rm_optimizer.training.folder.result import RunStatus
 from rm_optimizer.training.preparation import Run
-from rm_optimizer.training.trainer import build_loggers, build_trainer, close_loggers
+from rm_optimizer.training.trainer import build_trainer
 
 log = logging.getLogger("rm_optimizer")
 
@@ -49,7 +49,9 @@ class Fit:
     is_first_rank: bool
 
 
-def fit(run: Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[Callback]) -> Fit:
+def fit(
+    run: Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[Callback], others: Sequence[Logger]
+) -> Fit:
     """Take the optimizer steps of a run.
 
     Args:
@@ -57,6 +59,7 @@ def fit(run: Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[Cal
         stop: signal of the user to stop.
         checkpoint: checkpoint to go on from; None starts anew.
         given: callbacks of the caller.
+        others: loggers beside `metrics.csv`.
 
     Raises:
         Interrupted: if the user stops the run; a checkpoint is left.
@@ -87,14 +90,13 @@ def fit(run: Run, stop: StopSignal, checkpoint: Path | None, given: Sequence[Cal
     loggers: list[Logger] = [MetricsCSV(run.run_dir, resume_step, COLUMNS | columns_of(given))]
     if config.profile_memory:
         loggers.append(MetricsCSV(run.run_dir, resume_step, PROFILE_COLUMNS, PROFILE_ROWS))
-    loggers += build_loggers(config.logger, run.run_dir)
+    loggers += others
     # The data end the run; one step more lets a run that was stopped in its last evaluation start, and make it.
     trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps + 1)
     before = time.perf_counter()
     try:
         trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=checkpoint, weights_only=True)
     finally:
-        close_loggers(trainer.loggers)
         if trainer.is_global_zero and is_streamed:
             run.keep_trained_pairs()
     seconds, steps = time.perf_counter() - before, trainer.global_step

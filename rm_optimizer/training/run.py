@@ -26,9 +26,10 @@ from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import write_record
 from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
+from rm_optimizer.training.loggers.building import open_loggers, require_wandb_key
+from rm_optimizer.training.loggers.outcome import log_outcome
 from rm_optimizer.training.preparation import prepare
 from rm_optimizer.training.processes import require_devices
-from rm_optimizer.training.trainer import require_wandb_key
 
 log = logging.getLogger("rm_optimizer")
 
@@ -87,9 +88,12 @@ def train_reward_model(
         run = prepare(config, start, data, order)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
-        with StopSignal() as stop:
+        with StopSignal() as stop, open_loggers(config.logger, run_dir, run.record.options) as loggers:
             try:
-                fitted = fit(run, stop, start.checkpoint, callbacks)
-                return finish(run, fitted)
+                fitted = fit(run, stop, start.checkpoint, callbacks, loggers)
+                result = finish(run, fitted)
             except StopNow:
                 raise Interrupted(stopped_at_once(run_dir)) from None
+            if is_first_rank:
+                log_outcome(loggers, result, log_model=config.logger.log_model)
+            return result

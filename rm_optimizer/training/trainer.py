@@ -1,19 +1,15 @@
-"""The Lightning trainer of a run, and its loggers."""
+"""The Lightning trainer of a run."""
 
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-from pathlib import Path
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers import Logger
 
-from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema import HardwareConfig, LoggerConfig
-from rm_optimizer.schema.config import WandbMode
+from rm_optimizer.schema import HardwareConfig
 from rm_optimizer.training.callbacks.loop import StepProgress
 from rm_optimizer.training.strategy import cluster_plugins, strategy_of
 
@@ -41,48 +37,6 @@ def build_trainer(
         use_distributed_sampler=False,
         log_every_n_steps=1,
     )
-
-
-def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
-    """TensorBoard and W&B as configured."""
-    loggers: list[Logger] = []
-    if config.tensorboard:
-        loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
-    if config.wandb:
-        wandb = WandbLogger(
-            project=config.project,
-            name=config.name or run_dir.name,
-            group=config.group,
-            tags=config.tags,
-            save_dir=str(run_dir),
-            mode=config.wandb_mode.value,
-        )
-        loggers.append(wandb)
-    return loggers
-
-
-def require_wandb_key(config: LoggerConfig) -> None:
-    """Refuse W&B online without a key, before a model is loaded.
-
-    Raises:
-        ConfigError: saying how to log in or to stay offline.
-    """
-    if not config.wandb or config.wandb_mode != WandbMode.online or os.environ.get("WANDB_API_KEY"):
-        return
-    import wandb
-
-    if not wandb.api.api_key:
-        raise ConfigError(
-            "logger.wandb_mode=online needs a W&B API key, and there is none on this machine; run wandb login, set "
-            "WANDB_API_KEY, or write logger.wandb_mode=offline"
-        )
-
-
-def close_loggers(loggers: list[Logger]) -> None:
-    """End the W&B run, so that its files are whole; Lightning leaves it open."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
 
 
 def quiet_libraries() -> None:

@@ -21,6 +21,7 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.store import OPTIMIZERS
+from tests.logged import wandb_records
 from tests.training.conftest import SMALL
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -213,13 +214,18 @@ def test_a_study_of_training_runs_is_planned_run_and_reported(tmp_path, monkeypa
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert "2 trials" in command("plan", "study", *SMALL, "seed=0", "optimizer=adamw,muon")
+    assert "2 trials" in command("plan", "study", *SMALL, "seed=0", "optimizer=adamw,muon", "logger=wandb")
     assert "2 waiting" in command("status", "study")
     assert "[2/2] optimizer=muon: finished" in command("run", "study", "--executor", "inline")
     assert "paired by prompt and seed" in command("report", "study")
     files = {path.name for path in Path("study/report").iterdir()}
     assert files == {"comparison.json", "comparison.parquet", "trials.parquet", "curves.png", "differences.png"}
     assert "failed trials to run again: 0" in command("retry", "study", "--executor", "inline")
+    runs = [wandb_records(folder, "run")[0] for folder in Path("study/trials").glob("*/work/run")]
+    assert {(run.run_group, run.display_name) for run in runs} == {
+        ("study", "optimizer=adamw"),
+        ("study", "optimizer=muon"),
+    }
 
 
 def test_a_command_that_is_also_a_folder_is_refused(tmp_path, monkeypatch):

@@ -18,9 +18,9 @@ from rm_optimizer.schema import LoggerConfig, TrainConfig
 from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.log_media import log_figure, log_histogram
 from rm_optimizer.training.folder.recorder import MetricsCSV
-from rm_optimizer.training.trainer import require_wandb_key
+from rm_optimizer.training.loggers.building import require_wandb_key
+from rm_optimizer.training.loggers.media import log_figure, log_histogram
 from tests.logged import wandb_history, wandb_records
 
 Build = Callable[..., TrainConfig]
@@ -78,6 +78,27 @@ def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_conf
         last = stored_distribution(tmp_path, int(rows[-1]["step"]))[values]["quantiles"]
         bins = histograms[-1][f"val/{name}/bins"]
         assert (bins[0], bins[-1]) == pytest.approx((last["0.0"], last["1.0"]))
+
+    result = json.loads((tmp_path / "run.json").read_text())
+    settings = {
+        each.key: json.loads(each.value_json) for part in wandb_records(tmp_path, "config") for each in part.update
+    }
+    assert settings["optimizer"] == result["config"]["optimizer"]
+    summary = {
+        each.key: json.loads(each.value_json) for part in wandb_records(tmp_path, "summary") for each in part.update
+    }
+    accuracy = result["metrics"]["accuracy"]
+    assert [summary[f"best/accuracy{end}"] for end in ("", "_low", "_high")] == [
+        accuracy[name] for name in ("value", "low", "high")
+    ]
+    [artifact] = [each for each in wandb_records(tmp_path, "artifact") if each.type == "model"]
+    stored = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+    assert artifact.name == f"model-{result['run_id']}"
+    assert stored["model.safetensors"].samefile(tmp_path / "best" / "model.safetensors")
+    [table] = [row["best/by_subset/path"] for row in history if "best/by_subset/path" in row]
+    rows_by_subset = {line[0]: line[2] for line in json.loads((files / table).read_text())["data"]}
+    groups = result["metrics"]["groups"]["subset"]
+    assert rows_by_subset == {name: group["accuracy"]["value"] for name, group in groups.items()}
 
     profiled = [row["perf/tokens_per_second"] for row in history if "perf/tokens_per_second" in row]
     assert profiled == [float(row["tokens_per_second"]) for row in read_rows(tmp_path / "profile.csv")]

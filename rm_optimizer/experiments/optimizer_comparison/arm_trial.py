@@ -19,7 +19,7 @@ from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
 from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder, LearningCurve
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
-from rm_optimizer.experiments.study.tasks import RUN, config_of
+from rm_optimizer.experiments.study.tasks import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.optim.registry import OPTIMIZERS
@@ -86,7 +86,7 @@ def _config(
         data=DataConfig(train=train, val=val),
         optimizer=replace(shared.optimizer, lr=rate, **half),
         training=training,
-        logger=replace(shared.logger, tensorboard=False, wandb=False),
+        logger=replace(shared.logger, tensorboard=False, log_model=False),  # the weights are removed
     )
 
 
@@ -109,7 +109,8 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     run_dir, config = folder / RUN.name, config_of(spec["options"])
     recorder = ArmRecorder(config.optimizer.name)
     shutil.rmtree(run_dir, ignore_errors=True)
-    result = train_reward_model(replace(config, output_dir=str(run_dir)), callbacks=[recorder])
+    logger = logged_in_study(config.logger, folder)
+    result = train_reward_model(replace(config, output_dir=str(run_dir), logger=logger), callbacks=[recorder])
     write_text(folder / CURVE_FILE, LearningCurve(points=tuple(recorder.points)).to_json() + "\n")
     model = BradleyTerryRM.from_pretrained(
         checkpoint_path(run_dir, result.steps),

@@ -60,7 +60,8 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     )
     with tempfile.TemporaryDirectory() as scratch:
         before = time.monotonic()
-        train_reward_model(replace(first, training=short, output_dir=scratch), callbacks=[clock])
+        logger = replace(first.logger, tensorboard=False, wandb=False)
+        train_reward_model(replace(first, training=short, output_dir=scratch, logger=logger), callbacks=[clock])
         whole = time.monotonic() - before
     step, pairs = min(clock.steps), clock.steps_per_epoch * first.batching.batch_size
     evaluation = clock.evaluating / (1 + first.training.eval_at_start)  # the last one, and perhaps the first

@@ -12,13 +12,16 @@ from omegaconf import OmegaConf
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.study.contents import content_of
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
+from rm_optimizer.experiments.study.trial import SPEC_FILE, TrialSpec
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.config import Resume
+from rm_optimizer.schema.config import LoggerConfig, Resume
 
 TRAIN = "rm_optimizer.experiments.study.tasks:train"
 """The task of a study of training runs."""
+_LONGEST = 128
+"""Characters of a name in W&B at most."""
 RUN = Path("work", "run")
 """The run folder of such a trial, in its folder."""
 
@@ -52,7 +55,9 @@ def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str 
 
     config = config_of(spec["options"])
     require_contents(config, spec["contents"])
-    result = train_reward_model(replace(config, output_dir=str(folder / RUN.name), resume=Resume.auto))
+    logger = logged_in_study(config.logger, folder)
+    run_dir = str(folder / RUN.name)
+    result = train_reward_model(replace(config, output_dir=run_dir, resume=Resume.auto, logger=logger))
     scores = {name: getattr(result.metrics, name).value for name in ("accuracy", "nll", "brier", "ece", "mean_margin")}
     return scores | {
         "seed": result.seed,
@@ -75,6 +80,20 @@ def require_contents(config: TrainConfig, planned: Mapping[str, Any]) -> None:
                 f"data.{name} holds other pairs than when the study was planned; put the former file back, or plan the "
                 "study again in another folder"
             )
+
+
+def logged_in_study(logger: LoggerConfig, folder: Path) -> LoggerConfig:
+    """Loggers of a trial's run: in W&B it stands in the study's group, under the trial's label.
+
+    Args:
+        logger: options of the loggers, whose own name and group stay.
+        folder: folder of the trial's work.
+    """
+    if not logger.wandb:
+        return logger
+    trial = TrialSpec.from_json((folder.parent / SPEC_FILE).read_text(encoding="utf-8"))
+    study = folder.resolve().parents[2].name
+    return replace(logger, name=logger.name or trial.label[:_LONGEST], group=logger.group or study[:_LONGEST])
 
 
 def _contents(config: TrainConfig) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import pytorch_lightning as pl
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.records.disk import writing
 from rm_optimizer.schema.config import CalibrationConfig
-from rm_optimizer.training.callbacks.log_media import log_figure
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.loggers.media import log_figure
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
 """Draws frequency against confidence of one evaluation into a PNG file and returns its path."""

@@ -1,0 +1,1 @@
+"""Loggers beside `metrics.csv`: TensorBoard and Weights & Biases."""

@@ -1,0 +1,61 @@
+"""The outcome of a run in Weights & Biases: its best metrics, the table of its groups, its model as an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pytorch_lightning.loggers import Logger, WandbLogger
+
+from rm_optimizer.records.locations import BEST_FOLDER
+from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.loggers.media import log_table
+
+_METRICS = ("accuracy", "nll", "brier", "ece", "mean_margin")
+
+
+def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool) -> None:
+    """Log the metrics of the exported weights with their intervals, and those of each group.
+
+    Args:
+        loggers: the run's; the metrics and the model go to W&B alone, the tables to TensorBoard too.
+        result: the run's result.
+        log_model: refer to the exported model as an artifact, whose files `wandb sync` uploads from where they are.
+    """
+    loggers = list(loggers)
+    for column, groups in result.metrics.groups.items():
+        rows = [
+            {
+                column: name,
+                "pairs": group.num_pairs,
+                "accuracy": group.accuracy.value,
+                "low": group.accuracy.low,
+                "high": group.accuracy.high,
+                "nll": group.nll.value,
+            }
+            for name, group in groups.items()
+        ]
+        log_table(loggers, f"best/by_{column}", rows, result.best_step)
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.summary.update(_summary(result))
+            if log_model:
+                _log_model(logger, result)
+
+
+def _summary(result: RunResult) -> dict[str, float | int | str | None]:
+    estimates = {name: getattr(result.metrics, name) for name in _METRICS}
+    values = {f"best/{name}": estimate.value for name, estimate in estimates.items()}
+    ends = {
+        f"best/{name}_{end}": getattr(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")
+    }
+    return values | ends | {"best/step": result.best_step, "status": result.status.value}
+
+
+def _log_model(logger: WandbLogger, result: RunResult) -> None:
+    import wandb
+
+    metadata = {"step": result.best_step, "monitor": result.monitor, "accuracy": result.metrics.accuracy.value}
+    artifact = wandb.Artifact(f"model-{result.run_id}", type="model", metadata=metadata)
+    artifact.add_dir(str(Path(result.run_dir) / BEST_FOLDER), policy="immutable")
+    logger.experiment.log_artifact(artifact, aliases=["best"])
