@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling import RewardModelCreditAssigner as RewardModelCreditAssigner
     from rm_optimizer.rl_coupling import RewardModelEnsemble as RewardModelEnsemble
     from rm_optimizer.rl_coupling import RewardModelScorer as RewardModelScorer
+    from rm_optimizer.rl_coupling import RLReadinessReport as RLReadinessReport
+    from rm_optimizer.rl_coupling import RLReadinessScorer as RLReadinessScorer
     from rm_optimizer.schema import TrainConfig as TrainConfig
     from rm_optimizer.schema import compose as compose
     from rm_optimizer.schema import typed as typed

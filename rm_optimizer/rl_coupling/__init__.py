@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve as OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler as BestOfNSampler
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses as RankedResponses
+    from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport as RLReadinessReport
+    from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer as RLReadinessScorer
     from rm_optimizer.rl_coupling.reward_credit import RewardModelCreditAssigner as RewardModelCreditAssigner
     from rm_optimizer.rl_coupling.reward_scale import ScaledScorer as ScaledScorer
     from rm_optimizer.rl_coupling.reward_scorer import RewardModelScorer as RewardModelScorer

@@ -1,0 +1,137 @@
+"""Readiness from four given numbers, by the weights of the method's authors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.rl_coupling.readiness.report import ReadinessVerdict, RLReadinessReport
+
+WEIGHTS: Mapping[str, float] = MappingProxyType(
+    {"accuracy": 0.35, "ece": 0.25, "reward_variance": 0.25, "top_eigenvalue": 0.15}
+)
+"""Weights of the method's authors; they sum to 1."""
+READY_ABOVE, ACCEPTABLE_FROM = 0.8, 0.6
+BASIS = (
+    "four numbers by weights that the method's authors set by hand; nothing validates them, so use the score to "
+    "compare with theirs, and rm-opt readiness for a measured one"
+)
+
+
+class RLReadinessScorer:
+    """Score of a reward model from its accuracy, calibration, variance of rewards and curvature.
+
+    `0.35 min(accuracy, 1) + 0.25 (1 - 5 ece) + 0.25 (1 - (variance - 0.5) / 2.5) + 0.15 (1 - (eigenvalue - 50) / 450)`,
+    each term's factor clamped to [0, 1]. Above 0.8 is ready, 0.6 to 0.8 acceptable with monitoring, less not
+    recommended.
+
+    **The weights are unvalidated.** The method's authors set them by hand and publish no test of them. Calibration and
+    curvature are not known to predict what a policy gains. A high variance of rewards counts as bad here, although a
+    low variance *within* prompts is what slows an algorithm that does not rescale rewards (Razin et al., 2025,
+    arXiv:2503.15477). `docs/readiness.md` compares the score with measured readiness on synthetic worlds.
+
+    Args:
+        weights: weight of each argument of `compute_score` by its name, not negative, with a sum of 1; None takes the
+            authors'.
+
+    Raises:
+        ConfigError: if a weight is missing, unknown, negative or not finite, or the sum is not 1.
+
+    Example:
+        >>> report = RLReadinessScorer().compute_score(0.87, 0.05, 1.2, 150)
+        >>> f"{report.score}", report.verdict.value
+        ('0.789', 'acceptable with monitoring')
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = dict(WEIGHTS if weights is None else weights)
+        if self.weights.keys() != WEIGHTS.keys():
+            got = ", ".join(self.weights) or "none"
+            raise ConfigError(f"weights must name {', '.join(WEIGHTS)}, got {got}")
+        for name, weight in self.weights.items():
+            if _number(f"weights[{name!r}]", weight) < 0:
+                raise ConfigError(f"weights[{name!r}] must not be negative, got {weight:g}")
+        if abs(sum(self.weights.values()) - 1) > 1e-9:
+            raise ConfigError(f"weights must sum to 1, got {sum(self.weights.values()):g}; divide each by their sum")
+
+    def compute_score(
+        self, accuracy: float, ece: float, reward_variance: float, top_eigenvalue: float
+    ) -> RLReadinessReport:
+        """Score four measured numbers.
+
+        Args:
+            accuracy: share of pairs ranked as labeled, not negative; more than 1 counts as 1.
+            ece: expected calibration error, in [0, 1].
+            reward_variance: variance of the rewards, not negative.
+            top_eigenvalue: largest eigenvalue of the loss's Hessian.
+
+        Raises:
+            ConfigError: if a number is not finite or out of its range.
+        """
+        given = {
+            "accuracy": _number("accuracy", accuracy, most=None),
+            "ece": _number("ece", ece, most=1.0),
+            "reward_variance": _number("reward_variance", reward_variance, most=None),
+            "top_eigenvalue": _number("top_eigenvalue", top_eigenvalue, least=None),
+        }
+        factors = {
+            "accuracy": given["accuracy"],
+            "ece": 1 - 5 * given["ece"],
+            "reward_variance": 1 - (given["reward_variance"] - 0.5) / 2.5,
+            "top_eigenvalue": 1 - (given["top_eigenvalue"] - 50) / 450,
+        }
+        components = {name: self.weights[name] * min(max(value, 0.0), 1.0) for name, value in factors.items()}
+        score = math.fsum(components.values())
+        return RLReadinessReport(
+            verdict=_verdict(score),
+            score=Estimate(score, None, 0),
+            basis=BASIS,
+            features={name: Estimate(value, None, 0) for name, value in given.items()},
+            components=components,
+            recommendations=tuple(_recommendations(given)),
+        )
+
+
+def _verdict(score: float) -> ReadinessVerdict:
+    if score > READY_ABOVE:
+        return ReadinessVerdict.ready
+    return ReadinessVerdict.acceptable if score >= ACCEPTABLE_FROM else ReadinessVerdict.not_recommended
+
+
+def _recommendations(given: Mapping[str, float]) -> list[str]:
+    rules = (
+        (
+            given["accuracy"] > 1,
+            f"an accuracy of {given['accuracy']:g} counted as 1; give a share of pairs, not a percentage",
+        ),
+        (
+            given["accuracy"] < 0.7,
+            "accuracy is below 0.7; train on more or cleaner pairs, and compare it with what the labels' noise allows",
+        ),
+        (given["ece"] > 0.1, "the calibration error is above 0.1; fit a temperature on pairs that are not reported"),
+        (
+            given["reward_variance"] > 2.0,
+            "the variance of rewards is above 2; standardize rewards before a penalty on the divergence is added",
+        ),
+        (
+            given["top_eigenvalue"] > 200,
+            "the top eigenvalue is above 200; a lower learning rate or SAM leads to flatter minima",
+        ),
+    )
+    return [sentence for applies, sentence in rules if applies]
+
+
+def _number(name: str, value: float, *, least: float | None = 0.0, most: float | None = None) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be a number, got {value!r}") from error
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} must be finite, got {number:g}; measure it again or leave the score out")
+    if (least is not None and number < least) or (most is not None and number > most):
+        expected = "must not be negative" if most is None else f"must lie in [{least:g}, {most:g}]"
+        raise ConfigError(f"{name} {expected}, got {number:g}")
+    return number
