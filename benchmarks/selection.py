@@ -54,7 +54,7 @@ def measure(size: int, hidden: int, k: int, rule: str) -> tuple[float, float]:
         path = Path(folder, "differences.npy")
         written = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(size, hidden))
         for start in range(0, size, BLOCK):
-            written[start : start + BLOCK] = generator.standard_normal((BLOCK, hidden), dtype=np.float32)
+            written[start : start + BLOCK] = generator.standard_normal((min(BLOCK, size - start), hidden), np.float32)
         written.flush()
         del written
         differences = np.load(path, mmap_mode="r")

@@ -148,6 +148,7 @@ def test_a_small_study_runs_goes_on_and_writes_tables_and_pictures(tmp_path, mon
     monkeypatch.setattr(label_pools, "NUM_POOL", 150)
     monkeypatch.setattr(label_study, "TUNING_SPLITS", 1)
     options = ["--splits", "2", "--budget", "32", "--start", "16", "--batch", "16", "--bootstrap", "50"]
+    options += ["--pool", "iid", "--pool", "duplicated"]
 
     def run():
         return CliRunner().invoke(app, ["study", "labels", str(tmp_path / "s"), *options])
@@ -157,10 +158,10 @@ def test_a_small_study_runs_goes_on_and_writes_tables_and_pictures(tmp_path, mon
     assert "iid: labels saved at 32 labels, 2 splits" in first.output
     assert "random_again (placebo)" in first.output
     found = json.loads((tmp_path / "s" / "savings.json").read_text())
-    assert [pool["pool"] for pool in found] == ["iid", "redundant", "shifted"]
+    assert [pool["pool"] for pool in found] == ["iid", "duplicated"]
     assert (tmp_path / "s" / "iid.curves.png").stat().st_size > 10_000
     results = {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("trials/*/result.json")}
-    assert len(results) == 6
+    assert len(results) == 4
     again = run()
     assert json.loads((tmp_path / "s" / "savings.json").read_text()) == found
     assert again.exit_code == 0
@@ -169,6 +170,24 @@ def test_a_small_study_runs_goes_on_and_writes_tables_and_pictures(tmp_path, mon
     mixed = run()
     assert mixed.exit_code == 2
     assert "the folder holds a pool 'iid' of other pairs, features or options" in mixed.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--pool", "reduntant"], "did you mean 'redundant'"),
+        (["--pool", "iid", "--data", "pairs.jsonl"], "leave one out"),
+        (["--model", "x"], "--model and --name are for --data"),
+        (["--flips", "0.5"], "--flips must lie in [0, 0.5)"),
+        (["--budget", "100"], "--budget must be --start and a multiple of --batch"),
+        (["--budget", "1600"], "fewer than twice --budget 1600; lower it"),
+    ],
+)
+def test_bad_options_of_the_study_are_one_sentence_and_leave_nothing(tmp_path, options, expected):
+    result = CliRunner().invoke(app, ["study", "labels", str(tmp_path / "s"), *options])
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert not (tmp_path / "s").exists()
 
 
 def test_length_strata_of_a_study_are_of_the_texts_and_not_of_a_feature():

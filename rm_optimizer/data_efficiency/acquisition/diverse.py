@@ -23,9 +23,13 @@ class Coreset(AcquisitionFunction):
         """Distance of the pair's difference of features to the nearest labeled one; its norm where none is labeled."""
         differences = pool.require_differences(self.name)
         squares = _square_norms(differences)
-        nearest = squares.copy()
-        for position in np.flatnonzero(pool.is_labeled):
-            nearest = np.minimum(nearest, _square_distances(differences, squares, int(position), up_to_sign=True))
+        nearest, labeled = squares.copy(), np.flatnonzero(pool.is_labeled)
+        for _, some in blocks(labeled, 1024):
+            for start, block in blocks(differences):
+                products = np.abs(np.asarray(block @ differences[some].T, dtype=np.float64))
+                own = nearest[start : start + len(block)]
+                apart = (squares[some] - 2 * products).min(axis=1) + squares[start : start + len(block)]
+                np.minimum(own, np.maximum(apart, 0.0), out=own)
         return np.asarray(np.sqrt(nearest))
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:

@@ -93,7 +93,7 @@ class Pool:
             )
 
 
-def blocks(rows: np.ndarray, size: int = 65_536) -> Iterator[tuple[int, np.ndarray]]:
+def blocks(rows: np.ndarray, size: int = 16_384) -> Iterator[tuple[int, np.ndarray]]:
     """Rows in blocks with the position of each block's first row, so that a mapped array is read piece by piece."""
     for start in range(0, len(rows), size):
         yield start, rows[start : start + size]

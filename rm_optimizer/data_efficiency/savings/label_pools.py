@@ -1,4 +1,4 @@
-"""Pools of labeled pairs to try acquisition functions on: three synthetic ones with a known oracle, and real pairs."""
+"""Pools of labeled pairs to try acquisition functions on: synthetic ones with a known oracle, and real pairs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ NUM_FEATURES, NUM_POOL, NUM_TEST, NUM_PROTOTYPES = 24, 3000, 2000, 100
 """Size of a synthetic pool."""
 NOISE = 0.1
 """Deviation of a pair from its prototype in a redundant pool, as a share of a feature's own."""
+COPIED_SHARE, NUM_COPIED, COPY_NOISE = 0.9, 2, 0.05
+"""Share of a duplicated pool that are copies, the pairs that they are copies of, and the copies' deviation likewise."""
 MARGIN_STD = 2.0
 """Standard deviation of the oracle's margins over independent pairs."""
 
@@ -29,12 +31,14 @@ class SyntheticPool(StrEnum):
     """Pools whose oracle is a linear Bradley-Terry model of Gaussian features with variances 1, 1/2, 1/3, ….
 
     `iid` has independent pairs. In `redundant` every pair is close to one of 100 prototypes, the r-th as often as 1/r;
-    its test pairs are drawn alike. `shifted` has that pool, and independent test pairs.
+    its test pairs are drawn alike. `shifted` has that pool, and independent test pairs. In `duplicated` nine of ten
+    pairs are near-copies of two, and the others are independent; its test pairs are drawn alike.
     """
 
     iid = "iid"
     redundant = "redundant"
     shifted = "shifted"
+    duplicated = "duplicated"
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,18 @@ def synthetic_split(pool: SyntheticPool, seed: int) -> LabelSplit:
     def independent(num: int) -> np.ndarray:
         return np.asarray(generator.normal(size=(num, NUM_FEATURES)) * scales)
 
-    differences = independent(NUM_POOL) if pool == SyntheticPool.iid else near_prototypes(NUM_POOL)
-    test = near_prototypes(NUM_TEST) if pool == SyntheticPool.redundant else independent(NUM_TEST)
+    def with_copies(num: int) -> np.ndarray:
+        copied = prototypes[generator.integers(NUM_COPIED, size=num)]
+        copied = copied + COPY_NOISE * scales * generator.normal(size=copied.shape)
+        return np.where(generator.random((num, 1)) < COPIED_SHARE, copied, independent(num))
+
+    drawn, tested = {
+        SyntheticPool.iid: (independent, independent),
+        SyntheticPool.redundant: (near_prototypes, near_prototypes),
+        SyntheticPool.shifted: (near_prototypes, independent),
+        SyntheticPool.duplicated: (with_copies, with_copies),
+    }[pool]
+    differences, test = drawn(NUM_POOL), tested(NUM_TEST)
     labels = (generator.random(NUM_POOL) < expit(differences @ weights)).astype(float)
     return LabelSplit(differences, labels, test, expit(test @ weights), np.zeros(NUM_POOL))
 
