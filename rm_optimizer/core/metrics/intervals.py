@@ -29,8 +29,8 @@ _RESAMPLED_CLUSTERS_AT_ONCE = 4_000_000
 _TAILS = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
 
 
-def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]:
-    """95 % interval of a probability seen as `frequency` in independent trials (Wilson, 1927).
+def wilson_interval(frequency: float, num_samples: float, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Interval of a probability seen as `frequency` in independent trials (Wilson, 1927).
 
     `(f + z^2 / 2n ± z sqrt(f (1 - f) / n + z^2 / 4n^2)) / (1 + z^2 / n)`; unlike the normal interval it stays inside
     [0, 1] and has width at frequencies of 0 and 1.
@@ -38,13 +38,14 @@ def wilson_interval(frequency: float, num_samples: float) -> tuple[float, float]
     Args:
         frequency: observed share of successes, in [0, 1].
         num_samples: trials, positive; an effective number may be fractional.
+        confidence: probability that the interval is meant to hold the truth with.
 
     Example:
         >>> low, high = wilson_interval(0.5, 100)
         >>> round(low, 4), round(high, 4)
         (0.4038, 0.5962)
     """
-    z = float(ndtri(0.5 + CONFIDENCE / 2))
+    z = float(ndtri(0.5 + confidence / 2))
     center = frequency + z * z / (2 * num_samples)
     half = z * math.sqrt(frequency * (1 - frequency) / num_samples + z * z / (4 * num_samples**2))
     scale = 1 + z * z / num_samples
@@ -247,7 +248,10 @@ def cluster_totals(
 
 
 def clustered_share(
-    shares: Float[np.ndarray, " rows"], clusters: Sequence[int] | Sequence[str] | np.ndarray | None = None
+    shares: Float[np.ndarray, " rows"],
+    clusters: Sequence[int] | Sequence[str] | np.ndarray | None = None,
+    *,
+    confidence: float = CONFIDENCE,
 ) -> Estimate:
     """Mean of values in [0, 1] with Wilson's interval over the effective number of rows.
 
@@ -258,6 +262,7 @@ def clustered_share(
     Args:
         shares: values in [0, 1], such as 1 for a success.
         clusters: cluster of each row, such as its prompt; None takes rows as independent.
+        confidence: probability that the interval is meant to hold the truth with.
 
     Example:
         >>> str(clustered_share(np.array([1.0, 0.0, 1.0, 0.0])))
@@ -275,7 +280,7 @@ def clustered_share(
     variance = num_clusters / (num_clusters - 1) * float((residual**2).sum()) / count**2
     independent = float(shares.var(ddof=1)) / count
     effective = count / max(variance / independent, 1.0) if independent else float(num_clusters)
-    low, high = wilson_interval(value, effective)
+    low, high = wilson_interval(value, effective, confidence=confidence)
     return Estimate(value, math.sqrt(variance), num_clusters, low, high, IntervalKind.wilson)
 
 

@@ -1,0 +1,132 @@
+"""The probe asks as few questions as its rule allows, and its interval holds wherever it stops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
+from rm_optimizer.rl_coupling.readiness.oracle import Comparisons, ScorerOracle
+from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
+from rm_optimizer.rl_coupling.readiness.probe import StoppingRule, planned_questions, run_probe
+from rm_optimizer.rl_coupling.readiness.style_edits import EDITS, style_flips
+
+
+class ByWord(Scorer):
+    """Scorer of the number that ends a text, or of a property of it."""
+
+    def __init__(self, reward=lambda text: float(text.split()[-1])):
+        self.reward = reward
+
+    def score(self, prompts, responses):
+        return torch.tensor([self.reward(text) for text in responses])
+
+
+class Noisy:
+    """Oracle that prefers the pick with the chance of its prompt."""
+
+    def __init__(self, chance, rng):
+        self.chance, self.rng = chance, rng
+
+    def prefer(self, prompts, first, second):
+        rows = [int(prompt.split()[1]) for prompt in prompts]
+        return (self.rng.random(len(rows)) < self.chance[rows]).astype(float)
+
+
+def pool_of(rewards):
+    texts = [[f"response {number}" for number in row] for row in rewards]
+    return ResponsePool([f"prompt {row}" for row in range(len(rewards))], texts, np.array(rewards))
+
+
+POOL = pool_of(np.random.default_rng(5).normal(size=(64, 8)))
+
+
+def test_a_perfect_model_is_decided_early():
+    pool = pool_of(np.random.default_rng(0).permuted(np.tile(np.arange(16.0), (64, 1)), axis=1))
+    record = run_probe(pool, ScorerOracle(ByWord()), 16, StoppingRule(), seed=0)
+    assert record.win_rate.value == 1.0
+    assert record.num_labels == record.num_questions == 128
+    assert record.stopped == "the interval is within ±0.05"
+
+
+def test_a_reversed_model_stops_at_the_first_look():
+    pool = pool_of(np.random.default_rng(0).permuted(np.tile(np.arange(16.0), (64, 1)), axis=1))
+    record = run_probe(pool, ScorerOracle(ByWord(lambda text: -float(text.split()[-1]))), 16, StoppingRule(), seed=0)
+    assert (record.num_questions, record.win_rate.value) == (32, 0.0)
+    assert "worse than other responses" in record.stopped
+
+
+def test_equal_texts_tie_without_a_label():
+    pool = ResponsePool(["a", "b"], [["same"] * 4] * 2, np.zeros((2, 4)))
+    record = run_probe(pool, Comparisons([]), 4, StoppingRule(32), seed=0)
+    assert (record.num_labels, record.win_rate.value) == (0, 0.5)
+
+
+@pytest.mark.parametrize("truth", [0.5, 0.62, 0.8, 0.95])
+def test_interval_covers_the_truth_wherever_the_probe_stops(truth):
+    rng = np.random.default_rng(int(100 * truth))
+    covered, stops = 0, set()
+    for _ in range(300):
+        chance = np.clip(truth + 0.1 * rng.uniform(-1, 1, size=64) * min(1, 10 * (1 - truth)), 0, 1)
+
+        record = run_probe(POOL, Noisy(chance, rng), 8, StoppingRule(), seed=int(rng.integers(1000)))
+        covered += record.win_rate.low <= truth <= record.win_rate.high
+        stops.add(record.num_questions)
+    assert covered / 300 >= 0.95 - 2 * 0.0126  # two standard errors of 300 probes
+
+
+def test_answers_of_people_are_found_whichever_side_they_stood_on():
+    pool, rule = POOL, StoppingRule(40, 20)
+    asked = planned_questions(pool, 8, rule, seed=3)
+    pairs = []
+    for place, (row, pick, other) in enumerate(zip(asked.prompt, asked.pick, asked.other, strict=True)):
+        sides = (pool.responses[row][pick], pool.responses[row][other])
+        turned = place % 2
+        pairs.append(
+            PreferencePair(pool.prompts[row], *(sides[::-1] if turned else sides), label=0.0 if turned else 1.0)
+        )
+    whole = run_probe(pool, Comparisons(pairs), 8, rule, seed=3)
+    assert (whole.win_rate.value, whole.num_open) == (1.0, 0)
+    part = run_probe(pool, Comparisons(pairs[:12]), 8, rule, seed=3)
+    assert (part.num_labels, part.num_open, part.num_questions) == (12, 8, 20)
+    assert part.stopped == "there are no further answers"
+    with pytest.raises(DataError, match="answers none of the first 20 questions"):
+        run_probe(pool, Comparisons([]), 8, rule, seed=3)
+
+
+def test_errors_of_all_looks_add_up_to_five_percent():
+    for rule in (StoppingRule(), StoppingRule(100, 30), StoppingRule(10, 32)):
+        assert sum(1 - confidence for _, confidence in rule.looks()) == pytest.approx(0.05)
+        assert [stop for stop, _ in rule.looks()][-1] == rule.max_questions
+
+
+def test_style_flips_are_those_of_the_edits_that_the_model_pays_for():
+    pairs = [PreferencePair(f"p{i}", "Long good answer. More of it.", "Bad one. Short.") for i in range(20)]
+    bold = style_flips(ByWord(lambda text: 100.0 * ("**" in text) + len(text)), pairs)
+    assert bold["style_flips_bold"].value == 1.0
+    assert bold["style_flips_paragraphs"].value == 0.0
+    assert bold["style_flips"].value == pytest.approx(1 / len(EDITS), abs=0.26)
+    content = style_flips(ByWord(lambda text: float("good" in text)), pairs)
+    assert content["style_flips"].value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: StoppingRule(0), ConfigError, "at least 1 question"),
+        (lambda: StoppingRule(precision=0.5), ConfigError, r"must lie in \(0, 0.5\), got 0.5"),
+        (lambda: ResponsePool.of([]), DataError, "at least 2 prompts"),
+        (
+            lambda: ResponsePool.of([RankedResponses("p", ("a",), (1.0,), (0,))] * 2),
+            DataError,
+            "at least 2 to each; got 2 prompts with 1 to 1 responses",
+        ),
+        (lambda: ScorerOracle(ByWord(lambda text: float("nan"))).prefer(["p"], ["a"], ["b"]), DataError, "not finite"),
+    ],
+)
+def test_what_cannot_be_probed_is_refused_in_a_sentence(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
