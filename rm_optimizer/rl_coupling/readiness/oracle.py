@@ -47,7 +47,7 @@ class ScorerOracle:
         margin = np.array([float(rewards[0] - rewards[1]) for rewards in groups])
         if not np.isfinite(margin).all():
             raise DataError("the oracle gives rewards that are not finite; choose another with --gold")
-        return 0.5 + 0.5 * np.sign(margin)
+        return np.asarray(0.5 + 0.5 * np.sign(margin))
 
 
 class Comparisons:

@@ -67,7 +67,8 @@ class ReadinessSample:
         num_prompts: prompts that the policy answered.
         num_responses: responses to each.
         num_labels: answers of the oracle, over probe and on-policy pairs.
-        policy: digest of the policy, or of its saved responses.
+        model: digest of the reward model's weights and tokens.
+        responses: digest of the policy's responses; empty without any.
         seed: seed of every random choice.
         wall_seconds: duration in seconds.
     """
@@ -76,7 +77,8 @@ class ReadinessSample:
     num_prompts: int
     num_responses: int
     num_labels: int
-    policy: str
+    model: str
+    responses: str
     seed: int
     wall_seconds: float
 

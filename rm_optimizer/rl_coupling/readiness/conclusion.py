@@ -1,0 +1,221 @@
+"""Verdict from measured features: gates, the probe, then the fitted score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.doctor.diagnosis import Check, Status
+from rm_optimizer.rl_coupling.readiness.fitted import FittedOutcome, FittedReadiness
+from rm_optimizer.rl_coupling.readiness.report import Algorithm, ProbeRecord, ReadinessVerdict
+
+LEAST_SPREAD = 0.1
+"""Share of the reward's variance within prompts below which an algorithm that does not rescale is slowed.
+
+In a pilot on synthetic worlds, REINFORCE with a penalty reached 1.02 in place of 2.27 where the share was squeezed from
+0.43 to 0.03; algorithms that rescale groups did not change.
+"""
+MOST_TIED_GROUPS = 0.25
+"""Share of groups of equal rewards above which GRPO, which learns nothing from them, wastes much of its sampling."""
+_RESCALES = (Algorithm.bon, Algorithm.grpo)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Measurements that a verdict rests on.
+
+    Args:
+        algorithm: algorithm that is to use the model.
+        features: measured features by name.
+        gates: checks of the doctor.
+        probes: the best-of-n probes; none where there is no oracle or no policy.
+    """
+
+    algorithm: Algorithm
+    features: Mapping[str, Estimate]
+    gates: Sequence[Check]
+    probes: Sequence[ProbeRecord]
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """Verdict with its reasons, as in `RLReadinessReport`."""
+
+    verdict: ReadinessVerdict
+    score: Estimate | None
+    basis: str
+    components: Mapping[str, float]
+    recommendations: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+
+def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
+    """Decide whether a reward model is good enough for an algorithm.
+
+    A failed gate, or picks that are not shown to beat other responses after all questions, decide against it. Else the
+    fitted score decides: the top quarter of the study's reward models is ready, the quarter below it is acceptable with
+    monitoring, less is not recommended. A spread of rewards that the algorithm cannot use takes "ready" back to
+    "acceptable". Without a score there is no verdict.
+
+    Args:
+        evidence: the measurements.
+        fit: the fitted score; None where there is none.
+    """
+    score, cautions = _scored(evidence, fit)
+    obstacles = _obstacles(evidence)
+    limits = _limits(evidence)
+    components = {} if score is None or fit is None else _components(evidence, fit.of(evidence.algorithm))
+    if obstacles:
+        verdict, basis = ReadinessVerdict.not_recommended, obstacles[0][0]
+    elif score is None or fit is None:
+        verdict, basis = ReadinessVerdict.unknown, _without_score(evidence)
+    else:
+        verdict, basis = _placed(score, fit.of(evidence.algorithm))
+        if limits and verdict is ReadinessVerdict.ready:
+            verdict = ReadinessVerdict.acceptable
+    advice = [remedy for _, remedy in obstacles] + limits + _next_steps(evidence, verdict, components)
+    return Conclusion(verdict, score, basis, components, tuple(dict.fromkeys(advice)), tuple(cautions))
+
+
+def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate | None, list[str]]:
+    """The fitted score, or None, with what to bear in mind about it."""
+    algorithm, features = evidence.algorithm, evidence.features
+    if fit is None:
+        return None, ["this version has no fitted score"]
+    if algorithm not in fit.outcomes:
+        known = ", ".join(fit.outcomes)
+        return None, [f"the fitted score {fit.version} is validated for {known}, not for {algorithm}"]
+    outcome = fit.of(algorithm)
+    missing = [term.name for term in outcome.features if not _is_known(features.get(term.name))]
+    if missing:
+        return None, [f"the fitted score {fit.version} needs {', '.join(missing)}, which was not measured"]
+    cautions = [
+        f"the score is validated {fit.provenance.wording}: Kendall's tau {outcome.tau:.2f} on worlds that were not "
+        "fitted; how far it carries to other policies and data is not known"
+    ]
+    if outside := fit.outside(features, algorithm):
+        cautions.insert(0, f"the score extrapolates: {', '.join(outside)} lies outside what the study saw")
+    return fit.score(features, algorithm), cautions
+
+
+def _is_known(estimate: Estimate | None) -> bool:
+    return estimate is not None and math.isfinite(estimate.value)
+
+
+def _components(evidence: Evidence, outcome: FittedOutcome) -> dict[str, float]:
+    """Change of the prediction by each feature, against a reward model of average features."""
+    return {
+        term.name: term.weight * (evidence.features[term.name].value - term.mean) / term.std
+        for term in outcome.features
+    }
+
+
+def _obstacles(evidence: Evidence) -> list[tuple[str, str]]:
+    """Reasons against the model that no score outweighs, each with its remedy."""
+    found = [
+        (f"the check {check.name} failed", f"repair {check.name}: {check.explanation}")
+        for check in evidence.gates
+        if check.status is Status.fail
+    ]
+    for probe in evidence.probes:
+        rate = probe.win_rate
+        if rate.low is None or rate.high is None or rate.low > 0.5:
+            continue
+        if rate.high < 0.5 or probe.num_questions >= probe.max_questions:
+            reason = (
+                f"the best of {probe.n} by this model is preferred in {rate:.2f} of the questions, no more than chance"
+            )
+            remedy = "label pairs of this policy's own responses and train on them (rm-opt select, rm-opt label)"
+            found.append((reason, remedy))
+    return found
+
+
+def _limits(evidence: Evidence) -> list[str]:
+    """Sentences on a spread of rewards that the algorithm cannot use."""
+    spread, tied = evidence.features.get("reward_spread"), evidence.features.get("tied_groups")
+    if evidence.algorithm not in _RESCALES and spread is not None and spread.value < LEAST_SPREAD:
+        return [
+            f"only {spread.value:.0%} of the reward's variance lies within prompts, which slows {evidence.algorithm}; "
+            "subtract a baseline of each prompt and rescale the rewards, or use GRPO"
+        ]
+    if evidence.algorithm is Algorithm.grpo and tied is not None and tied.value > MOST_TIED_GROUPS:
+        return [
+            f"{tied.value:.0%} of the groups have equal rewards, from which GRPO gets no gradient; draw larger groups, "
+            "or responses at a higher temperature"
+        ]
+    return []
+
+
+def _placed(score: Estimate, outcome: FittedOutcome) -> tuple[ReadinessVerdict, str]:
+    """Verdict by the place of the score among the study's reward models, and that place in words."""
+    places = (
+        (ReadinessVerdict.not_recommended, "in the lowest quarter of"),
+        (ReadinessVerdict.not_recommended, "below the median of"),
+        (ReadinessVerdict.acceptable, "above the median of"),
+        (ReadinessVerdict.ready, "in the top quarter of"),
+    )
+    verdict, place = places[sum(score.value >= cut for cut in outcome.cut_points)]
+    return verdict, f"predicted {outcome.outcome}: {score:.2f} {outcome.unit}, {place} the study's reward models"
+
+
+def _without_score(evidence: Evidence) -> str:
+    if not evidence.probes:
+        return "no oracle compared responses of the policy, so there is no probe and no score"
+    probe = evidence.probes[0]
+    return (
+        f"the best of {probe.n} by this model is preferred in {probe.win_rate:.2f} of the questions; there is no score"
+    )
+
+
+def _next_steps(evidence: Evidence, verdict: ReadinessVerdict, components: Mapping[str, float]) -> list[str]:
+    steps = []
+    if not evidence.probes:
+        steps.append(
+            "answer the probe's questions, or name an oracle: rm-opt readiness --ask FILE, rm-opt label FILE, then "
+            "--comparisons FILE; or --gold MODEL"
+        )
+    elif any(
+        probe.num_questions < probe.max_questions and probe.stopped.startswith("there") for probe in evidence.probes
+    ):
+        steps.append("answer more questions: rm-opt label FILE, then the same command")
+    flips, length = evidence.features.get("style_flips"), evidence.features.get("length_correlation")
+    if flips is not None and flips.low is not None and flips.low > 0.1:
+        steps.append(
+            f"style alone turns {flips.value:.0%} of the preferences; add pairs that differ in style only, or a policy "
+            "will learn the style"
+        )
+    if length is not None and abs(length.value) > 0.5:
+        steps.append(
+            f"reward follows length (correlation {length.value:.2f} within prompts); watch the length of responses, "
+            "or penalize it"
+        )
+    if verdict is ReadinessVerdict.not_recommended and components:
+        worst = min(components, key=lambda name: components[name])
+        remedy = _REMEDIES.get(worst.split("_")[0], "train on more or cleaner pairs")
+        steps.append(f"{worst} lowers the score most; {remedy}")
+    if verdict in _START and evidence.probes:
+        steps.append(_START[verdict])
+    return steps
+
+
+_REMEDIES = {
+    "probe": "label pairs of the policy's own responses, and train on them",
+    "accuracy": "train on more pairs, or clean their labels (rm-opt data clean)",
+    "nll": "train on more pairs, or clean their labels (rm-opt data clean)",
+}
+_START = {
+    ReadinessVerdict.unknown: (
+        "choose an algorithm and a number of responses that the fitted score covers (see the cautions), or go by the "
+        "probe: compare it between candidates on the same prompts"
+    ),
+    ReadinessVerdict.ready: (
+        "start with a penalty on the divergence, keep checkpoints, and repeat the probe on the trained policy's "
+        "responses: a good start does not last (rm-opt rlhf measures every checkpoint)"
+    ),
+    ReadinessVerdict.acceptable: (
+        "keep the policy close: best of few, or a strong penalty on the divergence; repeat the probe at every "
+        "checkpoint and stop where the win rate falls (rm-opt rlhf)"
+    ),
+}

@@ -1,0 +1,335 @@
+"""Measurement of a reward model's readiness on pairs, a policy's responses and an oracle."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import clustered_share
+from rm_optimizer.core.model.features import features
+from rm_optimizer.core.model.identity import scorer_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+from rm_optimizer.doctor.diagnosis import Check, Status
+from rm_optimizer.doctor.doctor import diagnose
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
+from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, Policy
+from rm_optimizer.rl_coupling.readiness.conclusion import Evidence, conclude
+from rm_optimizer.rl_coupling.readiness.features import (
+    epistemic_std,
+    length_sensitivity,
+    pair_accuracy,
+    relative_to_ceiling,
+    reward_spread,
+    tempered_scores,
+    tied_groups,
+    worst_slice_accuracy,
+)
+from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness, fitted_readiness
+from rm_optimizer.rl_coupling.readiness.oracle import Oracle, ScorerOracle
+from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
+from rm_optimizer.rl_coupling.readiness.probe import StoppingRule, run_probe
+from rm_optimizer.rl_coupling.readiness.report import Algorithm, ProbeRecord, ReadinessSample, RLReadinessReport
+from rm_optimizer.rl_coupling.readiness.style_edits import style_flips
+
+OnStage = Callable[[str, int, int], None]
+"""Called with what is being done, and how many of how many stages are done."""
+PROBE_SIZE = 64
+"""Responses among which the model picks where the fitted score asks for no other number."""
+_MOST_OOD = 512
+_FEWEST_OF_SLICE = 20
+_STYLED_PAIRS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadinessOptions:
+    """Sizes of a measurement.
+
+    Args:
+        num_prompts: most prompts that the policy answers.
+        num_samples: responses to each, at least 2.
+        rule: rule by which the probe stops.
+        max_pairs: most labeled pairs to score.
+        on_policy_pairs: random pairs of the policy's responses that the oracle compares beside the probe.
+        group_size: responses of a group in GRPO.
+        ceiling: accuracy of the true preference on the labels, in (0.5, 1]; None where it is not known.
+        num_bootstrap: resamples for intervals.
+        seed: seed of every random choice.
+    """
+
+    num_prompts: int = 64
+    num_samples: int = 64
+    rule: StoppingRule = field(default_factory=StoppingRule)
+    max_pairs: int = 2000
+    on_policy_pairs: int = 256
+    group_size: int = 8
+    ceiling: float | None = None
+    num_bootstrap: int = 1000
+    seed: int = 0
+
+
+def measure_readiness(
+    model: BradleyTerryRM,
+    pairs: PreferenceDataset,
+    policy: Policy | ResponsePool | None,
+    oracle: Oracle | None,
+    *,
+    algorithm: Algorithm | str = Algorithm.rloo_kl,
+    prompts: Sequence[Prompt] | None = None,
+    options: ReadinessOptions = ReadinessOptions(),
+    trained: TrainedPairs | None = None,
+    ensemble: RewardModelEnsemble | None = None,
+    top_eigenvalue: float | None = None,
+    on_stage: OnStage = lambda what, done, total: None,
+) -> RLReadinessReport:
+    """Measure whether a reward model is good enough for an algorithm to optimize a policy by.
+
+    Args:
+        model: the reward model, on its device.
+        pairs: labeled pairs that the model was not trained on.
+        policy: the policy to optimize, or a pool of its responses; None leaves out all that needs one.
+        oracle: judge of the policy's responses; None leaves out the probe, and so the score and the verdict.
+        algorithm: algorithm that is to use the model.
+        prompts: prompts that the policy answers; None takes those of the pairs.
+        options: sizes of the measurement.
+        trained: record of the pairs that the model was trained on; None if there is none.
+        ensemble: reward models whose disagreement on the policy's responses is reported.
+        top_eigenvalue: largest eigenvalue of the loss's Hessian, where it was measured; reported.
+        on_stage: called with what is being done and how many of how many stages are done.
+
+    Raises:
+        CheckpointError: if a reward is not finite.
+        ConfigError: if an option is out of range, or the algorithm is unknown.
+        DataError: if there are too few pairs, prompts or responses, or the oracle answers nothing.
+    """
+    started = time.perf_counter()
+    measured = _Measurement(model, pairs, policy, oracle, _algorithm(algorithm), prompts, options, fitted_readiness())
+    stages: list[tuple[str, Callable[[], None]]] = [
+        ("gates", lambda: measured.check(trained)),
+        ("pairs", measured.measure_pairs),
+        ("style", measured.measure_style),
+        *([("responses of the policy", measured.measure_pool), ("probe", measured.ask)] if policy is not None else []),
+        ("coverage", lambda: measured.measure_unscored(ensemble, top_eigenvalue)),
+    ]
+    for done, (what, run) in enumerate(stages):
+        on_stage(what, done, len(stages))
+        run()
+        if what == "gates" and not _gives_rewards(measured.gates):
+            break
+    return measured.report(time.perf_counter() - started)
+
+
+@dataclass
+class _Measurement:
+    """The stages of one measurement, and what they found."""
+
+    model: BradleyTerryRM
+    pairs: PreferenceDataset
+    policy: Policy | ResponsePool | None
+    oracle: Oracle | None
+    algorithm: Algorithm
+    prompts: Sequence[Prompt] | None
+    options: ReadinessOptions
+    fit: FittedReadiness | None
+    found: dict[str, Estimate] = field(default_factory=dict)
+    unscored: dict[str, Estimate] = field(default_factory=dict)
+    gates: tuple[Check, ...] = ()
+    probes: list[ProbeRecord] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
+    num_labels: int = 0
+
+    @cached_property
+    def sample(self) -> tuple[PreferencePair, ...]:
+        """The pairs that are scored."""
+        return tuple(self.pairs.subset(self.options.max_pairs, self.options.seed).pairs)
+
+    @cached_property
+    def pool(self) -> ResponsePool:
+        """Responses of the policy."""
+        if isinstance(self.policy, ResponsePool):
+            return self.policy
+        assert self.policy is not None, "stages that need a pool run only where there is a policy"
+        options = self.options
+        prompts = self.prompts or list({pair.prompt_id: pair.prompt for pair in self.sample}.values())
+        sampler = BestOfNSampler(self.policy, self.model, options.num_samples, seed=options.seed)
+        return ResponsePool.of(sampler.sample(prompts[: options.num_prompts]))
+
+    def check(self, trained: TrainedPairs | None) -> None:
+        """The doctor's checks on the model and the pairs."""
+        diagnosis = diagnose(self.model, {"pairs": self.pairs}, seed=self.options.seed, trained=trained)
+        self.gates = tuple(check for check in diagnosis.checks if check.status is not Status.skipped)
+
+    def measure_pairs(self) -> None:
+        """Accuracy, worst slice and proper scores on labeled pairs."""
+        options, pairs = self.options, self.sample
+        groups = self.model.score_groups([pair.prompt for pair in pairs], [(p.chosen, p.rejected) for p in pairs])
+        margin = np.array([float(rewards[0]) - float(rewards[1]) for rewards in groups])
+        label, prompt = np.array([pair.label for pair in pairs]), [pair.prompt_id for pair in pairs]
+        accuracy = pair_accuracy(margin, prompt, label)
+        self.found["accuracy"] = accuracy
+        self.found["accuracy_relative"] = relative_to_ceiling(accuracy, self._ceiling())
+        resampling = {"num_bootstrap": options.num_bootstrap, "seed": options.seed}
+        if (slices := _slices(pairs)) is not None:
+            self.found["worst_slice_accuracy"] = worst_slice_accuracy(margin, slices, prompt, label, **resampling)
+        scores = tempered_scores(self.model.beta * margin, prompt, label, **resampling)
+        self.found |= {"nll": scores.nll, "brier": scores.brier}
+        if scores.temperature.temperature is not None:
+            self.unscored["temperature"] = Estimate(scores.temperature.temperature, None, len(pairs))
+
+    def measure_style(self) -> None:
+        """Preferences that a change of style turns."""
+        self.found |= style_flips(self.model, self.sample[:_STYLED_PAIRS])
+
+    def measure_pool(self) -> None:
+        """Spread of the rewards on the policy's responses, and how they follow length."""
+        pool, options = self.pool, self.options
+        num, seed = options.num_bootstrap, options.seed
+        self.found["reward_spread"] = reward_spread(pool.rewards, num_bootstrap=num, seed=seed)
+        self.found["tied_groups"] = tied_groups(pool.rewards, min(options.group_size, pool.rewards.shape[1]))
+        self.found["length_correlation"] = length_sensitivity(pool.rewards, pool.lengths, num_bootstrap=num, seed=seed)
+
+    def ask(self) -> None:
+        """Probes, and the accuracy on random pairs of the policy's responses."""
+        if self.oracle is None:
+            return
+        options, most = self.options, self.pool.rewards.shape[1]
+        for n in dict.fromkeys(min(size, most) for size in self._probe_sizes()):
+            record = run_probe(self.pool, self.oracle, n, options.rule, seed=options.seed)
+            self.probes.append(record)
+            self.num_labels += record.num_labels
+            self.found[f"probe_{n}"] = record.win_rate
+        if options.on_policy_pairs:
+            self._on_policy(self.oracle)
+
+    def measure_unscored(self, ensemble: RewardModelEnsemble | None, top_eigenvalue: float | None) -> None:
+        """Disagreement, coverage of the policy's responses by the pairs, and curvature."""
+        if top_eigenvalue is not None:
+            self.unscored["top_eigenvalue"] = Estimate(top_eigenvalue, None, 1)
+        if self.policy is None:
+            return
+        if ensemble is not None:
+            flat = [prompt for prompt, texts in zip(self.pool.prompts, self.pool.responses, strict=True) for _ in texts]
+            members = ensemble.member_rewards(flat, [text for texts in self.pool.responses for text in texts])
+            self.unscored["epistemic_std"] = epistemic_std(members.reshape(len(members), *self.pool.rewards.shape))
+        if (share := self._uncovered()) is not None:
+            self.unscored["policy_out_of_distribution"] = share
+
+    def report(self, wall_seconds: float) -> RLReadinessReport:
+        """The verdict, with all that was measured."""
+        conclusion = conclude(Evidence(self.algorithm, self.found, self.gates, self.probes), self.fit)
+        pool = None if self.policy is None or not self.found else self.pool
+        return RLReadinessReport(
+            verdict=conclusion.verdict,
+            score=conclusion.score,
+            basis=conclusion.basis,
+            features=self.found,
+            components=conclusion.components,
+            recommendations=conclusion.recommendations,
+            cautions=(*conclusion.cautions, *self.cautions),
+            algorithm=self.algorithm,
+            gates=self.gates,
+            probes=tuple(self.probes),
+            unscored=self.unscored,
+            sample=ReadinessSample(
+                num_pairs=len(self.sample),
+                num_prompts=0 if pool is None else len(pool.prompts),
+                num_responses=0 if pool is None else pool.rewards.shape[1],
+                num_labels=self.num_labels,
+                model=scorer_digest(self.model),
+                responses="" if pool is None else digest([list(texts) for texts in pool.responses]),
+                seed=self.options.seed,
+                wall_seconds=wall_seconds,
+            ),
+        )
+
+    def _ceiling(self) -> float:
+        """Ceiling of the accuracy: as given, or a gold reward's own accuracy, or 1."""
+        if self.options.ceiling is not None:
+            return self.options.ceiling
+        if isinstance(self.oracle, ScorerOracle) and self.oracle.is_exact:
+            pairs = self.sample
+            sides = (
+                [pair.prompt for pair in pairs],
+                [pair.chosen for pair in pairs],
+                [pair.rejected for pair in pairs],
+            )
+            label = np.array([pair.label for pair in pairs])
+            gold = self.oracle.prefer(*sides) - 0.5
+            return max(pair_accuracy(gold, np.arange(len(pairs)), label).value, 0.5 + 1e-9)
+        self.cautions.append(
+            "the noise of the labels is not known, so accuracy_relative is relative to 1 and too low; give --ceiling, "
+            "the accuracy of an expert on the same labels"
+        )
+        return 1.0
+
+    def _probe_sizes(self) -> list[int]:
+        """Numbers of responses that the fitted score probes, or the usual one."""
+        terms = self.fit.outcomes[self.algorithm].features if self.fit and self.algorithm in self.fit.outcomes else ()
+        return [int(term.name.removeprefix("probe_")) for term in terms if term.name.startswith("probe_")] or [
+            PROBE_SIZE
+        ]
+
+    def _on_policy(self, oracle: Oracle) -> None:
+        num_prompts, num_samples = self.pool.rewards.shape
+        rng = np.random.default_rng([self.options.seed, 5])
+        prompt = np.resize(rng.permutation(num_prompts), self.options.on_policy_pairs)
+        first = rng.integers(num_samples, size=len(prompt))
+        second = (first + 1 + rng.integers(num_samples - 1, size=len(prompt))) % num_samples
+        label, num_labels = self.pool.compared(oracle, prompt, first, second)
+        known = np.isfinite(label) & (label != 0.5)
+        self.num_labels += num_labels
+        if known.any():
+            margin = self.pool.rewards[prompt, first] - self.pool.rewards[prompt, second]
+            self.found["on_policy_accuracy"] = pair_accuracy(margin[known], prompt[known], label[known])
+
+    def _uncovered(self) -> Estimate | None:
+        """Share of the policy's responses that 95 % of the pairs' responses are nearer than; None for too few pairs."""
+        rng = np.random.default_rng([self.options.seed, 7])
+        pairs = self.sample[:_MOST_OOD]
+        known = [(pair.prompt, pair.chosen if rng.random() < 0.5 else pair.rejected) for pair in pairs]
+        rows, columns = (axis.ravel() for axis in np.indices(self.pool.rewards.shape))
+        kept = rng.permutation(len(rows))[:_MOST_OOD]
+        drawn = [(self.pool.prompts[rows[place]], self.pool.responses[rows[place]][columns[place]]) for place in kept]
+        try:
+            detector = MahalanobisDetector(self._features(known), seed=self.options.seed)
+        except DataError:
+            return None
+        is_far = np.array(detector.detect(self._features(drawn)).is_ood, dtype=np.float64)
+        return clustered_share(is_far, rows[kept])
+
+    def _features(self, texts: Iterable[tuple[Prompt, str]]) -> np.ndarray:
+        prompts, responses = zip(*texts, strict=True)
+        ids = [encoding.ids for encoding in self.model.encode(prompts, responses)]
+        return features(self.model, ids).numpy()
+
+
+def _algorithm(name: Algorithm | str) -> Algorithm:
+    if name not in [choice.value for choice in Algorithm]:
+        raise ConfigError(did_you_mean("algorithm", str(name), [choice.value for choice in Algorithm]))
+    return Algorithm(name)
+
+
+def _gives_rewards(gates: Sequence[Check]) -> bool:
+    """True if rewards are finite and differ, without which nothing else can be measured."""
+    return all(check.status is not Status.fail for check in gates if check.name == "reward_spread")
+
+
+def _slices(pairs: Sequence[PreferencePair]) -> list[str] | None:
+    """Slice of each pair, its subset or else its source, small ones together; None where there is only one."""
+    for column in ("subset", "source"):
+        values = [str(pair.metadata.get(column, "")) for pair in pairs]
+        counts = Counter(values)
+        kept = [value if counts[value] >= _FEWEST_OF_SLICE else "(other)" for value in values]
+        if len(set(kept)) > 1:
+            return kept
+    return None
