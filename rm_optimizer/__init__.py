@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling import RewardModelScorer as RewardModelScorer
     from rm_optimizer.rl_coupling import RLReadinessReport as RLReadinessReport
     from rm_optimizer.rl_coupling import RLReadinessScorer as RLReadinessScorer
+    from rm_optimizer.rl_coupling import measure_readiness as measure_readiness
     from rm_optimizer.schema import TrainConfig as TrainConfig
     from rm_optimizer.schema import compose as compose
     from rm_optimizer.schema import typed as typed

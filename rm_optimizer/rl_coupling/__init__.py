@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve as OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler as BestOfNSampler
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses as RankedResponses
+    from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions as ReadinessOptions
+    from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness as measure_readiness
+    from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle as ScorerOracle
     from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport as RLReadinessReport
     from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer as RLReadinessScorer
     from rm_optimizer.rl_coupling.reward_credit import RewardModelCreditAssigner as RewardModelCreditAssigner
