@@ -260,6 +260,9 @@ WAYS: dict[str, Way] = {
         slow=True,
     ),
     "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Way(prints="pairs stay: kept.jsonl"),
+    "rm-opt study cleaning outputs/cleaning": Way(
+        "rm-opt study cleaning outputs/cleaning --splits 2 --pairs 60", prints="AUROC: turned labels"
+    ),
     "rm-opt study labels outputs/labels --data pairs.jsonl --splits 100 --budget 512": Way(
         "rm-opt study labels outputs/labels --data pairs.jsonl --splits 2 --budget 16 --start 8 --batch 8",
         prints="labels saved at 16 labels",

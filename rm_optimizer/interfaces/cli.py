@@ -20,6 +20,7 @@ from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_tr
 from rm_optimizer.interfaces.commands.evaluate import evaluate
 from rm_optimizer.interfaces.commands.info import info
 from rm_optimizer.interfaces.commands.labels.clean import data_clean
+from rm_optimizer.interfaces.commands.labels.cleaning import study_cleaning
 from rm_optimizer.interfaces.commands.labels.label import label
 from rm_optimizer.interfaces.commands.labels.scaling import scaling
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
@@ -87,6 +88,7 @@ compare_app.command(OF_HYPOTHESES)(compare_hypotheses)
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 study_app = typer.Typer(cls=Commands, help="Studies of what rm-opt claims.", add_completion=False, **QUIET)
 study_app.command("labels")(with_field_flags(study_labels))
+study_app.command("cleaning")(with_field_flags(study_cleaning))
 app.add_typer(study_app, name="study", rich_help_panel="Labels")
 for panel, commands in GROUPS.items():
     for command, settings in commands:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from rm_optimizer.data_efficiency.cleaning.annotators import noise_ceiling
+from rm_optimizer.data_efficiency.cleaning.cleaning_study import measure, planned_cleanings
 from rm_optimizer.data_efficiency.cleaning.wrong_labels import (
     Cartography,
+    flipped_labels,
     held_out_chances,
     suspected_labels,
     with_flips,
@@ -41,26 +44,50 @@ def test_wrong_labels_of_a_synthetic_world_are_found(seed):
     flagged = np.isin(np.arange(len(label)), suspects.positions)
     assert flagged[~is_wrong].mean() <= 0.05
     assert flagged[is_wrong].mean() >= 0.4
-    assert 0.7 * is_wrong[flagged].sum() < suspects.num_wrong <= is_wrong[flagged].sum()  # flips are no logistic noise
+    assert suspects.num_wrong == pytest.approx(is_wrong[flagged].sum(), rel=0.15)
+    assert suspects.flipped_share == pytest.approx(0.2, abs=0.04)
 
 
-def test_filtered_training_is_better_at_a_fifth_of_wrong_labels():
-    gains = []
-    for seed in range(3):
-        differences, label, _ = world(seed, num=400)
-        suspects = suspected_labels(
-            held_out_chances(differences, label, np.arange(400), num_repeats=2).confidence, false_positive_rate=0.1
-        )
-        kept = ~np.isin(np.arange(400), suspects.positions)
-        test, test_label, test_wrong = world(seed, num=3000)
-        truth = np.where(test_wrong, 1 - test_label, test_label)[1500:]
+def test_filtered_training_is_better_at_a_fifth_of_wrong_labels_and_changes_nothing_without():
+    planned = planned_cleanings("decided", 4, [0.2], num_pairs=400)
+    found = [measure(trial.spec, Path()) for trial in planned]
+    assert np.mean([row["auroc"] for row in found]) > 0.9
+    assert np.mean([row["gain"] for row in found]) > 0.005
+    clean = measure(planned_cleanings("decided", 1, [0.0], num_pairs=400)[0].spec, Path())
+    assert (clean["auroc"], clean["suspected"], clean["gain"], clean["fewer_gain"]) == (None, 0, 0, 0)
 
-        def accuracy(rows: np.ndarray) -> float:
-            model = fit_linear_reward(differences[rows], label[rows], ridge=1.0)  # noqa: B023
-            return float(((model.margins(test[1500:]) > 0) == (truth > 0.5)).mean())  # noqa: B023
 
-        gains.append(accuracy(kept) - accuracy(np.ones(400, dtype=bool)))
-    assert np.mean(gains) > 0.01
+def test_a_cleaning_study_runs_goes_on_and_tells_pools_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ["study", "cleaning", str(tmp_path / "s"), "--splits", "2", "--pairs", "60", "--flips", "0.3"]
+    first = CliRunner().invoke(app, options)
+    assert first.exit_code == 0, first.output
+    assert "2 x 60" in first.output
+    rows = json.loads((tmp_path / "s" / "cleaning.json").read_text())
+    assert [(row["pool"], row["flips"]) for row in rows] == [("decided", 0.3), ("noisy", 0.3)]
+    again = CliRunner().invoke(app, options)
+    assert json.loads((tmp_path / "s" / "cleaning.json").read_text()) == rows
+    assert again.exit_code == 0
+    options[6] = "80"
+    other = CliRunner().invoke(app, options)
+    assert other.exit_code == 2
+    assert "other pairs, features or options" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--flips", "0.5"], "--flips must lie in [0, 0.5), got 0.5"),
+        (["--false-positive-rate", "1"], "--false-positive-rate must lie in (0, 1), got 1"),
+        (["--pairs", "4000"], "has 3,000 training pairs, fewer than --pairs 4000; lower it"),
+        (["--name", "x"], "--model and --name are for --data"),
+    ],
+)
+def test_bad_options_of_a_cleaning_study_are_one_sentence_and_leave_nothing(tmp_path, options, expected):
+    result = CliRunner().invoke(app, ["study", "cleaning", str(tmp_path / "s"), *options])
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert not (tmp_path / "s").exists()
 
 
 def test_probabilities_are_of_models_that_have_not_seen_the_conversation():
@@ -81,8 +108,12 @@ def test_dynamics_have_their_closed_forms():
         Cartography(np.array([[np.nan]]))
 
 
-def test_no_label_is_suspected_that_is_more_probable_than_not():
-    assert suspected_labels(np.array([0.6, 0.9]), false_positive_rate=0.9).positions == ()
+def test_no_label_is_suspected_where_the_model_expects_the_noise():
+    generator = np.random.default_rng(4)
+    margins = np.abs(generator.normal(size=3000) * 2)
+    chances = expit(np.where(generator.random(3000) < expit(margins), margins, -margins))
+    assert (chances < 0.2).any()
+    assert suspected_labels(chances, false_positive_rate=0.9).positions == ()
     with pytest.raises(ConfigError, match="false_positive_rate"):
         suspected_labels(np.array([0.5]), false_positive_rate=0.0)
 
@@ -111,14 +142,19 @@ def test_annotators_who_agree_and_who_guess():
         noise_ceiling(np.array([1.0]), np.array([0.0]), ["a"])
 
 
-def test_calibrated_probabilities_hold_the_rate_of_right_labels():
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_the_share_of_flips_is_found_and_right_labels_are_suspected_at_their_rate(share):
     generator = np.random.default_rng(3)
-    chances = expit(generator.normal(0.8, 1.5, size=50_000))
-    is_right = generator.random(50_000) < chances
+    margins = np.abs(generator.normal(size=50_000) * 3)
+    sides = np.where(generator.random(50_000) < expit(margins), margins, -margins)
+    is_wrong = generator.random(50_000) < share
+    chances = expit(np.where(is_wrong, -sides, sides) / 2)  # a model that random flips made half as sure
+    assert flipped_labels(chances).share == pytest.approx(share, abs=0.02)
     for rate in (0.01, 0.05, 0.2):
         found = suspected_labels(chances, false_positive_rate=rate)
         flagged = np.isin(np.arange(50_000), found.positions)
-        assert flagged[is_right].mean() == pytest.approx(found.false_positive_rate, abs=0.004)
+        assert flagged[~is_wrong].mean() == pytest.approx(found.false_positive_rate, abs=0.005)
+        assert found.num_wrong == pytest.approx(is_wrong[flagged].sum(), rel=0.08)
         assert found.false_positive_rate <= rate
 
 
@@ -141,6 +177,7 @@ def test_data_clean_takes_flipped_pairs_out_and_says_how_many(tmp_path):
     found, wrong = {row["prompt"] for row in suspects}, {f"ask {number}" for number in range(0, 240, 10)}
     assert wrong <= found
     assert len(found - wrong) <= 0.05 * 216
+    assert "estimated share of wrong labels: 10%" in result.output
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2
     assert "is there already" in again.stderr

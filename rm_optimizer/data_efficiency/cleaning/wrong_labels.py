@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.special import expit, log_expit
+from scipy.special import expit, log_expit, logit
 
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
@@ -15,6 +16,12 @@ from rm_optimizer.records.codec import JsonRecord
 
 RIDGES = tuple(float(ridge) for ridge in 10.0 ** np.arange(-2.0, 4.1, 0.5))
 """Penalties to choose from, for differences of features with unit variance."""
+_SHARES = np.arange(0.0, 0.451, 0.01)
+_SHARPNESS = np.exp(np.arange(-0.5, 2.51, 0.1))
+_QUANTILES = 4000
+"""Quantiles of the margins that the estimate reads."""
+_SIGNIFICANT = 2.706
+"""Upper 5 % of the likelihood ratio where the share cannot be negative: half of it is 0, half is chi-squared."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,19 @@ class Cartography:
 
 
 @dataclass(frozen=True)
+class FlippedLabels:
+    """Labels that were turned around, beyond the noise that people's preferences have anyway.
+
+    Args:
+        share: share of all labels, in [0, 0.45]; 0 where the labels are no noisier than the model expects.
+        chances: probability of each label that it was turned around.
+    """
+
+    share: float
+    chances: Float[np.ndarray, " pairs"]
+
+
+@dataclass(frozen=True)
 class SuspectedLabels(JsonRecord):
     """Labels that a threshold calls wrong.
 
@@ -56,12 +76,14 @@ class SuspectedLabels(JsonRecord):
         threshold: probability of the label below which a pair is suspected.
         false_positive_rate: estimated share of the right labels that is suspected.
         num_wrong: expected wrong labels among those suspected.
+        flipped_share: estimated share of all labels that is wrong.
     """
 
     positions: tuple[int, ...]
     threshold: float
     false_positive_rate: float
     num_wrong: float
+    flipped_share: float
 
 
 def held_out_chances(
@@ -89,30 +111,89 @@ def held_out_chances(
     Raises:
         DataError: if there are fewer conversations than folds.
     """
-    members, numbers = np.unique(groups, return_inverse=True)
-    if len(members) < num_folds:
-        raise DataError(f"held-out predictions need at least {num_folds} conversations, got {len(members)}")
-    scaled = differences / np.maximum(np.sqrt((differences**2).mean(axis=0)), 1e-12)
     chances = np.zeros((num_repeats, len(label)))
     for repeat in range(num_repeats):
-        fold = np.random.default_rng([seed, repeat]).permutation(len(members)) % num_folds
-        margins = np.zeros((len(RIDGES), len(label)))
-        for held in range(num_folds):
-            is_held = fold[numbers] == held
-            for row, ridge in enumerate(RIDGES):
-                model = fit_linear_reward(scaled[~is_held], label[~is_held], ridge=ridge)
-                margins[row, is_held] = model.margins(scaled[is_held])
-        nll = -(label * log_expit(margins) + (1 - label) * log_expit(-margins)).mean(axis=1)
-        best = margins[int(np.argmin(nll))]
+        best, _ = held_out_margins(differences, label, groups, num_folds=num_folds, seed=[seed, repeat])
         chances[repeat] = label * expit(best) + (1 - label) * expit(-best)
     return Cartography(chances)
 
 
-def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rate: float = 0.05) -> SuspectedLabels:
-    """Labels to look at again, as many as keep the share of right labels among them small.
+def held_out_margins(
+    differences: Float[np.ndarray, "pairs features"],
+    label: Float[np.ndarray, " pairs"],
+    groups: np.ndarray,
+    *,
+    num_folds: int,
+    seed: Sequence[int],
+) -> tuple[Float[np.ndarray, " pairs"], float]:
+    """Margins by models fitted without the pair's conversation, at the penalty of the lowest held-out NLL, and it.
 
-    With calibrated probabilities `p_i` of the labels, the expected share of right labels that a threshold suspects is
-    the sum of the suspected pairs' `p_i` over that of all. The threshold is the largest one within the rate.
+    Args:
+        differences: features of the first response less those of the second.
+        label: probability that the first response is the better one.
+        groups: number of each pair's conversation.
+        num_folds: parts, each predicted by a model of the others.
+        seed: seed of the division.
+
+    Raises:
+        DataError: if there are fewer conversations than folds.
+    """
+    members, numbers = np.unique(groups, return_inverse=True)
+    if len(members) < num_folds:
+        raise DataError(f"held-out predictions need at least {num_folds} conversations, got {len(members)}")
+    scaled = scaled_features(differences)
+    fold = np.random.default_rng(seed).permutation(len(members)) % num_folds
+    margins = np.zeros((len(RIDGES), len(label)))
+    for held in range(num_folds):
+        is_held = fold[numbers] == held
+        for row, ridge in enumerate(RIDGES):
+            model = fit_linear_reward(scaled[~is_held], label[~is_held], ridge=ridge)
+            margins[row, is_held] = model.margins(scaled[is_held])
+    nll = -(label * log_expit(margins) + (1 - label) * log_expit(-margins)).mean(axis=1)
+    best = int(np.argmin(nll))
+    return margins[best], RIDGES[best]
+
+
+def scaled_features(
+    differences: Float[np.ndarray, "pairs features"], like: Float[np.ndarray, "others features"] | None = None
+) -> Float[np.ndarray, "pairs features"]:
+    """Differences with each feature divided by its root mean square, or by that of other pairs.
+
+    Args:
+        differences: features of the first response less those of the second.
+        like: pairs whose root mean square to take; None takes these.
+    """
+    rows = differences if like is None else like
+    return np.asarray(differences / np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12))
+
+
+def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
+    """Estimate which labels were turned around, from held-out probabilities of all of them.
+
+    A label that was turned around with probability e has the probability ``(1 - 2 e) sigmoid(a m) + e`` with `m` the
+    model's margin for it. Random flips make the model doubtful, which `a` undoes. Both numbers are those of the highest
+    likelihood. If it is not significantly higher than with ``e = 0`` (a likelihood-ratio test at 5 %), no label counts
+    as turned around: people disagree, and an improbable label need not be wrong.
+
+    Args:
+        chances: probability of each pair's label by a model that has not seen it.
+    """
+    margins = logit(np.clip(chances, 1e-12, 1 - 1e-12))
+    num = min(len(margins), _QUANTILES)
+    agreed = expit(np.multiply.outer(_SHARPNESS, np.quantile(margins, (np.arange(num) + 0.5) / num)))
+    likelihood = np.array([np.log((1 - 2 * share) * agreed + share + 1e-300).mean(axis=1) for share in _SHARES])
+    row, column = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
+    if 2 * len(margins) * (likelihood[row, column] - likelihood[0].max()) < _SIGNIFICANT:
+        return FlippedLabels(0.0, np.zeros(len(chances)))
+    share, found = float(_SHARES[row]), expit(_SHARPNESS[column] * margins)
+    return FlippedLabels(share, share * (1 - found) / ((1 - 2 * share) * found + share))
+
+
+def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rate: float = 0.05) -> SuspectedLabels:
+    """Labels to look at again: those that were more probably turned around than not.
+
+    The expected share of right labels that is suspected is the sum of the suspected pairs' probabilities of being right
+    over that of all. The least probable labels come first, as many as keep it within the rate.
 
     Args:
         chances: probability of each pair's label by a model that has not seen it.
@@ -123,16 +204,18 @@ def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rat
     """
     if not 0 < false_positive_rate < 1:
         raise ConfigError(f"false_positive_rate must lie in (0, 1), got {false_positive_rate}")
+    flipped = flipped_labels(chances)
     order = np.argsort(chances, kind="stable")
-    right = np.cumsum(chances[order])
+    right = np.cumsum(1 - flipped.chances[order])
     num = int(np.searchsorted(right, false_positive_rate * right[-1], side="right"))
-    num = min(num, int(np.sum(chances < 0.5)))  # a label that is more probable than not is no suspect
-    flagged = order[:num]
+    num = min(num, int(np.sum(flipped.chances > 0.5)))
+    suspects = order[:num]
     return SuspectedLabels(
-        tuple(flagged.tolist()),
+        tuple(suspects.tolist()),
         threshold=float(chances[order[num]]) if num < len(order) else 1.0,
-        false_positive_rate=float(chances[flagged].sum() / right[-1]),
-        num_wrong=float((1 - chances[flagged]).sum()),
+        false_positive_rate=float((1 - flipped.chances[suspects]).sum() / right[-1]),
+        num_wrong=float(flipped.chances[suspects].sum()),
+        flipped_share=flipped.share,
     )
 
 

@@ -51,6 +51,7 @@ class LabelSplit:
         test_differences: the same of the test pairs.
         test_chances: probability that the first response of a test pair is preferred.
         lengths: logarithm of the first response's length over the other's, of the pool; 0 where there are no texts.
+        groups: number of the conversation of each pair of the pool.
     """
 
     differences: Float[np.ndarray, "pool features"]
@@ -58,6 +59,7 @@ class LabelSplit:
     test_differences: Float[np.ndarray, "test features"]
     test_chances: Float[np.ndarray, " test"]
     lengths: Float[np.ndarray, " pool"]
+    groups: np.ndarray
 
     def flipped(self, share: float, seed: int) -> LabelSplit:
         """The split with this share of the pool's labels turned around, at random."""
@@ -65,12 +67,18 @@ class LabelSplit:
         return replace(self, labels=np.where(is_wrong, 1 - self.labels, self.labels))
 
 
-def synthetic_split(pool: SyntheticPool, seed: int) -> LabelSplit:
-    """A synthetic pool with labels of its oracle; each seed is another oracle."""
+def synthetic_split(pool: SyntheticPool, seed: int, *, margin_std: float = MARGIN_STD) -> LabelSplit:
+    """A synthetic pool with labels of its oracle; each seed is another oracle.
+
+    Args:
+        pool: kind of the pool.
+        seed: seed of the oracle and the pairs.
+        margin_std: standard deviation of the oracle's margins over independent pairs; a large one leaves no noise.
+    """
     generator = np.random.default_rng([seed, 0])
     scales = np.arange(1, NUM_FEATURES + 1) ** -0.5
     weights = generator.normal(size=NUM_FEATURES)
-    weights *= MARGIN_STD / np.linalg.norm(weights * scales)
+    weights *= margin_std / np.linalg.norm(weights * scales)
     prototypes = generator.normal(size=(NUM_PROTOTYPES, NUM_FEATURES)) * scales
     often = 1 / np.arange(1, NUM_PROTOTYPES + 1)
 
@@ -94,7 +102,7 @@ def synthetic_split(pool: SyntheticPool, seed: int) -> LabelSplit:
     }[pool]
     differences, test = drawn(NUM_POOL), tested(NUM_TEST)
     labels = (generator.random(NUM_POOL) < expit(differences @ weights)).astype(float)
-    return LabelSplit(differences, labels, test, expit(test @ weights), np.zeros(NUM_POOL))
+    return LabelSplit(differences, labels, test, expit(test @ weights), np.zeros(NUM_POOL), np.arange(NUM_POOL))
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,8 @@ class LabeledFeatures:
         tested = np.isin(self.groups, random_positions(num_groups, round(test_share * num_groups), [seed, 0]))
         differences, labels = self.turned(seed)
         lengths = self.lengths * (2 * labels - 1)
-        return LabelSplit(differences[~tested], labels[~tested], differences[tested], labels[tested], lengths[~tested])
+        kept = (lengths[~tested], self.groups[~tested])
+        return LabelSplit(differences[~tested], labels[~tested], differences[tested], labels[tested], *kept)
 
     def turned(self, seed: int) -> tuple[Float[np.ndarray, "pairs features"], Float[np.ndarray, " pairs"]]:
         """Differences with each pair's responses in random order, and 1 where the chosen one comes first, else 0."""

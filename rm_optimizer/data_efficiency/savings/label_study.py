@@ -126,7 +126,7 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
     values: dict[str, float | int | str | None] = {"pool": spec["name"], "split": seed}
     for number, rule in enumerate((*RULES, PLACEBO)):
         for labels, model in _rounds(split, study, rule, spec["ridges"], [seed, number]):
-            accuracy, nll = _tested(model, split)
+            accuracy, nll = tested(model, split.test_differences, split.test_chances)
             values |= {f"{rule}/{labels}/accuracy": accuracy, f"{rule}/{labels}/nll": nll}
     return values
 
@@ -192,7 +192,7 @@ def _tuned_ridges(study: LabelStudy, pool: str, features: LabeledFeatures | None
             known = order[:labels]
             for column, ridge in enumerate(RIDGES):
                 model = fit_linear_reward(split.differences[known], split.labels[known], ridge=ridge)
-                totals[row, column] += _tested(model, split)[1]
+                totals[row, column] += tested(model, split.test_differences, split.test_chances)[1]
     return [RIDGES[column] for column in totals.argmin(axis=1)]
 
 
@@ -213,10 +213,11 @@ def _rounds(
             is_labeled[acquire.select(pool, study.batch, seed=int(generator.integers(2**31)) + turn)] = True
 
 
-def _tested(model: LinearReward, split: LabelSplit) -> tuple[float, float]:
-    """Expected accuracy and NLL on the test pairs."""
-    margins: Float[np.ndarray, " test"] = model.margins(split.test_differences)
-    chances = split.test_chances
+def tested(
+    model: LinearReward, differences: Float[np.ndarray, "test features"], chances: Float[np.ndarray, " test"]
+) -> tuple[float, float]:
+    """Expected accuracy and NLL on test pairs whose first response is preferred with these probabilities."""
+    margins: Float[np.ndarray, " test"] = model.margins(differences)
     right = np.where(margins > 0, chances, np.where(margins < 0, 1 - chances, 0.5))
     nll = -chances * log_expit(margins) - (1 - chances) * log_expit(-margins)
     return float(right.mean()), float(nll.mean())

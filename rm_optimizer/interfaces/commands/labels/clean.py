@@ -23,7 +23,7 @@ def data_clean(
     ] = 0.05,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the folds.")] = 0,
 ) -> None:
-    """Take out pairs whose label is improbable by models that have not seen their conversation.
+    """Take out pairs whose label was probably turned around, by models that have not seen their conversation.
 
     OUT.suspects.jsonl holds what was taken out, the least probable first; OUT.report.json says how many were expected.
     """
@@ -54,4 +54,8 @@ def data_clean(
         f"{len(is_suspect):,} labels are suspected, {suspects.num_wrong:,.0f} of them expected to be wrong, at "
         f"{suspects.false_positive_rate:.1%} of the right ones: {suspects_file}"
     )
+    if suspects.flipped_share == 0:
+        print("the labels are no noisier than the models expect of people who disagree, so none is suspected")
+    else:
+        print(f"estimated share of wrong labels: {suspects.flipped_share:.0%}")
     print(f"held-out accuracy of the linear models: {dynamics.correctness.mean():.1%}; near 50% they tell nothing")

@@ -61,7 +61,7 @@ def run_splits(folder: Path, task: str, trials: Sequence[PlannedTrial]) -> tuple
     publish(folder, task, trials, extends=True)
     study = Study(folder)
     done = len(study.status().seconds)
-    with progress("label study", "splits") as show:
+    with progress("study", "splits") as show:
         show(done, len(study.plan.trials))
 
         def count(*ended: object) -> None:

@@ -1,0 +1,53 @@
+"""Table and file of a cleaning study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.data_efficiency.cleaning.cleaning_study import CleaningRow
+from rm_optimizer.records.files import write_text
+from rm_optimizer.reporting.tables import cell_text, new_table, output_console
+
+CLEANING_FILE = "cleaning.json"
+
+
+def write_cleaning(rows: Sequence[CleaningRow], folder: Path) -> None:
+    """Write `cleaning.json`."""
+    write_text(folder / CLEANING_FILE, "[" + ",\n".join(row.to_json() for row in rows) + "]\n")
+
+
+def print_cleaning(rows: Sequence[CleaningRow]) -> None:
+    """Print a row for each pool and share of flips. Gains are in points of accuracy."""
+    title = "Training without suspected labels, by splits"
+    table = new_table(
+        title, "pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random"
+    )
+    for row in rows:
+        table.add_row(
+            row.pool,
+            f"{row.num_splits} x {row.num_pairs:,}",
+            f"{row.flips:.0%}",
+            "" if row.auroc is None else cell_text(row.auroc),
+            f"{row.estimated.value:.1%}",
+            f"{row.suspected.value:.1%}",
+            "" if row.precision is None else f"{row.precision.value:.0%}",
+            _points(row.gain),
+            _points(row.fewer_gain),
+        )
+    console = output_console()
+    console.print(table)
+    console.print(
+        "AUROC: turned labels told from others by held-out probability; estimate: estimated share of turned labels; "
+        "out: share of the pairs taken out; wrong: share of these that were turned; gain: points of test accuracy "
+        "without them; at random: the same without as many random pairs",
+        soft_wrap=True,
+    )
+
+
+def _points(gain: Estimate) -> str:
+    if gain.value == gain.standard_error == 0:
+        return "0"
+    interval = "" if gain.low is None or gain.high is None else f" [{100 * gain.low:+.2f}, {100 * gain.high:+.2f}]"
+    return f"{100 * gain.value:+.2f}{interval}"
