@@ -220,6 +220,23 @@ WAYS: dict[str, Way] = {
         prints="prompts: 1, each with 2 ranked responses",
         slow=True,
     ),
+    "rm-opt readiness outputs/run --policy world --gold world --data pairs.jsonl": Way(
+        # a model of four steps may fail the checks of its rewards, and says so with its exit code
+        "rm-opt readiness outputs/run --policy world --gold world --data pairs.jsonl --n 8 --num-prompts 8 || "
+        "test $? = 4 && ls outputs/run/readiness",
+        prints="readiness.html",
+        slow=True,
+    ),
+    "rm-opt readiness outputs/run --policy MODEL --ask questions.csv": Way(
+        "rm-opt readiness outputs/run --policy world --n 8 --num-prompts 8 --data pairs.jsonl --ask questions.csv || "
+        "test $? = 4 && head -n 1 questions.csv",
+        prints="response_a",
+        slow=True,
+    ),
+    "rm-opt label questions.csv": Way("rm-opt label --help", prints="--port"),
+    "rm-opt readiness outputs/run --policy MODEL --comparisons questions.csv": Way(
+        "rm-opt readiness --help", prints="--comparisons"
+    ),
     "pip install 'rm-optimizer[rl]'": Way("python -c 'import trl'"),
     "rm-opt rlhf outputs/rlhf": Way("rm-opt rlhf --help", prints="--algorithm"),
     "rm-opt rlhf outputs/mine --policy MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo": Way(

@@ -39,6 +39,15 @@ def progress(what: str, unit: str) -> Iterator[OnProgress]:
         yield show
 
 
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar while the block runs, and yield what moves it: the present stage, those done and all of them."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading")
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
 def _lines(what: str, unit: str) -> OnProgress:
     started = last = time.monotonic()
 

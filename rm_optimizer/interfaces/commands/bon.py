@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.errors import ConfigError, DataError, Interrupted, RewardServerUnavailable, did_you_mean
+from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
+from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge
 from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
 from rm_optimizer.schema.rlhf import WORLD
 
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
-    from rm_optimizer.rl_coupling.policy_simulation import Policy, RankedResponses
+    from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
-BACKENDS = ("transformers", "vllm")
+WORLD_PROMPTS = 64
+"""Prompts of the synthetic world where no number is given."""
 FEWEST_POINTS = 4
 """Values of n, and prompts, from which an over-optimization curve is fitted."""
 
@@ -29,22 +32,11 @@ FEWEST_POINTS = 4
 def bon(
     saved: SavedModel,
     out_file: Annotated[Path, Argument(help="JSON Lines of prompts with their ranked responses.")],
-    policy: Annotated[
-        str | None, Option("--policy", help="Causal language model that answers, or `world`, the quick start's.")
-    ] = None,
-    prompts: Annotated[Path | None, Option("--prompts", help="File with a column `prompt`; for a policy.")] = None,
-    completions: Annotated[Path | None, Option("--completions", help="Rank these saved responses instead.")] = None,
+    responses: PolicyOptions,
     n: Annotated[int, Option("--n", min=1, help="Responses to each prompt.")] = 16,
-    num_prompts: Annotated[int | None, Option("--num-prompts", min=1, help="First prompts only.")] = None,
     gold: Annotated[
         str | None, Option("--gold", help="Reward model that judges the selection, or `world`: its gold reward.")
     ] = None,
-    backend: Annotated[str, Option("--backend", help="Generation: transformers, or vllm with its extra.")] = BACKENDS[
-        0
-    ],
-    max_new_tokens: Annotated[int, Option("--max-new-tokens", min=1, help="Most tokens of a response.")] = 128,
-    temperature: Annotated[float, Option("--temperature", help="Divisor of the policy's logits.")] = 1.0,
-    top_p: Annotated[float, Option("--top-p", help="Probability mass to draw from.")] = 1.0,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the responses and of the intervals.")] = 0,
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
     server: Annotated[
@@ -56,18 +48,21 @@ def bon(
     A stopped command goes on when repeated. OUT.curve.json and OUT.curve.png hold the curve; with
     --gold, OUT.overoptimization.json and its picture say where more selection makes responses worse.
     """
-    _require_one_source(policy, prompts, completions)
-    if backend not in BACKENDS:
-        raise ConfigError(did_you_mean("--backend", backend, BACKENDS))
+    responses.check()
+    policy, completions = responses.policy, responses.completions
+    if policy is None and completions is None:
+        raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
+    if policy not in (None, WORLD) and responses.prompts is None:
+        raise ConfigError("--policy MODEL needs --prompts FILE")
     from rm_optimizer.core.rows.response_files import read_prompts
     from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
 
     curve_file = out_file.with_suffix(".curve.json")
-    texts: Sequence[Prompt] = [] if policy is None else _prompts(prompts, num_prompts)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    chosen = None if policy is None else _policy(policy, backend, options)
-    judge = None if gold is None else _judge(gold, texts or list(read_prompts(completions or Path())))
+    most = responses.num_prompts or (WORLD_PROMPTS if responses.prompts is None else sys.maxsize)
+    texts: Sequence[Prompt] = [] if policy is None else responses.read_prompts(most)
+    chosen = None if policy is None else responses.load()
+    judge = None if gold is None else load_judge(gold, texts or list(read_prompts(completions or Path())))
     try:
         with _scorer(saved, server) as (model, scorer), progress("ranking", "prompts") as show:
             if chosen is None:
@@ -83,16 +78,6 @@ def bon(
     for note in _notes(model, ranked):
         print(f"warning: {note}")
     print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
-
-
-def _require_one_source(policy: str | None, prompts: Path | None, completions: Path | None) -> None:
-    """Refuse any but a policy with its prompts, or saved responses."""
-    if (policy is None) == (completions is None):
-        raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
-    if completions is not None and prompts is not None:
-        raise ConfigError("--prompts is for --policy; --completions brings its own prompts")
-    if policy is not None and policy != WORLD and prompts is None:
-        raise ConfigError("--policy MODEL needs --prompts FILE")
 
 
 def _notes(model: BradleyTerryRM, ranked: Sequence[RankedResponses]) -> list[str]:
@@ -147,46 +132,6 @@ def _print(curve: BestOfNCurve) -> None:
     for point in curve.points:
         gold = f"   {point.gold}" if has_gold else ""
         print(f"{point.n:6,}   {point.kl_bound:18.2f}   {point.proxy!s:24}{gold}")
-
-
-def _prompts(path: Path | None, most: int | None) -> list[Prompt]:
-    """Prompts of a file, or those of the synthetic world that training does not see."""
-    if path is None:
-        from rm_optimizer.core.pairs.synthetic import PreferenceWorld
-
-        return list(PreferenceWorld(0).prompts()[: most or 64])
-    from rm_optimizer.core.rows.response_files import read_prompts
-
-    found = [prompt for _, prompt in zip(range(most or 2**62), read_prompts(path), strict=False)]
-    if not found:
-        raise DataError(f"{path}: there are no prompts")
-    return found
-
-
-def _policy(name: str, backend: str, options: dict[str, float]) -> Policy:
-    from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMPolicy
-
-    if name == WORLD:
-        from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
-        from rm_optimizer.rl_coupling.world_policy import WorldPolicy
-
-        return WorldPolicy(PreferenceWorld(0, gold=Gold()))
-    try:
-        return (VLLMPolicy if backend == "vllm" else TransformersPolicy)(name, **options)  # type: ignore[arg-type]
-    except ConfigError as error:
-        raise ConfigError(f"--{str(error).replace('_', '-', 2)}") from error
-
-
-def _judge(name: str, prompts: Sequence[Prompt]) -> Scorer:
-    """The model that judges; the world's gold reward must know all prompts before any is ranked."""
-    if name == WORLD:
-        from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
-        from rm_optimizer.rl_coupling.world_policy import WorldGold
-
-        judge = WorldGold(PreferenceWorld(0, gold=Gold()))
-        judge.score(prompts, ["."] * len(prompts))
-        return judge
-    return SavedModel(name).load()
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +28,7 @@ def doctor(
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.records.progress import stages
     from rm_optimizer.reporting.doctor_table import print_diagnosis
 
     data = pair_options.load_splits(sources, "--data")
@@ -37,7 +36,7 @@ def doctor(
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
     trained = TrainedPairs.recorded(saved.checkpoint)
     limits = {"max_pairs": max_pairs, "token_budget": token_budget}
-    with _stages() as on_stage:
+    with stages() as on_stage:
         diagnosis = diagnose(model, data, seed=seed, trained=trained, on_stage=on_stage, **limits)
     with printed_beside(json_file):
         print_diagnosis(diagnosis, show_all=show_all)
@@ -63,15 +62,3 @@ def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
         return
     write_text(run.path / DOCTOR_FILE, diagnosis.to_json() + "\n")
     print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path)}")
-
-
-@contextmanager
-def _stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar while the block runs, and yield what moves it: the present stage, those done and all of them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("loading")
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

@@ -129,6 +129,14 @@ def measure_readiness(
     return measured.report(time.perf_counter() - started)
 
 
+def probe_sizes(algorithm: Algorithm | str, most: int) -> list[int]:
+    """Numbers of responses that probes pick from: those of the fitted score, or the usual one, but `most` at most."""
+    fit = fitted_readiness()
+    terms = () if fit is None or algorithm not in fit.outcomes else fit.of(algorithm).features
+    sizes = [int(term.name.removeprefix("probe_")) for term in terms if term.name.startswith("probe_")]
+    return list(dict.fromkeys(min(size, most) for size in sizes or [PROBE_SIZE]))
+
+
 @dataclass
 class _Measurement:
     """The stages of one measurement, and what they found."""
@@ -203,7 +211,7 @@ class _Measurement:
         if self.oracle is None:
             return
         options, most = self.options, self.pool.rewards.shape[1]
-        for n in dict.fromkeys(min(size, most) for size in self._probe_sizes()):
+        for n in probe_sizes(self.algorithm, most):
             record = run_probe(self.pool, self.oracle, n, options.rule, seed=options.seed)
             self.probes.append(record)
             self.num_labels += record.num_labels
@@ -214,7 +222,7 @@ class _Measurement:
     def measure_unscored(self, ensemble: RewardModelEnsemble | None, top_eigenvalue: float | None) -> None:
         """Disagreement, coverage of the policy's responses by the pairs, and curvature."""
         if top_eigenvalue is not None:
-            self.unscored["top_eigenvalue"] = Estimate(top_eigenvalue, None, 1)
+            self.unscored["top_eigenvalue"] = Estimate(top_eigenvalue, None, 0)
         if self.policy is None:
             return
         if ensemble is not None:
@@ -256,28 +264,25 @@ class _Measurement:
         """Ceiling of the accuracy: as given, or a gold reward's own accuracy, or 1."""
         if self.options.ceiling is not None:
             return self.options.ceiling
-        if isinstance(self.oracle, ScorerOracle) and self.oracle.is_exact:
-            pairs = self.sample
-            sides = (
-                [pair.prompt for pair in pairs],
-                [pair.chosen for pair in pairs],
-                [pair.rejected for pair in pairs],
-            )
-            label = np.array([pair.label for pair in pairs])
-            gold = self.oracle.prefer(*sides) - 0.5
-            return max(pair_accuracy(gold, np.arange(len(pairs)), label).value, 0.5 + 1e-9)
+        if (ceiling := self._gold_accuracy()) is not None:
+            return ceiling
         self.cautions.append(
             "the noise of the labels is not known, so accuracy_relative is relative to 1 and too low; give --ceiling, "
             "the accuracy of an expert on the same labels"
         )
         return 1.0
 
-    def _probe_sizes(self) -> list[int]:
-        """Numbers of responses that the fitted score probes, or the usual one."""
-        terms = self.fit.outcomes[self.algorithm].features if self.fit and self.algorithm in self.fit.outcomes else ()
-        return [int(term.name.removeprefix("probe_")) for term in terms if term.name.startswith("probe_")] or [
-            PROBE_SIZE
-        ]
+    def _gold_accuracy(self) -> float | None:
+        """Accuracy of an exact gold reward on the pairs; None without one, or for prompts that it does not know."""
+        if not isinstance(self.oracle, ScorerOracle) or not self.oracle.is_exact:
+            return None
+        pairs = self.sample
+        try:
+            wins = self.oracle.prefer([p.prompt for p in pairs], [p.chosen for p in pairs], [p.rejected for p in pairs])
+        except DataError:
+            return None
+        accuracy = pair_accuracy(wins - 0.5, np.arange(len(pairs)), np.array([pair.label for pair in pairs])).value
+        return accuracy if accuracy > 0.5 else None
 
     def _on_policy(self, oracle: Oracle) -> None:
         num_prompts, num_samples = self.pool.rewards.shape

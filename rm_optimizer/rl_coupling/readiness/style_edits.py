@@ -58,7 +58,7 @@ def style_flips(model: Scorer, pairs: Sequence[PreferencePair]) -> dict[str, Est
         pairs: pairs of different responses.
 
     Returns:
-        Estimates under `style_flips` and `style_flips_EDIT`; an edit that changes no text is left out.
+        Estimates under `style_flips` and `style_flips_edit_NAME`; an edit that changes no text is left out.
     """
     sides = [(pair.chosen, pair.rejected) for pair in pairs]
     edited = [tuple(edit(text) for text in both for edit in EDITS.values()) for both in sides]
@@ -74,7 +74,7 @@ def style_flips(model: Scorer, pairs: Sequence[PreferencePair]) -> dict[str, Est
             index = loser * len(EDITS) + place
             if more[index] != both[loser]:
                 flips[name].append((pair.prompt_id, float(rewards[2 + index] > rewards[1 - loser])))
-    shares = {f"style_flips_{name}": _share(rows) for name, rows in flips.items() if rows}
+    shares = {f"style_flips_edit_{name}": _share(rows) for name, rows in flips.items() if rows}
     return {"style_flips": _share([row for rows in flips.values() for row in rows]), **shares}
 
 

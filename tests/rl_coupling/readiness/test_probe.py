@@ -106,8 +106,8 @@ def test_errors_of_all_looks_add_up_to_five_percent():
 def test_style_flips_are_those_of_the_edits_that_the_model_pays_for():
     pairs = [PreferencePair(f"p{i}", "Long good answer. More of it.", "Bad one. Short.") for i in range(20)]
     bold = style_flips(ByWord(lambda text: 100.0 * ("**" in text) + len(text)), pairs)
-    assert bold["style_flips_bold"].value == 1.0
-    assert bold["style_flips_paragraphs"].value == 0.0
+    assert bold["style_flips_edit_bold"].value == 1.0
+    assert bold["style_flips_edit_paragraphs"].value == 0.0
     assert bold["style_flips"].value == pytest.approx(1 / len(EDITS), abs=0.26)
     content = style_flips(ByWord(lambda text: float("good" in text)), pairs)
     assert content["style_flips"].value == 0.0

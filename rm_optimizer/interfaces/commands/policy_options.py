@@ -1,0 +1,99 @@
+"""Flags of the commands that draw a policy's responses, and of what judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.schema.rlhf import WORLD
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.pair import Prompt, Scorer
+    from rm_optimizer.rl_coupling.policy_simulation import Policy
+
+BACKENDS = ("transformers", "vllm")
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The options of a policy or its saved responses, each with its flag and help."""
+
+    policy: Annotated[
+        str | None, Option("--policy", help="Causal language model that answers, or `world`, the quick start's.")
+    ] = None
+    prompts: Annotated[Path | None, Option("--prompts", help="File with a column `prompt`; for a policy.")] = None
+    completions: Annotated[Path | None, Option("--completions", help="Take these saved responses instead.")] = None
+    num_prompts: Annotated[int | None, Option("--num-prompts", min=1, help="First prompts only.")] = None
+    backend: Annotated[str, Option("--backend", help="Generation: transformers, or vllm with its extra.")] = BACKENDS[0]
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", min=1, help="Most tokens of a response.")] = 128
+    temperature: Annotated[float, Option("--temperature", help="Divisor of the policy's logits.")] = 1.0
+    top_p: Annotated[float, Option("--top-p", help="Probability mass to draw from.")] = 1.0
+
+    def check(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ConfigError: naming them.
+        """
+        if self.policy is not None and self.completions is not None:
+            raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
+        if self.completions is not None and self.prompts is not None:
+            raise ConfigError("--prompts is for --policy; --completions brings its own prompts")
+        if self.backend not in BACKENDS:
+            raise ConfigError(did_you_mean("--backend", self.backend, BACKENDS))
+
+    def load(self) -> Policy:
+        """The policy that is named.
+
+        Raises:
+            CheckpointError: if it cannot be loaded.
+            ConfigError: if an option of generation is out of range.
+        """
+        from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMPolicy
+
+        assert self.policy is not None, "callers ask for a policy that is named"
+        if self.policy == WORLD:
+            from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
+            from rm_optimizer.rl_coupling.world_policy import WorldPolicy
+
+            return WorldPolicy(PreferenceWorld(0, gold=Gold()))
+        kind = VLLMPolicy if self.backend == "vllm" else TransformersPolicy
+        try:
+            return kind(self.policy, max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p)
+        except ConfigError as error:
+            raise ConfigError(f"--{str(error).replace('_', '-', 2)}") from error
+
+    def read_prompts(self, most: int) -> list[Prompt]:
+        """The first prompts of the file, or those of the synthetic world that training does not see.
+
+        Raises:
+            DataError: if there are none.
+        """
+        if self.prompts is None:
+            from rm_optimizer.core.pairs.synthetic import PreferenceWorld
+
+            return list(PreferenceWorld(0).prompts()[:most])
+        from rm_optimizer.core.rows.response_files import read_prompts
+
+        found = [prompt for _, prompt in zip(range(most), read_prompts(self.prompts), strict=False)]
+        if not found:
+            raise DataError(f"{self.prompts}: there are no prompts")
+        return found
+
+
+def load_judge(name: str, prompts: Sequence[Prompt]) -> Scorer:
+    """Load what judges responses; the world's gold reward must know all prompts before any is answered."""
+    if name == WORLD:
+        from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
+        from rm_optimizer.rl_coupling.world_policy import WorldGold
+
+        judge = WorldGold(PreferenceWorld(0, gold=Gold()))
+        judge.score(prompts, ["."] * len(prompts))
+        return judge
+    return SavedModel(name).load()

@@ -1,0 +1,336 @@
+"""`rm-opt readiness`: whether a reward model is good enough to optimize a policy by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Exit, Option
+
+from rm_optimizer.errors import ConfigError, DataError, Interrupted, did_you_mean
+from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge
+from rm_optimizer.interfaces.output_folder import made_folder
+from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.schema.rlhf import WORLD
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.pairs.pair import Prompt
+    from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
+    from rm_optimizer.rl_coupling.readiness.oracle import Oracle
+    from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
+    from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
+
+ALGORITHMS = ("bon", "rloo_kl", "ppo_kl", "grpo")
+REPORT, PICTURE, PAGE = "readiness.json", "readiness.png", "readiness.html"
+"""Files of the result, beside the model."""
+WITHOUT_A_RUN = Path("outputs", "readiness")
+"""Folder of the results for a model that is no folder of this machine."""
+PROMPTS = 64
+"""Prompts that the policy answers where no number is given."""
+
+
+@dataclass(frozen=True)
+class OracleFlags:
+    """The options of the oracle that judges responses, each with its flag and help."""
+
+    gold: Annotated[str | None, Option("--gold", help="Oracle: a reward model trained on other pairs, or `world`.")] = (
+        None
+    )
+    comparisons: Annotated[
+        Path | None, Option("--comparisons", help="Oracle: questions of --ask that people have answered.")
+    ] = None
+    ask: Annotated[Path | None, Option("--ask", help="Write the probe's questions here, for rm-opt label.")] = None
+
+    def check(self, responses: PolicyOptions) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ConfigError: naming them.
+        """
+        from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES
+        from rm_optimizer.evaluation.score_file import require_new
+
+        responses.check()
+        if self.gold is not None and self.comparisons is not None:
+            raise ConfigError("give one oracle: --gold MODEL, or --comparisons FILE")
+        named = {"--gold": self.gold, "--comparisons": self.comparisons, "--ask": self.ask}
+        asked = [flag for flag, value in named.items() if value is not None]
+        if asked and responses.policy is None and responses.completions is None:
+            raise ConfigError(
+                f"{asked[0]} is about a policy's responses; add --policy MODEL, or --completions FILE of saved ones"
+            )
+        if self.ask is not None:
+            if self.ask.suffix not in SUFFIXES:
+                raise ConfigError(f"--ask must end in {', '.join(SUFFIXES)}, got '{self.ask.name}'")
+            require_new(self.ask)
+
+    def load(self, model: BradleyTerryRM, prompts: Sequence[Prompt]) -> Oracle | None:
+        """The oracle; None where none is named.
+
+        Raises:
+            ConfigError: if the oracle is the model in question.
+            DataError: if the answers cannot be read, or there are none.
+        """
+        from rm_optimizer.core.model.identity import scorer_digest
+        from rm_optimizer.core.model.reward_model import BradleyTerryRM
+        from rm_optimizer.data_efficiency.labeling.questions import read_answers
+        from rm_optimizer.rl_coupling.readiness.oracle import Comparisons, ScorerOracle
+
+        if self.comparisons is not None:
+            return Comparisons(read_answers(self.comparisons).pairs)
+        if self.gold is None:
+            return None
+        judge = load_judge(self.gold, prompts)
+        if isinstance(judge, BradleyTerryRM) and scorer_digest(judge) == scorer_digest(model):
+            raise ConfigError("--gold is the model in question, which always agrees with itself; name another one")
+        return ScorerOracle(judge, is_exact=self.gold == WORLD)
+
+
+@dataclass(frozen=True)
+class SizeFlags:
+    """The use of the model and the sizes of the measurement, each with its flag and help."""
+
+    algorithm: Annotated[str, Option("--algorithm", help="Use of the model: bon, rloo_kl, ppo_kl or grpo.")] = "rloo_kl"
+    n: Annotated[int, Option("--n", min=2, help="Responses to each prompt.")] = 64
+    labels: Annotated[int, Option("--labels", min=1, help="Most comparisons of a probe.")] = 256
+    precision: Annotated[float, Option("--precision", help="Half width of the interval that ends a probe.")] = 0.05
+    ceiling: Annotated[float | None, Option("--ceiling", help="Accuracy of an expert on the same labels.")] = None
+    max_pairs: Annotated[int, Option("--max-pairs", min=2, help="Most labeled pairs to score.")] = 2000
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of responses, questions and resamples.")] = 0
+
+    def options(self) -> ReadinessOptions:
+        """The flags as options of the measurement.
+
+        Raises:
+            ConfigError: naming a flag that is out of its range.
+        """
+        from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
+        from rm_optimizer.rl_coupling.readiness.probe import StoppingRule
+
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(did_you_mean("--algorithm", self.algorithm, ALGORITHMS))
+        if not 0 < self.precision < 0.5:
+            raise ConfigError(f"--precision must lie in (0, 0.5), got {self.precision:g}")
+        if self.ceiling is not None and not 0.5 < self.ceiling <= 1:
+            raise ConfigError(f"--ceiling must lie in (0.5, 1], got {self.ceiling:g}")
+        return ReadinessOptions(
+            num_samples=self.n,
+            rule=StoppingRule(self.labels, precision=self.precision),
+            max_pairs=self.max_pairs,
+            ceiling=self.ceiling,
+            num_bootstrap=self.bootstrap,
+            seed=self.seed,
+        )
+
+
+def readiness(
+    saved: SavedModel,
+    pair_options: PairOptions,
+    responses: PolicyOptions,
+    oracle: OracleFlags,
+    sizes: SizeFlags,
+    sources: Annotated[
+        list[str], Option("--data", "-d", help="Labeled pairs; without it, the run's validation pairs.")
+    ] = [],  # noqa: B006
+    ensemble: Annotated[
+        Path | None, Option("--ensemble", help="Folder of an ensemble, whose disagreement is reported.")
+    ] = None,
+    output: Annotated[Path | None, Option("--output", help="Folder of the results; beside the model.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the report here.")] = None,
+) -> None:
+    """Say whether a reward model is good enough to optimize a policy by, what that rests on, and what to do next.
+
+    The heart is a probe: is the response that the model picks among many preferred to another one? An oracle answers:
+    a gold reward, another reward model, or people (--ask FILE, rm-opt label FILE, then --comparisons FILE). Exits
+    with 4 if a check of the model fails. A stopped command goes on when repeated.
+    """
+    options = sizes.options()
+    oracle.check(responses)
+    from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
+    from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.reporting.readiness.table import print_readiness
+
+    data = pair_options.load(sources) if sources else _validation_pairs(saved.checkpoint)
+    model = saved.load()
+    data = data.accepted_by(model.renderer)
+    folder = made_folder(output or _folder(saved.checkpoint))
+    try:
+        pool = _pool(model, data, responses, options, folder)
+        if oracle.ask is not None and pool is not None:
+            _write_questions(pool, sizes.algorithm, options, oracle.ask)
+        report = _measured(saved, model, data, pool, oracle, sizes.algorithm, options, ensemble)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
+    _leave(report, folder, saved.checkpoint)
+    with printed_beside(json_file):
+        print_readiness(report, f"Readiness of {saved.checkpoint} for {sizes.algorithm}")
+        print(f"page, picture and numbers: {folder / PAGE}")
+        if oracle.ask is not None:
+            print(f"rm-opt label {oracle.ask} asks the questions; then repeat with --comparisons {oracle.ask}")
+    write_json(json_file, report.to_json())
+    raise Exit(FAILED_EXIT_CODE if report.failed_gates else 0)
+
+
+def _measured(
+    saved: SavedModel,
+    model: BradleyTerryRM,
+    data: PreferenceDataset,
+    pool: ResponsePool | None,
+    oracle: OracleFlags,
+    algorithm: str,
+    options: ReadinessOptions,
+    ensemble: Path | None,
+) -> RLReadinessReport:
+    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+    from rm_optimizer.records.progress import stages
+    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+    from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness
+
+    def member(source: str) -> BradleyTerryRM:
+        return replace(saved, checkpoint=source).load()
+
+    judge = oracle.load(model, [] if pool is None else pool.prompts)
+    with stages() as on_stage:
+        return measure_readiness(
+            model,
+            data,
+            pool,
+            judge,
+            algorithm=algorithm,
+            options=options,
+            trained=TrainedPairs.recorded(saved.checkpoint),
+            ensemble=None if ensemble is None else load_ensemble(ensemble, load=member),
+            top_eigenvalue=_top_eigenvalue(saved.checkpoint),
+            on_stage=on_stage,
+        )
+
+
+def _validation_pairs(checkpoint: str) -> PreferenceDataset:
+    """Validation pairs of the run that a checkpoint belongs to.
+
+    Raises:
+        ConfigError: if it belongs to no run, or to one with streamed pairs.
+        DataError: if the pairs are no longer those of the run.
+    """
+    from rm_optimizer.core.pairs.dataset import load_training_data
+    from rm_optimizer.records.codec import from_values
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.schema.data import DataConfig, Streaming
+
+    run = RunFolder.of(checkpoint)
+    identity = None if run is None else run.identity
+    if run is None or identity is None or not identity.sources:
+        raise ConfigError(f"--data must name labeled pairs, for {checkpoint} is in no run folder that records its own")
+    config = from_values(DataConfig, {**run.options["data"], **identity.sources})
+    if config.streaming != Streaming.off:
+        raise ConfigError(f"--data must name labeled pairs, for the run in {run.path} read its own as a stream")
+    found = load_training_data(config).val
+    if found.fingerprint != identity.val_fingerprint:
+        raise DataError(
+            f"the validation pairs of the run in {run.path} are no longer those that it was evaluated on; bring them "
+            "back, or name pairs with --data"
+        )
+    return found
+
+
+def _pool(
+    model: BradleyTerryRM,
+    data: PreferenceDataset,
+    responses: PolicyOptions,
+    options: ReadinessOptions,
+    folder: Path,
+) -> ResponsePool | None:
+    """Responses of the policy, ranked into a file of the folder whose name tells what they are; None without any."""
+    from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.core.pairs.pair import digest, prompt_id
+    from rm_optimizer.records.progress import progress
+    from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
+    from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
+
+    def file_of(*identity: object) -> Path:
+        return folder / f"responses-{digest([scorer_digest(model), *identity])}.jsonl"
+
+    if responses.completions is not None:
+        source = responses.completions
+        file = file_of(hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else str(source))
+        if not file.exists():
+            with progress("ranking", "prompts") as show:
+                rank_file(model, source, file, on_progress=show)
+    elif responses.policy is not None:
+        most = responses.num_prompts or PROMPTS
+        of_pairs = list({pair.prompt_id: pair.prompt for pair in data.pairs}.values())
+        reads = responses.prompts is not None or responses.policy == WORLD
+        prompts = responses.read_prompts(most) if reads else of_pairs[:most]
+        policy = responses.load()
+        file = file_of(policy.identity, options.num_samples, options.seed, [prompt_id(prompt) for prompt in prompts])
+        if not file.exists():
+            with progress("drawing responses", "prompts") as show:
+                sampler = BestOfNSampler(policy, model, options.num_samples, seed=options.seed)
+                sampler.sample_to_file(prompts, file, on_progress=show)
+    else:
+        return None
+    return ResponsePool.of(read_ranked(file)[0])
+
+
+def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptions, path: Path) -> None:
+    """Write the questions of all probes, in the order in which the probe reads their answers."""
+    import numpy as np
+
+    from rm_optimizer.core.pairs.pair import PreferencePair
+    from rm_optimizer.data_efficiency.labeling.questions import questions_of, write_questions
+    from rm_optimizer.rl_coupling.readiness.measurement import probe_sizes
+    from rm_optimizer.rl_coupling.readiness.probe import planned_questions
+
+    found: dict[str, PreferencePair] = {}
+    for n in probe_sizes(algorithm, pool.rewards.shape[1]):
+        asked = planned_questions(pool, n, options.rule, seed=options.seed)
+        for row, pick, other in zip(asked.prompt, asked.pick, asked.other, strict=True):
+            texts = pool.responses[row]
+            if texts[pick] != texts[other]:
+                pair = PreferencePair(pool.prompts[row], texts[pick], texts[other])
+                found.setdefault("".join(sorted([pair.prompt_id, *(texts[pick], texts[other])])), pair)
+    pairs = list(found.values())
+    if not pairs:
+        raise DataError("the policy's responses to each prompt are all equal, so there is nothing to ask")
+    write_questions(questions_of(pairs, np.arange(len(pairs)), seed=options.seed), path)
+
+
+def _folder(checkpoint: str) -> Path:
+    """Folder of the results: in the run, or in the model's own folder, or by the model's name."""
+    from rm_optimizer.records.run_folder import RunFolder
+
+    run, path = RunFolder.of(checkpoint), Path(checkpoint).expanduser()
+    if run is not None:
+        return run.path / "readiness"
+    if path.exists():
+        return (path if path.is_dir() else path.parent) / "readiness"
+    return WITHOUT_A_RUN / checkpoint.replace("/", "--")
+
+
+def _top_eigenvalue(checkpoint: str) -> float | None:
+    """Largest eigenvalue of the Hessian that the run measured last; None where it measured none."""
+    from rm_optimizer.records.run_folder import RunFolder
+
+    run = RunFolder.of(checkpoint)
+    rows = [] if run is None else run.metrics(run.best_step)
+    found = [row["curvature_top_eigenvalue"] for row in rows if row.get("curvature_top_eigenvalue")]
+    return float(found[-1]) if found else None
+
+
+def _leave(report: RLReadinessReport, folder: Path, checkpoint: str) -> None:
+    """Write the report, its picture and its page."""
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.reporting.readiness.page import readiness_page
+    from rm_optimizer.reporting.readiness.plot import plot_readiness
+    from rm_optimizer.reporting.style import save_figure
+
+    write_text(folder / REPORT, report.to_json() + "\n")
+    save_figure(plot_readiness(report), folder / PICTURE)
+    write_text(folder / PAGE, readiness_page(report, checkpoint))

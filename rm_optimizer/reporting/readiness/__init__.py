@@ -1,0 +1,1 @@
+"""Readiness as a table, a picture and a page."""
