@@ -67,7 +67,7 @@ def _title(name: str) -> str:
     if name.startswith("probe_"):
         return f"model's pick of {name.removeprefix('probe_')} preferred"
     if name.startswith("style_flips_edit_"):
-        return f"… by the edit {name.removeprefix('style_flips_')}"
+        return f"… by the edit {name.removeprefix('style_flips_edit_')}"
     return _WORDS[name][0] if name in _WORDS else name.replace("_", " ")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.doctor.diagnosis import Check, Status
@@ -19,6 +19,8 @@ In a pilot on synthetic worlds, REINFORCE with a penalty reached 1.02 in place o
 """
 MOST_TIED_GROUPS = 0.25
 """Share of groups of equal rewards above which GRPO, which learns nothing from them, wastes much of its sampling."""
+MOST_UNLIKE = 0.1
+"""Share of the policy's responses beyond 95 % of the pairs' responses above which the report warns."""
 _RESCALES = (Algorithm.bon, Algorithm.grpo)
 
 
@@ -31,12 +33,14 @@ class Evidence:
         features: measured features by name.
         gates: checks of the doctor.
         probes: the best-of-n probes; none where there is no oracle or no policy.
+        unscored: further measured numbers.
     """
 
     algorithm: Algorithm
     features: Mapping[str, Estimate]
     gates: Sequence[Check]
     probes: Sequence[ProbeRecord]
+    unscored: Mapping[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,13 @@ def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate |
         f"the score is validated {fit.provenance.wording}: Kendall's tau {outcome.tau:.2f} on worlds that were not "
         "fitted; how far it carries to other policies and data is not known"
     ]
+    far = evidence.unscored.get("policy_out_of_distribution")
+    if far is not None and far.low is not None and far.low > MOST_UNLIKE:
+        cautions.insert(
+            0,
+            f"{far.value:.0%} of the policy's responses are unlike the labeled pairs, where the study had pairs of the "
+            "policy's own; label such pairs (rm-opt select) and measure again",
+        )
     if outside := fit.outside(features, algorithm):
         cautions.insert(0, f"the score extrapolates: {', '.join(outside)} lies outside what the study saw")
     return fit.score(features, algorithm), cautions

@@ -49,6 +49,7 @@ PROBE_SIZE = 64
 _MOST_OOD = 512
 _FEWEST_OF_SLICE = 20
 _STYLED_PAIRS = 256
+_SCALING_PROMPTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,14 +211,16 @@ class _Measurement:
         """Probes, and the accuracy on random pairs of the policy's responses."""
         if self.oracle is None:
             return
-        options, most = self.options, self.pool.rewards.shape[1]
-        for n in probe_sizes(self.algorithm, most):
-            record = run_probe(self.pool, self.oracle, n, options.rule, seed=options.seed)
+        options, pool, oracle = self.options, self.pool, self.oracle
+        if isinstance(oracle, ScorerOracle):
+            oracle = oracle.as_rater(pool.prompts[:_SCALING_PROMPTS], pool.responses[:_SCALING_PROMPTS])
+        for n in probe_sizes(self.algorithm, pool.rewards.shape[1]):
+            record = run_probe(pool, oracle, n, options.rule, seed=options.seed)
             self.probes.append(record)
             self.num_labels += record.num_labels
             self.found[f"probe_{n}"] = record.win_rate
         if options.on_policy_pairs:
-            self._on_policy(self.oracle)
+            self._on_policy(oracle)
 
     def measure_unscored(self, ensemble: RewardModelEnsemble | None, top_eigenvalue: float | None) -> None:
         """Disagreement, coverage of the policy's responses by the pairs, and curvature."""
@@ -234,7 +237,7 @@ class _Measurement:
 
     def report(self, wall_seconds: float) -> RLReadinessReport:
         """The verdict, with all that was measured."""
-        conclusion = conclude(Evidence(self.algorithm, self.found, self.gates, self.probes), self.fit)
+        conclusion = conclude(Evidence(self.algorithm, self.found, self.gates, self.probes, self.unscored), self.fit)
         pool = None if self.policy is None or not self.found else self.pool
         return RLReadinessReport(
             verdict=conclusion.verdict,

@@ -8,9 +8,13 @@ from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float
+from scipy.special import expit
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer, prompt_id
 from rm_optimizer.errors import DataError
+
+RATER_BETA = 2.0
+"""Inverse temperature of raters, per standard deviation of the reward within prompts."""
 
 
 class Oracle(Protocol):
@@ -24,21 +28,33 @@ class Oracle(Protocol):
 
 
 class ScorerOracle:
-    """Oracle that prefers the response of the higher reward, ties one half.
+    """Oracle by rewards: without a scale it prefers the higher one, with one it answers as a rater does.
+
+    A rater prefers the first response with probability `sigmoid(2 (r_1 - r_2) / scale)`, as those of the validating
+    study do (`RATER_BETA`). A probe then means what it meant there.
 
     Args:
         scorer: a gold reward, or a reward model that shares no training pairs with the one in question.
         is_exact: True for a gold reward; its accuracy on labeled pairs is then the ceiling of any model's.
+        scale: standard deviation of the rewards within prompts, positive; None compares without noise.
     """
 
-    def __init__(self, scorer: Scorer, *, is_exact: bool = False) -> None:
+    def __init__(self, scorer: Scorer, *, is_exact: bool = False, scale: float | None = None) -> None:
         self._scorer = scorer
         self.is_exact = is_exact
+        self._scale = scale
+
+    def as_rater(self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]) -> ScorerOracle:
+        """The oracle with its scale on these responses; without one where it tells none of them apart."""
+        groups = self._scorer.score_groups(prompts, responses_of_each)
+        variance = float(np.mean([rewards.double().var(correction=1).item() for rewards in groups]))
+        scale = math.sqrt(variance) if variance > 0 else None
+        return ScorerOracle(self._scorer, is_exact=self.is_exact, scale=scale)
 
     def prefer(
         self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
     ) -> Float[np.ndarray, " questions"]:
-        """1, 0.5 or 0.
+        """Probability that the first response is preferred; 1, 0.5 or 0 without a scale.
 
         Raises:
             DataError: if a reward is not finite.
@@ -47,7 +63,9 @@ class ScorerOracle:
         margin = np.array([float(rewards[0] - rewards[1]) for rewards in groups])
         if not np.isfinite(margin).all():
             raise DataError("the oracle gives rewards that are not finite; choose another with --gold")
-        return np.asarray(0.5 + 0.5 * np.sign(margin))
+        if self._scale is None:
+            return np.asarray(0.5 + 0.5 * np.sign(margin))
+        return np.asarray(expit(RATER_BETA * margin / self._scale))
 
 
 class Comparisons:

@@ -110,4 +110,6 @@ def test_without_an_oracle_the_next_step_is_to_get_one():
 def test_extrapolation_and_sensitivities_are_said():
     found = conclude(evidence(probe_64=0.9, accuracy_relative=1.2, length_correlation=0.7), FIT)
     assert "extrapolates: accuracy_relative lies outside" in found.cautions[0]
+    far = replace(evidence(probe_64=0.9), unscored={"policy_out_of_distribution": Estimate(0.5, 0.1, 9, 0.4, 0.6)})
+    assert "50% of the policy's responses are unlike the labeled pairs" in conclude(far, FIT).cautions[0]
     assert any("reward follows length" in sentence for sentence in found.recommendations)

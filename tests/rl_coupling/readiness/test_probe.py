@@ -59,6 +59,18 @@ def test_a_reversed_model_stops_at_the_first_look():
     assert "worse than other responses" in record.stopped
 
 
+def test_a_rater_errs_where_responses_are_close_and_by_the_oracles_own_scale():
+    prompts, texts = ["p", "q"], [["a 0", "b 2"], ["c 10", "d 12"]]
+    for factor in (1.0, 50.0):
+        oracle = ScorerOracle(ByWord(lambda text, factor=factor: factor * float(text.split()[-1])))
+        rater = oracle.as_rater(prompts, texts)
+        assert rater.prefer(["p"] * 3, ["b 2", "a 0", "a 1"], ["a 0", "b 2", "b 1"]) == pytest.approx(
+            [1 / (1 + np.exp(-2 * 2**0.5)), 1 / (1 + np.exp(2 * 2**0.5)), 0.5]
+        )
+    constant = ScorerOracle(ByWord(lambda text: 1.0)).as_rater(prompts, texts)
+    assert constant.prefer(["p"], ["a"], ["b"]) == [0.5]
+
+
 def test_equal_texts_tie_without_a_label():
     pool = ResponsePool(["a", "b"], [["same"] * 4] * 2, np.zeros((2, 4)))
     record = run_probe(pool, Comparisons([]), 4, StoppingRule(32), seed=0)
