@@ -26,14 +26,19 @@ class NoiseCeiling(JsonRecord):
         agreement: probability that two annotators of a pair give the same answer.
         one_by_others: accuracy of the other annotators' majority at predicting one annotator; a tie counts half. On
             labels that are single votes a good model may well stay below it.
-        majority: share of pairs whose majority a second group of as many annotators would probably repeat, by a
-            Beta-binomial fit of the votes; the ceiling on labels that are majorities.
+        majority: share of pairs whose majority a second group of as many annotators would probably repeat.
+        vote_ceiling: accuracy at predicting a vote of a model that knows each pair's probability; no model exceeds it.
+        majority_ceiling: its accuracy at predicting the majority, which is the ceiling on labels that are majorities.
+
+    The last three are of a Beta-binomial fit of the votes.
     """
 
     num_pairs: int
     agreement: Estimate
     one_by_others: Estimate
     majority: float
+    vote_ceiling: float
+    majority_ceiling: float
 
 
 def noise_ceiling(
@@ -70,7 +75,7 @@ def noise_ceiling(
         return np.asarray(totals[..., :2] / totals[..., 2:])
 
     found = cluster_bootstrap(cluster_totals(columns, names), ratios, num_bootstrap=num_bootstrap, seed=seed)
-    return NoiseCeiling(int(kept.sum()), found[0], found[1], _repeated_majority(yes, both, seed))
+    return NoiseCeiling(int(kept.sum()), found[0], found[1], *_simulated(both, _beta_size(yes, both), seed))
 
 
 def _majority(lead: np.ndarray) -> np.ndarray:
@@ -78,14 +83,17 @@ def _majority(lead: np.ndarray) -> np.ndarray:
     return np.asarray(0.5 + 0.5 * np.sign(lead))
 
 
-def _repeated_majority(yes: np.ndarray, both: np.ndarray, seed: int) -> float:
-    """Share of pairs on which two groups drawn from the fitted Beta-binomial have one majority; a split counts half."""
-    spread = _beta_size(yes, both)
+def _simulated(both: np.ndarray, spread: float, seed: int) -> tuple[float, float, float]:
+    """Repeated majorities, and the ceilings of a vote and of a majority, of pairs drawn from Beta(spread, spread).
+
+    A split of the votes counts half.
+    """
     generator = np.random.default_rng([seed, 5])
     chances = generator.beta(spread, spread, size=(max(1, _SIMULATED // len(both)), len(both)))
-    first, second = (generator.binomial(both.astype(int), chances) for _ in range(2))
-    sides = np.sign(2 * first - both) * np.sign(2 * second - both)
-    return float((0.5 + 0.5 * sides).mean())
+    first, second = (np.sign(2 * generator.binomial(both.astype(int), chances) - both) for _ in range(2))
+    known = np.sign(chances - 0.5)
+    vote = np.average(np.maximum(chances, 1 - chances).mean(axis=0), weights=both)
+    return float(_majority(first * second).mean()), float(vote), float(_majority(first * known)[first != 0].mean())
 
 
 def _beta_size(yes: np.ndarray, both: np.ndarray) -> float:

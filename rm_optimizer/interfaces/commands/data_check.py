@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +58,20 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
             print(f"{name}: {note}")
         for row in dataset.skipped:
             print(f"dropped {row}")
+    _print_agreement(datasets)
     return audit
+
+
+def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
+    """Agreement of the annotators of each split whose pairs have votes."""
+    from rm_optimizer.data_efficiency.cleaning.votes import votes_of
+    from rm_optimizer.reporting.label_studies.votes import agreement_rows
+    from rm_optimizer.reporting.tables import output_console, summary_table
+
+    for name, dataset in datasets.items():
+        if (votes := votes_of(dataset.pairs)) is not None:
+            title = f"{name}: votes of annotators, {len(votes.chosen):,} pairs"
+            output_console().print(summary_table(title, agreement_rows(votes.ceiling)))
 
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -17,6 +18,7 @@ from rm_optimizer.interfaces.saved_model import SavedModel
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.pairs.pair import PreferencePair
     from rm_optimizer.evaluation.saved_model import Evaluation
 
 RESULTS = Path("outputs", "evaluate")
@@ -66,6 +68,8 @@ def evaluate(
         raise
     draw_evaluation(folder, evaluation.metrics)
     _print(saved.checkpoint, sources, evaluation, folder)
+    _report_votes(folder, data, model.beta, bootstrap, seed)
+    print(f"metrics, rewards and plots: {folder}")
 
 
 def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, folder: Path) -> None:
@@ -75,7 +79,23 @@ def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, fold
     print_evaluation(f"{checkpoint} on {what}", evaluation)
     if evaluation.num_skipped:
         print(f"rows that give no pair: {evaluation.num_skipped}")
-    print(f"metrics, rewards and plots: {folder}")
+
+
+def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap: int, seed: int) -> None:
+    """Set the model beside the votes of annotators, where pairs have any."""
+    import numpy as np
+
+    from rm_optimizer.data_efficiency.cleaning.votes import vote_calibration, votes_of
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.reporting.label_studies.votes import report_votes
+
+    pairs: defaultdict[str, deque[PreferencePair]] = defaultdict(deque)
+    for pair in data.pairs:
+        pairs[pair.pair_id].append(pair)
+    rows = RunFolder(folder).pair_rewards()
+    if (votes := votes_of([pairs[row.pair_id].popleft() for row in rows])) is not None:
+        margins = np.array([row.chosen - row.rejected for row in rows])[votes.positions]
+        report_votes(vote_calibration(margins, votes, beta=beta, num_bootstrap=bootstrap, seed=seed), folder)
 
 
 def _require_columns(data: PreferenceDataset, by: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""Tables and pictures of what labels buy: savings of a rule, and curves over the number of pairs."""
+"""Tables and pictures of what labels buy and hold: savings, cleaning, votes, and curves over the number of pairs."""

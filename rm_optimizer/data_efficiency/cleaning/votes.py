@@ -1,0 +1,151 @@
+"""Votes of several annotators of one pair: where they stand, and a model's probabilities beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.special import log_expit
+
+from rm_optimizer.core.metrics.calibration import (
+    ReliabilityBin,
+    equal_mass_bins,
+    expected_calibration_error,
+    fit_temperature,
+    fold,
+    reliability_curve,
+)
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.data_efficiency.cleaning.annotators import NoiseCeiling, noise_ceiling
+from rm_optimizer.errors import DataError
+from rm_optimizer.records.codec import JsonRecord
+
+COLUMNS = ("votes_chosen", "votes_rejected")
+"""Columns with the votes for each side of a pair. Votes for a tie have no part."""
+
+
+@dataclass(frozen=True)
+class Votes:
+    """Votes of the pairs that have any.
+
+    Args:
+        positions: positions of these pairs among all.
+        chosen: votes for the chosen response of each.
+        rejected: votes for the other one.
+        prompts: prompt of each.
+    """
+
+    positions: Int[np.ndarray, " pairs"]
+    chosen: Float[np.ndarray, " pairs"]
+    rejected: Float[np.ndarray, " pairs"]
+    prompts: tuple[str, ...]
+
+    @property
+    def ceiling(self) -> NoiseCeiling | None:
+        """Agreement of the annotators; None where no pair has two votes."""
+        if not (self.chosen + self.rejected >= 2).any():
+            return None
+        return noise_ceiling(self.chosen, self.rejected, self.prompts)
+
+
+@dataclass(frozen=True)
+class VoteCalibration(JsonRecord, indent=1):
+    """Probabilities of a model beside the votes of annotators.
+
+    Args:
+        num_pairs: pairs with votes for a side.
+        num_votes: such votes.
+        vote_accuracy: probability that a vote is for the side that the model prefers, model ties one half.
+        majority_accuracy: the same of the majority of votes; pairs without one are left out.
+        vote_nll: mean NLL of a vote, in nats.
+        ece: expected calibration error of the probability against the share of votes, weighted by votes.
+        correlation: of probability and share of votes, each pair seen from both sides.
+        temperature: temperature that fits the probabilities to the votes; None where none does.
+        bins: share of votes by probability.
+        ceiling: agreement of the annotators; None where no pair has two votes.
+    """
+
+    num_pairs: int
+    num_votes: int
+    vote_accuracy: Estimate
+    majority_accuracy: Estimate
+    vote_nll: Estimate
+    ece: float
+    correlation: float
+    temperature: float | None
+    bins: tuple[ReliabilityBin, ...]
+    ceiling: NoiseCeiling | None
+
+
+def votes_of(pairs: Sequence[PreferencePair]) -> Votes | None:
+    """Votes in the columns `votes_chosen` and `votes_rejected` of the pairs; None where no pair has any.
+
+    Raises:
+        DataError: if a number of votes is negative or no number.
+    """
+    rows = []
+    for place, pair in enumerate(pairs):
+        given = [pair.metadata.get(column) for column in COLUMNS]
+        if any(votes is None for votes in given):
+            continue
+        try:
+            counts = [float(votes) for votes in given if votes is not None]
+        except (TypeError, ValueError):
+            counts = [-1.0]
+        if not all(0 <= votes < np.inf for votes in counts):
+            raise DataError(
+                f"pair {place + 1} has {given[0]!r} and {given[1]!r} in {' and '.join(COLUMNS)}; expected numbers of "
+                "votes, 0 or more; mend the row, or rename the columns if they are no votes"
+            )
+        if sum(counts) > 0:
+            rows.append((place, *counts, pair.prompt_id))
+    if not rows:
+        return None
+    places, chosen, rejected, prompts = zip(*rows, strict=True)
+    return Votes(np.array(places), np.array(chosen), np.array(rejected), prompts)
+
+
+def vote_calibration(
+    margins: Float[np.ndarray, " pairs"], votes: Votes, *, beta: float = 1.0, num_bootstrap: int = 1000, seed: int = 0
+) -> VoteCalibration:
+    """Compare a model's probabilities with votes; intervals resample prompts.
+
+    Args:
+        margins: reward of the chosen response less that of the other, of the pairs with votes.
+        votes: their votes.
+        beta: inverse temperature of the preference probability.
+        num_bootstrap: resamples of prompts.
+        seed: seed of the resamples.
+    """
+    logit, total = beta * margins, votes.chosen + votes.rejected
+    share = votes.chosen / total
+    agree = np.where(margins > 0, votes.chosen, np.where(margins < 0, votes.rejected, total / 2))
+    lead = votes.chosen - votes.rejected
+    right = np.where(lead == 0, 0.0, 0.5 + 0.5 * np.sign(lead) * np.sign(margins))
+    nll = -votes.chosen * log_expit(logit) - votes.rejected * log_expit(-logit)
+    columns = np.stack([agree, nll, total, right, lead != 0], axis=1)
+
+    def means(sums: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.stack([sums[..., 0] / sums[..., 2], sums[..., 1] / sums[..., 2], sums[..., 3] / sums[..., 4]], -1)
+
+    found = cluster_bootstrap(cluster_totals(columns, votes.prompts), means, num_bootstrap=num_bootstrap, seed=seed)
+    folded = fold(logit, share, total)
+    centered, voted = np.tanh(logit / 2), 2 * share - 1  # twice the distances of probability and share from one half
+    spread = np.sqrt((total * centered**2).sum() * (total * voted**2).sum())
+    return VoteCalibration(
+        num_pairs=len(total),
+        num_votes=int(total.sum()),
+        vote_accuracy=found[0],
+        majority_accuracy=found[2],
+        vote_nll=found[1],
+        ece=expected_calibration_error(folded, equal_mass_bins(folded.confidence, folded.weight)),
+        correlation=float((total * centered * voted).sum() / spread) if spread > 0 else float("nan"),
+        temperature=fit_temperature(logit, share, total).temperature,
+        bins=reliability_curve(folded),
+        ceiling=votes.ceiling,
+    )
