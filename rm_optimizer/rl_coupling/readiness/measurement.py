@@ -293,9 +293,9 @@ class _Measurement:
         prompt = np.resize(rng.permutation(num_prompts), self.options.on_policy_pairs)
         first = rng.integers(num_samples, size=len(prompt))
         second = (first + 1 + rng.integers(num_samples - 1, size=len(prompt))) % num_samples
-        label, num_labels = self.pool.compared(oracle, prompt, first, second)
+        label = self.pool.compared(oracle, prompt, first, second)
         known = np.isfinite(label) & (label != 0.5)
-        self.num_labels += num_labels
+        self.num_labels += self.pool.num_labels(label, prompt, first, second)
         if known.any():
             margin = self.pool.rewards[prompt, first] - self.pool.rewards[prompt, second]
             self.found["on_policy_accuracy"] = pair_accuracy(margin[known], prompt[known], label[known])

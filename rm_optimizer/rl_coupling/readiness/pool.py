@@ -51,25 +51,39 @@ class ResponsePool:
         """Characters of each response."""
         return np.array([[float(len(text)) for text in texts] for texts in self.responses])
 
+    def texts(self, prompt: Int[np.ndarray, " questions"], column: Int[np.ndarray, " questions"]) -> list[str]:
+        """Response of each question."""
+        return [self.responses[row][place] for row, place in zip(prompt, column, strict=True)]
+
     def compared(
         self,
         oracle: Oracle,
         prompt: Int[np.ndarray, " questions"],
         first: Int[np.ndarray, " questions"],
         second: Int[np.ndarray, " questions"],
-    ) -> tuple[Float[np.ndarray, " questions"], int]:
-        """Answers of an oracle, NaN where there is none, and how many were asked for; equal texts tie unasked.
+    ) -> Float[np.ndarray, " questions"]:
+        """Answers of an oracle, NaN where there is none; equal texts tie unasked.
 
         Raises:
             DataError: if an answer is not in [0, 1].
         """
-        texts = [(self.responses[p][a], self.responses[p][b]) for p, a, b in zip(prompt, first, second, strict=True)]
-        asked = np.flatnonzero([one != other for one, other in texts])
-        wins = np.full(len(texts), 0.5)
-        if len(asked):
-            prompts = [self.prompts[prompt[place]] for place in asked]
-            sides = [texts[place] for place in asked]
-            wins[asked] = oracle.prefer(prompts, [one for one, _ in sides], [other for _, other in sides])
+        sides = self.texts(prompt, first), self.texts(prompt, second)
+        asked = [place for place, (one, other) in enumerate(zip(*sides, strict=True)) if one != other]
+        wins = np.full(len(prompt), 0.5)
+        if asked:
+            chosen = [[side[place] for place in asked] for side in sides]
+            wins[asked] = oracle.prefer([self.prompts[prompt[place]] for place in asked], *chosen)
         if (wins < 0).any() or (wins > 1).any():
             raise DataError("an oracle's answer must lie in [0, 1], the probability that the first response is better")
-        return wins, int(np.isfinite(wins[asked]).sum())
+        return wins
+
+    def num_labels(
+        self,
+        wins: Float[np.ndarray, " questions"],
+        prompt: Int[np.ndarray, " questions"],
+        first: Int[np.ndarray, " questions"],
+        second: Int[np.ndarray, " questions"],
+    ) -> int:
+        """Different questions among those that the oracle answered; equal texts are none."""
+        sides = zip(wins, prompt, self.texts(prompt, first), self.texts(prompt, second), strict=True)
+        return len({(row, *sorted(both)) for win, row, *both in sides if np.isfinite(win) and both[0] != both[1]})

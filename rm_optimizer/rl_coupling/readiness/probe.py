@@ -86,14 +86,14 @@ def run_probe(pool: ResponsePool, oracle: Oracle, n: int, rule: StoppingRule, *,
         DataError: if the oracle answers none of the questions of the first look.
     """
     asked = planned_questions(pool, n, rule, seed=seed)
-    wins, num_labels, stopped, rate = np.zeros(0), 0, None, None
+    wins, stopped, rate = np.zeros(0), None, None
     for stop, confidence in rule.looks():
         part = slice(len(wins), stop)
-        found, num = pool.compared(oracle, asked.prompt[part], asked.pick[part], asked.other[part])
+        found = pool.compared(oracle, asked.prompt[part], asked.pick[part], asked.other[part])
         if not np.isfinite(found).any():
             stopped = "there are no further answers"
             break
-        wins, num_labels = np.concatenate([wins, found]), num_labels + num
+        wins = np.concatenate([wins, found])
         known = np.isfinite(wins)
         rate = clustered_share(wins[known], asked.prompt[:stop][known], confidence=confidence)
         if (stopped := rule.reason(rate)) is not None:
@@ -103,6 +103,8 @@ def run_probe(pool: ResponsePool, oracle: Oracle, n: int, rule: StoppingRule, *,
             f"the oracle answers none of the first {min(rule.first_look, rule.max_questions)} questions; "
             "are the comparisons of this model, policy, prompts and seed?"
         )
+    done = slice(len(wins))
+    num_labels = pool.num_labels(wins, asked.prompt[done], asked.pick[done], asked.other[done])
     num_open = int((~np.isfinite(wins)).sum())
     whole = f"all {rule.max_questions} questions are asked"
     return ProbeRecord(n, rate, len(wins), num_labels, num_open, rule.max_questions, stopped or whole)

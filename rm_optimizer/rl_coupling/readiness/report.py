@@ -43,7 +43,7 @@ class ProbeRecord(JsonRecord):
         win_rate: share of questions in which the pick was preferred. The interval holds the truth with 95 % whenever
             the probe stops.
         num_questions: questions asked.
-        num_labels: answers of the oracle; equal texts tie without one.
+        num_labels: different questions that the oracle answered; equal texts tie without one.
         num_open: questions asked without an answer.
         max_questions: questions that the rule allowed.
         stopped: reason why the probe stopped, in words.
