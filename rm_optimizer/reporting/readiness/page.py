@@ -152,12 +152,15 @@ def _gates(report: RLReadinessReport) -> str:
     failed = "".join(
         f'<li class="failed">{escape(check.name)}: {escape(check.explanation)}</li>' for check in report.failed_gates
     )
-    warned = [f"{check.name}: {check.explanation}" for check in report.gates if check.status is Status.warn]
+    warned = "".join(
+        f"<li>{escape(check.name)}: {escape(check.explanation)}</li>"
+        for check in report.gates
+        if check.status is Status.warn
+    )
     fine = [check.name for check in report.gates if check.status is Status.ok]
-    content = f"<ul>{failed}</ul>" if failed else ""
+    content = f"<ul>{failed}{warned}</ul>" if failed or warned else ""
     names = f'<p class="soft">{escape(", ".join(fine))}</p>'
     return _section(
         "Checks of the model",
-        f"{content}{_list('ul', warned)}<details><summary>{len(fine)} of {len(report.gates)} checks are ok</summary>"
-        f"{names}</details>",
+        f"{content}<details><summary>{len(fine)} of {len(report.gates)} checks are ok</summary>{names}</details>",
     )

@@ -28,6 +28,8 @@ def readiness_table(report: RLReadinessReport, title: str) -> Group:
         table.add_row(Text(row.title), cell_text(row.value), Text(row.meaning, "dim"), Text(share))
     num_ok = sum(check.status is Status.ok for check in report.gates)
     gates = [Text(f"gates: {num_ok} of {len(report.gates)} checks ok")] if report.gates else []
+    if warned := [check.name for check in report.gates if check.status is Status.warn]:
+        gates.append(Text(f"gates that warn: {', '.join(warned)} (rm-opt doctor explains them)", "yellow"))
     gates += [Text(f"gate {check.name} failed: {check.explanation}", "red") for check in report.failed_gates]
     lines = [*probe_lines(report), sample_line(report)]
     return Group(
