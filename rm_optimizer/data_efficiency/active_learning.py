@@ -41,11 +41,11 @@ class _State:
 
     Args:
         batches: pair ids of each `ask`, in the order of the questions.
-        answers: probabilities of response A by pair id; empty for a skipped question.
+        answers: probabilities of response A by pair id, None for a skip.
     """
 
     batches: list[list[str]] = field(default_factory=list)
-    answers: dict[str, list[float]] = field(default_factory=dict)
+    answers: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def open(self) -> list[str]:
@@ -262,7 +262,7 @@ def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int 
 
 def _keep(state: _State, chances: Mapping[str, float | None]) -> None:
     for key, chance in chances.items():
-        state.answers.setdefault(key, []).extend([] if chance is None else [chance])
+        state.answers.setdefault(key, []).append(chance)
 
 
 def _require_different(questions: Sequence[Question]) -> None:

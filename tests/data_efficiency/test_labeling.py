@@ -54,7 +54,7 @@ def test_answers_are_kept_one_by_one_and_read_beside_their_questions(ask):
     assert [pair.label for pair in found.pairs] == [1.0, 1.0, 0.5]
     assert found.pairs[0].chosen == shown[0].response_a
     assert found.pairs[1].chosen == shown[1].response_b
-    assert (found.num_answers, found.num_skipped) == (3, 3)
+    assert (found.num_answers, found.num_skipped, found.num_open) == (3, 0, 3)
 
 
 def test_the_seed_puts_either_response_first_and_the_side_is_measured(ask):

@@ -54,6 +54,8 @@ def answered(path, answers: list[str]):
 def test_answers_come_back_as_pairs_whatever_the_order_and_the_form(tmp_path, suffix):
     path = tmp_path / f"ask{suffix}"
     write_questions(questions(), path)
+    answered(path, ["", "", ""])
+    assert (read_answers(path).num_skipped, read_answers(path).num_open) == (0, 3)
     answered(path, ["A", "tie", "skip"])
     found = read_answers(path)
     first = questions()[0]
@@ -61,7 +63,7 @@ def test_answers_come_back_as_pairs_whatever_the_order_and_the_form(tmp_path, su
     assert found.pairs[0].rejected == first.response_b
     assert [pair.label for pair in found.pairs] == [1.0, 0.5]
     assert found.pairs[1].prompt == TALK
-    assert (found.num_answers, found.num_skipped) == (2, 1)
+    assert (found.num_answers, found.num_skipped, found.num_open) == (2, 1, 0)
 
 
 def test_responses_stand_in_either_order_and_a_question_has_one_identity():

@@ -68,7 +68,8 @@ class Answers:
     Args:
         pairs: one a question; several answers to one question give their mean as its label.
         num_answers: answers that decide for a side or a tie.
-        num_skipped: questions without one.
+        num_skipped: questions that were skipped by all who saw them.
+        num_open: questions without any answer yet.
         num_repeated: further answers to a question that agree with the first.
         num_contradicted: questions whose answers differ.
     """
@@ -76,6 +77,7 @@ class Answers:
     pairs: tuple[PreferencePair, ...]
     num_answers: int
     num_skipped: int
+    num_open: int
     num_repeated: int
     num_contradicted: int
 
@@ -127,8 +129,8 @@ def read_answers(path: Path) -> Answers:
     return merged_answers([*read_questions(path), *(_logged(log) if log.exists() else [])])
 
 
-def read_questions(path: Path) -> list[tuple[Question, list[float]]]:
-    """Questions of a file, each with the probabilities that its answers there give response A.
+def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
+    """Questions of a file, each with the probabilities that its answers there give response A, None for a skip.
 
     Raises:
         DataError: if the file cannot be read, an answer is none, or a question's texts were changed.
@@ -149,30 +151,32 @@ def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _logged(path: Path) -> list[tuple[Question, list[float]]]:
+def _logged(path: Path) -> list[tuple[Question, list[float | None]]]:
     """Questions and answers of the labeling page's file; a line that a kill tore was never confirmed."""
     with path.open("rb") as file:
         rows = [json.loads(line) for line in whole_lines(file)][1:]
     return [_answered(row, f"{path}, question {row['pair_id']}") for row in standing_rows(rows).values()]
 
 
-def merged_answers(answered: Iterable[tuple[Question, Sequence[float]]]) -> Answers:
-    """Training pairs of questions with the probabilities that their answers give response A, none for a skipped one."""
+def merged_answers(answered: Iterable[tuple[Question, Sequence[float | None]]]) -> Answers:
+    """Training pairs of questions with the probabilities that their answers give response A, None for a skip."""
     found: dict[str, list[float]] = {}
     texts: dict[str, tuple[Prompt, str, str]] = {}
+    seen: set[str] = set()
     for question, chances in answered:
         first = texts.setdefault(question.pair_id, (question.prompt, question.response_a, question.response_b))
         is_turned = first[1] != question.response_a
-        found.setdefault(question.pair_id, []).extend(1 - chance if is_turned else chance for chance in chances)
-    pairs = [_pair(key, texts[key], chances) for key, chances in found.items() if chances]
-    decided = [chances for chances in found.values() if chances]
-    contradicted = [chances for chances in decided if len(set(chances)) > 1]
+        given = [chance for chance in chances if chance is not None]
+        found.setdefault(question.pair_id, []).extend(1 - chance if is_turned else chance for chance in given)
+        seen |= {question.pair_id} if chances else set()
+    decided = {key: chances for key, chances in found.items() if chances}
     return Answers(
-        tuple(pairs),
-        num_answers=sum(map(len, decided)),
-        num_skipped=len(found) - len(decided),
-        num_repeated=sum(len(chances) - 1 for chances in decided if len(set(chances)) == 1),
-        num_contradicted=len(contradicted),
+        tuple(_pair(key, texts[key], chances) for key, chances in decided.items()),
+        num_answers=sum(map(len, decided.values())),
+        num_skipped=len(seen) - len(decided),
+        num_open=len(found) - len(seen),
+        num_repeated=sum(len(chances) - 1 for chances in decided.values() if len(set(chances)) == 1),
+        num_contradicted=sum(len(set(chances)) > 1 for chances in decided.values()),
     )
 
 
@@ -201,15 +205,17 @@ def _label_studio(task: Mapping[str, Any]) -> list[Any]:
     """Answers of a task: a choice `A`, `B`, `tie`, or the side that a pairwise control selected."""
     found: list[Any] = []
     for annotation in task.get("annotations") or []:
-        results = [] if annotation.get("was_cancelled") else annotation.get("result") or []
-        for result in results:
+        if annotation.get("was_cancelled"):
+            found.append("skip")
+            continue
+        for result in annotation.get("result") or []:
             value = result.get("value") or {}
             found += value.get("choices") or [value.get("selected", "")]
     return found
 
 
-def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float]]:
-    """The question of a row, and the probabilities that its answers give response A."""
+def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float | None]]:
+    """The question of a row, and the probabilities that its answers give response A, None for a skip."""
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
@@ -220,8 +226,8 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float]
         raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
     answer = next((row[name] for name in (*_ARGILLA, _ANSWER) if row.get(name) is not None), None)
     answers = answer if isinstance(answer, list) else [answer]
-    chances = [answered_chance(one, where) for one in answers]
-    return Question(key, prompt, *sides, 0), [chance for chance in chances if chance is not None]
+    given = [one for one in answers if one is not None and str(one).strip()]
+    return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in given]
 
 
 def answered_chance(answer: object, where: str) -> float | None:

@@ -21,7 +21,11 @@ def label(
     from rm_optimizer.data_efficiency.labeling.page_server import PageServer
     from rm_optimizer.data_efficiency.labeling.questions import read_questions
 
-    found = {question.pair_id: question for question, chances in read_questions(questions) if not chances}
+    found = {
+        question.pair_id: question
+        for question, chances in read_questions(questions)
+        if all(chance is None for chance in chances)
+    }
     with (
         open_answer_log(questions, [*found.values()], seed=seed) as log,
         PageServer(log, questions.name, port) as server,

@@ -70,13 +70,18 @@ def label_import(
     require_new(out)
     found = read_answers(answers)
     if not found.pairs:
-        raise ConfigError(f"{answers} holds {found.num_skipped:,} questions and no answer; answer some first")
+        raise ConfigError(
+            f"{answers} holds {found.num_open + found.num_skipped:,} questions and no answer; answer some first"
+        )
     rows = [{**pair.to_dict(), **pair.metadata} for pair in found.pairs]
     for row in rows:
         del row["metadata"], row["margin"]
     write_json_lines(out, rows)
     print(f"{len(found.pairs):,} pairs of {found.num_answers:,} answers: {out}")
-    print(f"questions skipped: {found.num_skipped:,}; answers that repeat another: {found.num_repeated:,}")
+    print(
+        f"questions skipped: {found.num_skipped:,}, still open: {found.num_open:,}; answers that repeat another: "
+        f"{found.num_repeated:,}"
+    )
     if found.num_contradicted:
         print(f"questions with different answers: {found.num_contradicted:,}; their label is the answers' mean")
 
