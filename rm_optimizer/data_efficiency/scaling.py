@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def measure_scaling(
     num_seeds: int = 3,
     gain: float = 0.02,
     executor: Executor | None = None,
-    on_trial: OnTrial | None = None,
+    watch: Callable[[Study], OnTrial] | None = None,
 ) -> ScalingReport:
     """Train at several sizes and fit the learning curve; the same call goes on after a kill.
 
@@ -110,7 +110,7 @@ def measure_scaling(
         num_seeds: runs at each size, each with a subset, initial head and order of its own.
         gain: gain in accuracy to ask about, as a share.
         executor: runs the trials; None runs them in this process.
-        on_trial: called with each trial that ended.
+        watch: called with the planned study; returns what is called with each trial that ended.
 
     Raises:
         ConfigError: if an option is out of its range, or the folder holds another study.
@@ -120,7 +120,7 @@ def measure_scaling(
         raise ConfigError(f"the gain must lie in (0, 100) points of accuracy, got {100 * gain:g}")
     publish(folder, TRAIN, scaling_trials(config, sizes, num_seeds))
     study = Study(folder)
-    study.run(executor or InlineExecutor(), on_trial=on_trial)
+    study.run(executor or InlineExecutor(), on_trial=None if watch is None else watch(study))
     return scaling_report(*_measured(study), gain=gain)
 
 

@@ -83,10 +83,14 @@ def test_the_command_trains_fits_and_goes_on(tmp_path):
     assert (tmp_path / "scaling_accuracy.png").stat().st_size > 10_000
     trials = [*(tmp_path / "trials").glob("*/work/run/run.json")]
     assert sorted({json.loads(path.read_text())["data"]["train_pairs"] for path in trials}) == [4, 8, 12, 16]
-    times = {path: path.stat().st_mtime_ns for path in trials}
+    stopped, *others = sorted((tmp_path / "trials").glob("*/result.json"))
+    stopped.unlink()  # as if it had been killed in its last trial
+    times = {path: path.stat().st_mtime_ns for path in others}
     again = CliRunner().invoke(app, command)
     assert ScalingReport.from_json((tmp_path / "scaling.json").read_text()) == report, again.output
-    assert times == {path: path.stat().st_mtime_ns for path in trials}
+    assert times == {path: path.stat().st_mtime_ns for path in others}
+    assert "[8/8] " in again.output
+    assert "[7/8] " not in again.output
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def scaling(
         num_seeds=seeds,
         gain=gain / 100,
         executor=executor_named(executor, workers),
-        on_trial=TrialLines(0, len(given or range(5)) * seeds),
+        watch=TrialLines.of,
     )
     write_scaling(report, folder)
     print_scaling(report)
