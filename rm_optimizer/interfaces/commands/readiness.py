@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from rm_optimizer.errors import ConfigError, DataError, Interrupted, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, Interrupted, RMOptimizerError, did_you_mean
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge
 from rm_optimizer.interfaces.output_folder import made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.pair import Prompt
+    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
     from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
     from rm_optimizer.rl_coupling.readiness.oracle import Oracle
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
@@ -52,8 +54,9 @@ class OracleFlags:
 
         Raises:
             ConfigError: naming them.
+            DataError: if the answers cannot be read.
         """
-        from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES
+        from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES, read_answers
         from rm_optimizer.evaluation.score_file import require_new
 
         responses.check()
@@ -69,6 +72,8 @@ class OracleFlags:
             if self.ask.suffix not in SUFFIXES:
                 raise ConfigError(f"--ask must end in {', '.join(SUFFIXES)}, got '{self.ask.name}'")
             require_new(self.ask)
+        if self.comparisons is not None:
+            read_answers(self.comparisons)
 
     def load(self, model: BradleyTerryRM, prompts: Sequence[Prompt]) -> Oracle | None:
         """The oracle; None where none is named.
@@ -156,7 +161,13 @@ def readiness(
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.reporting.readiness.table import print_readiness
+    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
 
+    members = (
+        None
+        if ensemble is None
+        else load_ensemble(ensemble, load=lambda source: replace(saved, checkpoint=source).load())
+    )
     data = pair_options.load(sources) if sources else _validation_pairs(saved.checkpoint)
     model = saved.load()
     data = data.accepted_by(model.renderer)
@@ -165,9 +176,13 @@ def readiness(
         pool = _pool(model, data, responses, options, folder)
         if oracle.ask is not None and pool is not None:
             _write_questions(pool, sizes.algorithm, options, oracle.ask)
-        report = _measured(saved, model, data, pool, oracle, sizes.algorithm, options, ensemble)
-    except KeyboardInterrupt:
-        raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
+        report = _measured(saved, model, data, pool, oracle, sizes.algorithm, options, members)
+    except (RMOptimizerError, KeyboardInterrupt) as error:
+        with suppress(OSError):
+            folder.rmdir()  # only where it is still empty
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
+        raise
     _leave(report, folder, saved.checkpoint)
     with printed_beside(json_file):
         print_readiness(report, f"Readiness of {saved.checkpoint} for {sizes.algorithm}")
@@ -186,15 +201,11 @@ def _measured(
     oracle: OracleFlags,
     algorithm: str,
     options: ReadinessOptions,
-    ensemble: Path | None,
+    ensemble: RewardModelEnsemble | None,
 ) -> RLReadinessReport:
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
     from rm_optimizer.records.progress import stages
-    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
     from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness
-
-    def member(source: str) -> BradleyTerryRM:
-        return replace(saved, checkpoint=source).load()
 
     judge = oracle.load(model, [] if pool is None else pool.prompts)
     with stages() as on_stage:
@@ -206,7 +217,7 @@ def _measured(
             algorithm=algorithm,
             options=options,
             trained=TrainedPairs.recorded(saved.checkpoint),
-            ensemble=None if ensemble is None else load_ensemble(ensemble, load=member),
+            ensemble=ensemble,
             top_eigenvalue=_top_eigenvalue(saved.checkpoint),
             on_stage=on_stage,
         )

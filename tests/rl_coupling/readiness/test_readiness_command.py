@@ -78,6 +78,8 @@ def test_questions_go_to_people_and_their_answers_come_back(root: Path, tmp_path
         (("--policy", "world", "--ask", "q.txt"), "--ask must end in .csv, .jsonl, .json, got 'q.txt'"),
         (("--ceiling", "0.4"), "--ceiling must lie in (0.5, 1], got 0.4"),
         (("--precision", "0.7"), "--precision must lie in (0, 0.5), got 0.7"),
+        (("--policy", "world", "--comparisons", "nope.csv"), "nope.csv: no such file"),
+        (("--policy", "world", "--gold", "world", "--ensemble", "nope"), "nope holds no ensemble.json"),
         ((), "--data must name labeled pairs, for"),
     ],
 )
@@ -96,3 +98,4 @@ def test_a_model_cannot_be_its_own_oracle(root: Path, tmp_path: Path) -> None:
     )
     assert refused.exit_code == 2
     assert "always agrees with itself" in refused.stderr
+    assert not list((tmp_path / "out").glob("readiness*"))
