@@ -19,6 +19,8 @@ In a pilot on synthetic worlds, REINFORCE with a penalty reached 1.02 in place o
 """
 MOST_TIED_GROUPS = 0.25
 """Share of groups of equal rewards above which GRPO, which learns nothing from them, wastes much of its sampling."""
+LITTLE_ABOVE_CHANCE = 0.6
+"""Upper end of the probe's interval below which the picks are hardly better than chance."""
 MOST_UNLIKE = 0.1
 """Share of the policy's responses beyond 95 % of the pairs' responses above which the report warns."""
 _RESCALES = (Algorithm.bon, Algorithm.grpo)
@@ -58,10 +60,11 @@ class Conclusion:
 def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
     """Decide whether a reward model is good enough for an algorithm.
 
-    A failed gate, or picks that are not shown to beat other responses after all questions, decide against it. Else the
-    fitted score decides: the top quarter of the study's reward models is ready, the quarter below it is acceptable with
-    monitoring, less is not recommended. A spread of rewards that the algorithm cannot use takes "ready" back to
-    "acceptable". Without a score there is no verdict.
+    A failed gate, or picks that are hardly better than other responses, decide against it. Picks that are not shown to
+    be better, for want of prompts or answers, leave it open. Else the fitted score decides: the top quarter of the
+    study's reward models is ready, the quarter below it is acceptable with monitoring, less is not recommended. A
+    spread of rewards that the algorithm cannot use takes "ready" back to "acceptable". Without a score there is no
+    verdict.
 
     Args:
         evidence: the measurements.
@@ -73,6 +76,8 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
     components = {} if score is None or fit is None else _components(evidence, fit.of(evidence.algorithm))
     if obstacles:
         verdict, basis = ReadinessVerdict.not_recommended, obstacles[0][0]
+    elif (undecided := _undecided(evidence)) is not None:
+        verdict, basis = ReadinessVerdict.unknown, undecided
     elif score is None or fit is None:
         verdict, basis = ReadinessVerdict.unknown, _without_score(evidence)
     else:
@@ -131,16 +136,19 @@ def _obstacles(evidence: Evidence) -> list[tuple[str, str]]:
         if check.status is Status.fail
     ]
     for probe in evidence.probes:
-        rate = probe.win_rate
-        if rate.low is None or rate.high is None or rate.low > 0.5:
-            continue
-        if rate.high < 0.5 or probe.num_questions >= probe.max_questions:
-            reason = (
-                f"the best of {probe.n} by this model is preferred in {rate:.2f} of the questions, no more than chance"
-            )
+        if probe.win_rate.high is not None and probe.win_rate.high <= LITTLE_ABOVE_CHANCE:
+            reason = f"{_told(probe)}, hardly above chance"
             remedy = "label pairs of this policy's own responses and train on them (rm-opt select, rm-opt label)"
             found.append((reason, remedy))
     return found
+
+
+def _undecided(evidence: Evidence) -> str | None:
+    """Sentence on a probe that does not show whether picks are better; None where all do."""
+    for probe in evidence.probes:
+        if probe.win_rate.low is None or probe.win_rate.low <= 0.5:
+            return f"{_told(probe)}, not shown to be above chance"
+    return None
 
 
 def _limits(evidence: Evidence) -> list[str]:
@@ -174,10 +182,11 @@ def _placed(score: Estimate, outcome: FittedOutcome) -> tuple[ReadinessVerdict, 
 def _without_score(evidence: Evidence) -> str:
     if not evidence.probes:
         return "no oracle compared responses of the policy, so there is no probe and no score"
-    probe = evidence.probes[0]
-    return (
-        f"the best of {probe.n} by this model is preferred in {probe.win_rate:.2f} of the questions; there is no score"
-    )
+    return f"{_told(evidence.probes[0])}; there is no score"
+
+
+def _told(probe: ProbeRecord) -> str:
+    return f"the best of {probe.n} by this model is preferred in {probe.win_rate:.2f} of the questions"
 
 
 def _next_steps(evidence: Evidence, verdict: ReadinessVerdict, components: Mapping[str, float]) -> list[str]:
@@ -187,10 +196,10 @@ def _next_steps(evidence: Evidence, verdict: ReadinessVerdict, components: Mappi
             "answer the probe's questions, or name an oracle: rm-opt readiness --ask FILE, rm-opt label FILE, then "
             "--comparisons FILE; or --gold MODEL"
         )
-    elif any(
-        probe.num_questions < probe.max_questions and probe.stopped.startswith("there") for probe in evidence.probes
-    ):
-        steps.append("answer more questions: rm-opt label FILE, then the same command")
+    elif any(probe.num_open for probe in evidence.probes) or _undecided(evidence) is not None:
+        steps.append(
+            "answer more questions (rm-opt label FILE), on more prompts (--num-prompts), and repeat the command"
+        )
     flips, length = evidence.features.get("style_flips"), evidence.features.get("length_correlation")
     if flips is not None and flips.low is not None and flips.low > 0.1:
         steps.append(

@@ -61,10 +61,11 @@ def test_a_failed_gate_outweighs_the_score():
     [
         (probe(0.52, 0.45, 0.59), ReadinessVerdict.not_recommended),
         (probe(0.3, 0.2, 0.4, asked=32), ReadinessVerdict.not_recommended),
-        (probe(0.6, 0.4, 0.8, asked=32), ReadinessVerdict.ready),
+        (probe(0.6, 0.4, 0.8), ReadinessVerdict.unknown),
+        (probe(0.7, 0.55, 0.8, asked=32), ReadinessVerdict.ready),
     ],
 )
-def test_picks_no_better_than_chance_decide_once_all_questions_are_asked(record, verdict):
+def test_picks_hardly_above_chance_decide_and_wide_intervals_leave_it_open(record, verdict):
     found = conclude(replace(evidence(probe_64=0.95), probes=(record,)), FIT)
     assert found.verdict is verdict
 
