@@ -105,7 +105,9 @@ class SizeFlags:
     n: Annotated[int, Option("--n", min=2, help="Responses to each prompt.")] = 64
     labels: Annotated[int, Option("--labels", min=1, help="Most comparisons of a probe.")] = 256
     precision: Annotated[float, Option("--precision", help="Half width of the interval that ends a probe.")] = 0.05
-    ceiling: Annotated[float | None, Option("--ceiling", help="Accuracy of an expert on the same labels.")] = None
+    ceiling: Annotated[
+        float | None, Option("--ceiling", help="Accuracy of an expert on the same labels; votes give it.")
+    ] = None
     max_pairs: Annotated[int, Option("--max-pairs", min=2, help="Most labeled pairs to score.")] = 2000
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000
     seed: Annotated[int, Option("--seed", min=0, help="Seed of responses, questions and resamples.")] = 0
@@ -171,6 +173,7 @@ def readiness(
     data = pair_options.load(sources) if sources else _validation_pairs(saved.checkpoint)
     model = saved.load()
     data = data.accepted_by(model.renderer)
+    options = _with_ceiling(options, data)
     folder = made_folder(output or _folder(saved.checkpoint))
     try:
         pool = _pool(model, data, responses, options, folder)
@@ -249,6 +252,17 @@ def _validation_pairs(checkpoint: str) -> PreferenceDataset:
             "back, or name pairs with --data"
         )
     return found
+
+
+def _with_ceiling(options: ReadinessOptions, data: PreferenceDataset) -> ReadinessOptions:
+    """The options with the ceiling that the votes of annotators give, where none is given and the pairs have votes."""
+    from rm_optimizer.data_efficiency.cleaning.votes import votes_of
+
+    votes = None if options.ceiling is not None else votes_of(data.pairs)
+    found = None if votes is None else votes.ceiling
+    if found is None or not found.majority_ceiling > 0.5:
+        return options
+    return replace(options, ceiling=min(found.majority_ceiling, 1.0))
 
 
 def _pool(

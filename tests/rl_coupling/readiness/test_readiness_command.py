@@ -27,7 +27,8 @@ def root(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("readiness")
     tiny_reward_model("llama", max_length=256).save_pretrained(folder / "model")
     pairs = PreferenceWorld(0, gold=Gold()).pairs(0, 24).val
-    write_json_lines(folder / "pairs.jsonl", [pair.to_dict() for pair in pairs])
+    votes = {"votes_chosen": 4, "votes_rejected": 1}
+    write_json_lines(folder / "pairs.jsonl", [pair.to_dict() | votes for pair in pairs])
     return folder
 
 
@@ -61,6 +62,8 @@ def test_questions_go_to_people_and_their_answers_come_back(root: Path, tmp_path
     values = json.loads(report.read_text())
     (probe,) = values["probes"]
     assert probe["win_rate"]["value"] == 1.0
+    accuracy, relative = (values["features"][name]["value"] for name in ("accuracy", "accuracy_relative"))
+    assert 0.7 < 0.5 + (accuracy - 0.5) / relative < 1.0  # the ceiling is that of the votes
     assert probe["num_labels"] == len(rows)
     assert {path.name for path in out.iterdir()} == {"readiness.json", "readiness.png", "readiness.html", pool.name}
     assert json.loads((out / "readiness.json").read_text()) == values
