@@ -24,12 +24,13 @@ from rm_optimizer.interfaces.commands.labels.cleaning import study_cleaning
 from rm_optimizer.interfaces.commands.labels.label import label
 from rm_optimizer.interfaces.commands.labels.scaling import scaling
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
-from rm_optimizer.interfaces.commands.labels.study import study_labels
 from rm_optimizer.interfaces.commands.params import params
 from rm_optimizer.interfaces.commands.readiness import readiness
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
+from rm_optimizer.interfaces.commands.studies.labels import study_labels
+from rm_optimizer.interfaces.commands.studies.readiness import study_readiness
 from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
 from rm_optimizer.interfaces.groups import (
@@ -89,6 +90,7 @@ compare_app.command(OF_HYPOTHESES)(compare_hypotheses)
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 study_app = typer.Typer(cls=Commands, help="Studies of what rm-opt claims.", add_completion=False, **QUIET)
 study_app.command("labels")(with_field_flags(study_labels))
+study_app.command("readiness")(study_readiness)
 study_app.command("cleaning")(with_field_flags(study_cleaning))
 app.add_typer(study_app, name="study", rich_help_panel="Labels")
 for panel, commands in GROUPS.items():

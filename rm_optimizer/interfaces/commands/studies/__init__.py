@@ -1,0 +1,1 @@
+"""`rm-opt study`: studies of what rm-opt claims, each one command that goes on when repeated."""

@@ -1,0 +1,141 @@
+"""The readiness study: stacked training is training alone, the world's claims, and a small study from end to end."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kendalltau
+from typer.testing import CliRunner
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.readiness import study as study_module
+from rm_optimizer.experiments.readiness.measurement import WorldSize
+from rm_optimizer.experiments.readiness.policy_training import Algorithm, advantages, train_policies
+from rm_optimizer.experiments.readiness.reward_models import Population, population, train_stack
+from rm_optimizer.experiments.readiness.study import FITTED_FILE, FROZEN_FILE, TOUCHED_FILE, ReadinessStudy
+from rm_optimizer.experiments.readiness.validation import SCORE, resampled_taus
+from rm_optimizer.experiments.readiness.world import LABEL_BETA, NUM_PROMPTS, RewardWorld, Texts
+from rm_optimizer.experiments.study.executors import InlineExecutor
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.reporting.readiness.study import print_validation, write_study_figure
+from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness
+from rm_optimizer.rl_coupling.readiness.oracle import RATER_BETA
+
+SMALL = WorldSize(models=6, steps=10, architectures=("bag",))
+
+
+@pytest.fixture(scope="module")
+def world() -> RewardWorld:
+    return RewardWorld(11)
+
+
+def few(size: int) -> list:
+    return [replace(spec, num_pairs=130 + 70 * number, epochs=1) for number, spec in enumerate(population(11, size))]
+
+
+def test_gold_has_mean_zero_and_unit_spread_within_prompts(world: RewardWorld) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.arange(NUM_PROMPTS).repeat_interleave(200)
+    gold = world.gold(world.respond(prompts, generator)).reshape(NUM_PROMPTS, 200)
+    assert abs(float(gold.mean())) < 0.03
+    assert float(gold.var(dim=1).mean().sqrt()) == pytest.approx(1, abs=0.03)
+
+
+def test_more_of_a_liked_token_is_worse_in_the_end(world: RewardWorld) -> None:
+    liked = int(world._slopes.argmax())
+    rare = int(world._slopes.abs().argmin())
+    tokens = torch.full((9, 8), rare)
+    for count in range(9):
+        tokens[count, :count] = liked
+    gold = world.gold(Texts(torch.zeros(9, dtype=torch.long), tokens))
+    assert float(gold[8]) < float(gold.max())
+
+
+def test_raters_of_a_real_measurement_err_as_those_of_the_study() -> None:
+    assert RATER_BETA == LABEL_BETA
+
+
+@pytest.mark.parametrize("kind", [("bag", 8), ("bigram", 8), ("gru", 8)])
+def test_a_stack_trains_each_model_as_it_trains_alone(world: RewardWorld, kind: tuple[str, int]) -> None:
+    optimizers = ("adam", "adamw", "sgd")
+    specs = [
+        replace(spec, architecture=kind[0], width=kind[1], optimizer=optimizer)
+        for spec, optimizer in zip(few(3), optimizers, strict=True)
+    ]
+    together = train_stack(world, specs)
+    for number, spec in enumerate(specs):
+        alone = train_stack(world, [spec])
+        for stacked, single in zip(together.parameters, alone.parameters, strict=True):
+            torch.testing.assert_close(stacked[number : number + 1], single, rtol=1e-3, atol=1e-4)
+
+
+def test_a_policy_does_not_depend_on_those_beside_it(world: RewardWorld) -> None:
+    first, second, third = (replace(spec, architecture="bag", width=8) for spec in few(3))
+    prompts = torch.arange(8)
+    courses = [
+        train_policies(world, Population.trained(world, [first, other]), prompts, Algorithm.grpo, steps=4, seed=3)
+        for other in (second, third)
+    ]
+    torch.testing.assert_close(courses[0].divergence[:, 0], courses[1].divergence[:, 0], rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(courses[0].divergence[3, 1], courses[1].divergence[3, 1])
+
+
+def test_advantages_of_groups() -> None:
+    rewards = torch.arange(16.0).reshape(1, 16)
+    others = (rewards.reshape(1, 2, 8).sum(-1, keepdim=True) - rewards.reshape(1, 2, 8)) / 7
+    torch.testing.assert_close(advantages(rewards, Algorithm.rloo), rewards - others.reshape(1, 16))
+    grpo = advantages(rewards, Algorithm.grpo).reshape(2, 8)
+    torch.testing.assert_close(grpo.std(dim=1), torch.ones(2), rtol=1e-3, atol=1e-3)
+
+
+def test_resampled_taus_are_those_of_the_copies() -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=9), rng.integers(4, size=9).astype(float)
+    counts = rng.multinomial(9, np.full(9, 1 / 9), size=20)
+    for draw, found in zip(counts, resampled_taus(first, second, counts), strict=True):
+        copies = np.repeat(np.arange(9), draw)
+        assert found == pytest.approx(kendalltau(first[copies], second[copies]).statistic)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> ReadinessStudy:
+    study = ReadinessStudy(tmp_path_factory.mktemp("readiness") / "study", SMALL, development=(20, 21), test=(22, 23))
+    with pytest.raises(ConfigError, match="no choice was frozen for worlds of this size"):
+        study.tested(InlineExecutor())
+    study.develop(InlineExecutor())
+    study.tested(InlineExecutor())
+    return study
+
+
+@pytest.mark.slow
+def test_a_small_study_leaves_a_score_that_measurements_take(
+    finished: ReadinessStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = FittedReadiness.from_json((finished.folder / FITTED_FILE).read_text())
+    assert fitted.provenance.fitted_worlds == (20, 21)
+    assert fitted.provenance.tested_worlds == (22, 23)
+    assert set(fitted.outcomes) == {"bon", "rloo_kl", "grpo"}
+    validation = finished.tested(InlineExecutor())
+    assert fitted.outcomes["rloo_kl"].tau.value == validation.of(SCORE, "rloo_kl_6").tau.value
+    assert validation.num_models == 12
+    assert write_study_figure(validation, finished.folder).stat().st_size > 10_000
+    print_validation(validation)
+    assert "readiness score" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_touched_test_takes_no_other_choice(finished: ReadinessStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (finished.folder / TOUCHED_FILE).is_file()
+    choose = study_module.choose
+    monkeypatch.setattr(study_module, "choose", lambda *given, **named: replace(choose(*given, **named), ridge=7.0))
+    with pytest.raises(ConfigError, match="were measured under another choice"):
+        finished.develop(InlineExecutor())
+    assert '"ridge": 7' not in (finished.folder / FROZEN_FILE).read_text()
+
+
+def test_the_command_refuses_a_test_without_a_choice(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["study", "readiness", str(tmp_path / "s"), "--worlds", "test", "--models", "7"])
+    assert done.exit_code == 2
+    assert "--worlds development" in done.stderr
