@@ -221,3 +221,16 @@ def test_a_pool_goes_on_after_a_kill_and_computes_nothing_again(tmp_path, monkey
     np.testing.assert_array_equal(found.margins, whole.margins)
     np.testing.assert_array_equal(found.differences, whole.differences)
     assert isinstance(found.differences, np.memmap)
+
+
+@pytest.mark.slow
+def test_features_of_ray_workers_are_those_of_this_process(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(pool, "BLOCK_PAIRS", 3)
+    model = tiny_reward_model("llama", max_length=64)
+    try:
+        here, there = read_pool(PAIRS, model), read_pool(PAIRS, model, folder=tmp_path, ray_workers=2)
+    finally:
+        ray.shutdown()
+    np.testing.assert_allclose(there.margins, here.margins, atol=1e-6)
+    np.testing.assert_allclose(there.differences, here.differences, atol=1e-6)

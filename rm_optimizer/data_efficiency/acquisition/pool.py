@@ -14,6 +14,7 @@ from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.data_efficiency.acquisition.ray_blocks import on_ray
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.records.ledger import open_ledger
@@ -107,6 +108,7 @@ def read_pool(
     folder: Path | None = None,
     token_budget: int = 16384,
     on_progress: Callable[[int], None] = lambda pairs: None,
+    ray_workers: int = 0,
 ) -> Pool:
     """Score the pairs, and compute their features where the scorer is one model in this process.
 
@@ -118,8 +120,10 @@ def read_pool(
             keeps all in memory.
         token_budget: tokens, padding included, of one forward pass.
         on_progress: called with the pairs done so far.
+        ray_workers: workers on a Ray cluster that compute the features of one model, in blocks; 0 computes them here.
 
     Raises:
+        MissingExtra: if there are Ray workers and Ray is not installed.
         DataError: if there are no pairs, or the folder holds part of another pool.
         CheckpointError: if a reward is not finite.
     """
@@ -134,9 +138,9 @@ def read_pool(
         return Pool(margins, lengths, known)
     if folder is None:
         kept = np.zeros((len(pairs), model.reward_head.in_features), dtype=np.float32)
-        found = _scored_blocks(pairs, model, kept, 0, token_budget, on_progress)
+        found = _scored_blocks(pairs, model, kept, 0, token_budget, on_progress, ray_workers)
         return Pool(np.concatenate([*found])[None], lengths, known, kept)
-    return _kept_pool(pairs, model, lengths, known, folder, token_budget, on_progress)
+    return _kept_pool(pairs, model, lengths, known, folder, token_budget, on_progress, ray_workers)
 
 
 def _sides(pairs: Sequence[PreferencePair]) -> tuple[list[Prompt], list[str], list[str]]:
@@ -151,6 +155,7 @@ def _kept_pool(
     folder: Path,
     token_budget: int,
     on_progress: Callable[[int], None],
+    ray_workers: int,
 ) -> Pool:
     """The pool with its differences in `differences.npy` and its margins in `margins.jsonl` of a folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +166,7 @@ def _kept_pool(
         margins = [margin for block in ledger.values() for margin in block]
         path, shape = folder / "differences.npy", (len(pairs), model.reward_head.in_features)
         kept = np.lib.format.open_memmap(path, mode="r+" if margins else "w+", dtype=np.float32, shape=shape)
-        for block in _scored_blocks(pairs, model, kept, len(margins), token_budget, on_progress):
+        for block in _scored_blocks(pairs, model, kept, len(margins), token_budget, on_progress, ray_workers):
             kept.flush()
             ledger.append(block.tolist())
             margins.extend(block.tolist())
@@ -175,16 +180,27 @@ def _scored_blocks(
     start: int,
     token_budget: int,
     on_progress: Callable[[int], None],
+    ray_workers: int,
 ) -> Iterator[Float[np.ndarray, " block"]]:
     """Margins of the pairs from `start` on, block by block; their differences are written into `differences`."""
     on_progress(start)
-    for first in range(start, len(pairs), BLOCK_PAIRS):
-        block = pairs[first : first + BLOCK_PAIRS]
-        prompts, ones, others = _sides(block)
-        encodings = model.encode([*prompts, *prompts], [*ones, *others])
-        vectors = np.zeros((len(encodings), differences.shape[1]))
-        rewards = scored_features(model, [one.ids for one in encodings], vectors, token_budget=token_budget)
-        require_finite(rewards.tolist(), lambda index: f"pair {first + index % len(block) + 1} of the pool")  # noqa: B023
-        differences[first : first + len(block)] = vectors[: len(block)] - vectors[len(block) :]
-        yield rewards[: len(block)] - rewards[len(block) :]
+    firsts = range(start, len(pairs), BLOCK_PAIRS)
+    tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
+    found = on_ray(scored_block, model, tasks, ray_workers) if ray_workers else (scored_block(model, *t) for t in tasks)
+    for first, (block, margins) in zip(firsts, found, strict=True):
+        differences[first : first + len(block)] = block
+        yield margins
         on_progress(first + len(block))
+
+
+def scored_block(
+    model: BradleyTerryRM, pairs: Sequence[PreferencePair], first: int, token_budget: int
+) -> tuple[Float[np.ndarray, "block hidden"], Float[np.ndarray, " block"]]:
+    """Differences of features and margins of the pairs from place `first` of a pool."""
+    prompts, ones, others = _sides(pairs)
+    encodings = model.encode([*prompts, *prompts], [*ones, *others])
+    vectors = np.zeros((len(encodings), model.reward_head.in_features))
+    rewards = scored_features(model, [one.ids for one in encodings], vectors, token_budget=token_budget)
+    require_finite(rewards.tolist(), lambda index: f"pair {first + index % len(pairs) + 1} of the pool")
+    num = len(pairs)
+    return vectors[:num] - vectors[num:], rewards[:num] - rewards[num:]

@@ -131,14 +131,7 @@ class RayExecutor:
     """
 
     def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingExtra("ray", "ray") from error
-        self._ray: Any = ray
-        if not self._ray.is_initialized():
-            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        self._ray = connected_ray(address)
         resources = self._ray.cluster_resources()
         most = resources.get("CPU", 1) // threads
         self.slots = max(1, int(min(most, resources.get("GPU", 0) // gpus) if gpus else most))
@@ -170,6 +163,25 @@ class RayExecutor:
         for task in self._running:
             self._ray.cancel(task, force=True)
         self._running.clear()
+
+
+def connected_ray(address: str | None = None) -> Any:
+    """The `ray` module, connected to a cluster.
+
+    Args:
+        address: address of the cluster; None takes `RAY_ADDRESS`, or starts Ray on this machine.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("ray", "ray") from error
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    return ray
 
 
 def executor_named(name: str, workers: int | None) -> Executor:

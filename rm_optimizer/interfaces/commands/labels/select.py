@@ -36,6 +36,9 @@ def select(
     cache: Annotated[
         Path | None, Option("--cache", help="Folder to keep features in; a stopped command goes on there.")
     ] = None,
+    workers: Annotated[
+        int, Option("--ray-workers", min=0, help="Ray workers that compute the features; 0: this process.")
+    ] = 0,
     max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of ties, draws and the order of responses.")] = 0,
 ) -> None:
@@ -51,7 +54,7 @@ def select(
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
     if k > (left := int((~is_labeled).sum())):
         raise ConfigError(f"--k must be at most {left:,}, the unlabeled pairs to choose from, got {k:,}")
-    found = acquire.select(_read(pairs, is_labeled, model, max_length, cache), k, seed=seed)
+    found = acquire.select(_read(pairs, is_labeled, model, max_length, cache, workers), k, seed=seed)
     questions = questions_of(pairs, found, seed=seed)
     write_questions(questions, out)
     print(f"{k:,} of {left:,} unlabeled pairs by rule {rule}: {out}")
@@ -121,7 +124,12 @@ def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
 
 
 def _read(
-    pairs: PreferenceDataset, is_labeled: np.ndarray, model: str, max_length: int | None, cache: Path | None
+    pairs: PreferenceDataset,
+    is_labeled: np.ndarray,
+    model: str,
+    max_length: int | None,
+    cache: Path | None,
+    workers: int,
 ) -> Pool:
     from rm_optimizer.data_efficiency.acquisition.pool import read_pool
     from rm_optimizer.records.progress import progress
@@ -130,6 +138,8 @@ def _read(
     scorer = _scorer(model, max_length)
     if cache is not None and isinstance(scorer, RewardModelEnsemble):
         raise ConfigError("--cache keeps the features of one model, and an ensemble has none; leave it out")
+    if workers and isinstance(scorer, RewardModelEnsemble):
+        raise ConfigError("--ray-workers compute the features of one model, and an ensemble has none; leave it out")
     try:
         with progress("reading the pool", "pairs") as show:
             return read_pool(
@@ -138,6 +148,7 @@ def _read(
                 is_labeled=is_labeled,
                 folder=cache,
                 on_progress=lambda done: show(done, len(pairs)),
+                ray_workers=workers,
             )
     except KeyboardInterrupt:
         again = "goes on from the pairs read so far" if cache is not None else "starts again; --cache DIR keeps them"
