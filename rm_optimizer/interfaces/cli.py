@@ -26,6 +26,7 @@ from rm_optimizer.interfaces.commands.labels.scaling import scaling
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
 from rm_optimizer.interfaces.commands.params import params
 from rm_optimizer.interfaces.commands.readiness import readiness
+from rm_optimizer.interfaces.commands.report import report
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
@@ -55,7 +56,7 @@ HYDRA: dict[str, Any] = {
 }
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
-    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {})],
+    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {}), (report, {})],
     "Couple to a policy": [(readiness, {}), (bon, {}), (rlhf, HYDRA)],
     "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],
     "Serve": [(serve, {})],

@@ -32,13 +32,21 @@ def write_card(run_dir: Path) -> Path:
     Raises:
         DataError: if the folder holds no result of a run, or no exported model.
     """
-    result = RunResult.read(run_dir)
-    if result is None:
-        raise DataError(f"{run_dir} holds no result of a run (run.json): finish its training with resume=auto first")
+    result = _finished(run_dir)
     export = RunFolder(run_dir).export
     if not (export / EXPORT_FILE).is_file():
         raise DataError(f"{export} holds no exported model, which a card could describe; export the model again")
     return write_text(export / CARD_FILE, model_card(run_dir, result))
+
+
+def markdown_report(run_dir: Path) -> str:
+    """The card without the hub's metadata and without how to use the model, for a pull request.
+
+    Raises:
+        DataError: if the folder holds no result of a run.
+    """
+    result = _finished(run_dir)
+    return f"# {_title(result)}\n\n{_summary(result)}\n\n{_sections(run_dir, result)}\n"
 
 
 def model_card(run_dir: Path, result: RunResult) -> str:
@@ -51,16 +59,30 @@ def model_card(run_dir: Path, result: RunResult) -> str:
         run_dir: the run folder.
         result: its result.
     """
-    title = f"{result.model} reward model"
+    title = _title(result)
+    text = f"{_summary(result)}\n\n{_sections(run_dir, result)}\n\n## How to use\n\n{_use(result)}"
+    return f"---\n{_metadata(title, result)}\n---\n\n# {title}\n\n{text}\n"
+
+
+def _finished(run_dir: Path) -> RunResult:
+    result = RunResult.read(run_dir)
+    if result is None:
+        raise DataError(f"{run_dir} holds no result of a run (run.json): finish its training with resume=auto first")
+    return result
+
+
+def _title(result: RunResult) -> str:
+    return f"{result.model} reward model"
+
+
+def _sections(run_dir: Path, result: RunResult) -> str:
     sections = {
         "Results": _results(result),
         "Calibration": _calibration(result.metrics),
         "Known weaknesses": _weaknesses(run_dir, result),
         "Training": _training(result),
-        "How to use": _use(result),
     }
-    body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
-    return f"---\n{_metadata(title, result)}\n---\n\n# {title}\n\n{_summary(result)}\n\n{body}\n"
+    return "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
 
 
 def _metadata(title: str, result: RunResult) -> str:

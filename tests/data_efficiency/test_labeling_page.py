@@ -8,7 +8,7 @@ import pytest
 from rm_optimizer import Message, PreferencePair
 from rm_optimizer.data_efficiency.labeling.answer_log import open_answer_log
 from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, read_questions, write_questions
-from tests.data_efficiency.browser import IS_INSTALLED, opened_browser
+from tests.browser import IS_INSTALLED, opened_browser
 from tests.data_efficiency.test_labeling import served
 
 pytestmark = pytest.mark.skipif(

@@ -12,39 +12,9 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_folder import DOCTOR_FILE
 from rm_optimizer.reporting.model_card import CARD_FILE, write_card
-from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training.run import train_reward_model
 
-SMALL = [
-    *(
-        "model=tiny",
-        "model.vocab_size=300",
-        "model.max_length=32",
-        "model.architecture.hidden_size=16",
-        "model.architecture.num_hidden_layers=1",
-    ),
-    *("training.max_steps=2", "training.num_bootstrap=100", "training.progress=false", "hardware=cpu"),
-    "logger.tensorboard=false",
-]
-GROUPS = ("<script>alert(1)</script>", "code|math")
 CONSTANTS = {"95", "2"}
 """Numbers of the text itself: the intervals' share, and the 2 of log 2."""
-
-
-def _pair(number: int) -> dict[str, str]:
-    """A pair; every third response is too long for the model."""
-    longer = f"Yes, because {number} is a number." + " Indeed." * 40 * (number % 3 == 0)
-    return {"prompt": f"Is {number}?", "chosen": longer, "rejected": "No.", "source": GROUPS[number % 2]}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("secret_place")
-    for name, numbers in (("train", range(60)), ("val", range(60, 120))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(_pair(number)) + "\n" for number in numbers))
-    files = [f"data.{name}={folder / name}.jsonl" for name in ("train", "val")]
-    train_reward_model(typed(compose([*SMALL, *files, f"output_dir={folder / 'run'}"]), TrainConfig))
-    return folder / "run"
 
 
 def card_of(run: Path) -> str:

@@ -34,7 +34,7 @@ log = logging.getLogger("rm_optimizer")
 LEFT = (
     *(RESULT_FILE, BEST_FOLDER, "checkpoints", "evaluations", "landscape", "plots", "figures", "tensorboard", "wandb"),
     *(METRICS_FILE, "profile.csv", "profile.json", PAIR_REWARDS_FILE, "skipped_rows.txt", DOCTOR_FILE),
-    TRAINED_PAIRS_FILE,
+    *(TRAINED_PAIRS_FILE, "readiness", "report"),
     *(OPTIONS_FILE, IDENTITY_FILE),
 )
 """What a run leaves in its folder, in the order of removal: the result first, so that a kill leaves no finished run."""

@@ -1,0 +1,151 @@
+"""Parts of a page of HTML: everything is escaped, pictures are inside, colors follow the reader's system."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1d1f23;--soft:#5b6068;--line:#dfe2e7;--paper:#fff;--card:#f6f7f9;
+--good:#00704f;--fair:#8a5a00;--bad:#b3410a;--link:#0062a3}
+@media(prefers-color-scheme:dark){:root{--ink:#e9ebee;--soft:#a4abb5;--line:#363b43;--paper:#15171b;--card:#1e2127;
+--good:#4fc79c;--fair:#e9b44c;--bad:#ff9361;--link:#6cb8ee}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
+main{max-width:72rem;margin:0 auto;padding:1.5rem 1rem 3rem}
+h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2.2rem 0 .6rem}
+h3{font-size:1rem;margin:1.2rem 0 .4rem}
+p{margin:.4rem 0}.soft,caption,figcaption{color:var(--soft)}
+a{color:var(--link)}
+.answer{border-left:.5rem solid var(--tone);background:var(--card);padding:.9rem 1.2rem;margin:1rem 0;
+border-radius:.3rem}
+.answer strong{display:block;font-size:1.6rem;line-height:1.25;color:var(--tone)}
+.good{--tone:var(--good)}.fair{--tone:var(--fair)}.bad{--tone:var(--bad)}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;min-width:min(100%,24rem)}
+caption{text-align:left;padding-bottom:.4rem}
+th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--line);vertical-align:top;
+font-variant-numeric:tabular-nums}
+th{font-weight:500}thead th{color:var(--soft);font-size:.9rem;border-top:0}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
+figure{margin:0;background:#fff;color:#222;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
+figure img{display:block;width:100%;height:auto}figcaption{color:#5b6068;font-size:.9rem;padding-top:.3rem}
+ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
+details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
+pre{background:var(--card);padding:.8rem;border-radius:.3rem;white-space:pre-wrap;overflow-wrap:anywhere;margin:.4rem 0}
+@media print{main{max-width:none}figure{break-inside:avoid}}
+"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page.
+
+    Args:
+        title: its title, as text.
+        parts: its content, as HTML; empty parts are left out.
+    """
+    body = "\n".join(part for part in parts if part)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A section with a heading; empty where all its parts are."""
+    content = "\n".join(part for part in parts if part)
+    return f"<section><h2>{escape(title)}</h2>\n{content}</section>" if content else ""
+
+
+def answer(tone: str, headline: str, *sentences: str) -> str:
+    """The one thing to know, large.
+
+    Args:
+        tone: `good`, `fair` or `bad`.
+        headline: a few words.
+        sentences: what they mean.
+    """
+    text = "".join(paragraph(sentence) for sentence in sentences)
+    return f'<div class="answer {tone}"><strong>{escape(headline)}</strong>{text}</div>'
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of text."""
+    return f"<p>{escape(text)}</p>"
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """A list of sentences."""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column names its rows; wide ones scroll on their own.
+
+    Args:
+        caption: what it holds.
+        head: names of the columns; all empty leaves the head out.
+        rows: cells as text.
+    """
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = (
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    )
+    heading = f"<thead><tr>{names}</tr></thead>" if any(head) else ""
+    body = f"<caption>{escape(caption)}</caption>{heading}<tbody>{''.join(lines)}</tbody>"
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table>{body}</table></div>'
+
+
+def details(summary: str, content: str) -> str:
+    """Content that opens on a click."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def code(text: str) -> str:
+    """Lines as they are."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def figures(*parts: str) -> str:
+    """Figures side by side where there is room."""
+    shown = "".join(part for part in parts if part)
+    return f'<div class="figures">{shown}</div>' if shown else ""
+
+
+def drawn(figure: Figure, alt: str) -> str:
+    """A figure as a picture inside the page; equal figures give equal bytes.
+
+    Args:
+        figure: the figure.
+        alt: what it shows, in words.
+    """
+    stream = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return _embedded("image/svg+xml", stream.getvalue(), alt)
+
+
+def picture(png: Path, alt: str) -> str:
+    """A picture file inside the page.
+
+    Args:
+        png: the file.
+        alt: what it shows, in words.
+    """
+    return _embedded("image/png", png.read_bytes(), alt)
+
+
+def _embedded(kind: str, content: bytes, alt: str) -> str:
+    data = base64.b64encode(content).decode("ascii")
+    image = f'<img alt="{escape(alt)}" src="data:{kind};base64,{data}">'
+    return f"<figure>{image}<figcaption>{escape(alt)}</figcaption></figure>"

@@ -1,0 +1,210 @@
+"""The page of a run: result, curves, calibration, groups, landscape, readiness, settings, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.doctor.diagnosis import Diagnosis, Status
+from rm_optimizer.errors import DataError
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
+from rm_optimizer.records.run_options import flat
+from rm_optimizer.reporting.pages.html import (
+    answer,
+    bullets,
+    code,
+    details,
+    drawn,
+    figures,
+    page,
+    paragraph,
+    picture,
+    section,
+    table,
+)
+from rm_optimizer.reporting.pictures import margins_of
+from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
+from rm_optimizer.reporting.readiness.rows import readiness_rows
+from rm_optimizer.reporting.tables import cell_text, metrics_rows
+from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
+from rm_optimizer.training.folder.result import RunResult
+
+REPORT_FOLDER, PAGE_FILE = "report", "index.html"
+"""In the run folder."""
+_READINESS = Path("readiness", "readiness.json")
+
+
+def write_run_page(run_dir: Path, folder: Path | None = None) -> Path:
+    """Write the page of a run and return its file; the same folder gives the same bytes.
+
+    Args:
+        run_dir: the run folder.
+        folder: where to write; None takes `report/` of the run.
+
+    Raises:
+        DataError: if the folder holds no run, or one that has not ended.
+    """
+    folder = folder or run_dir / REPORT_FOLDER
+    return write_text(folder / PAGE_FILE, run_page(run_dir))
+
+
+def run_page(run_dir: Path) -> str:
+    """The page of a run as HTML.
+
+    Args:
+        run_dir: the run folder.
+
+    Raises:
+        DataError: if the folder holds no run, or one that has not ended.
+    """
+    result = RunResult.read(run_dir)
+    if result is None:
+        state = "holds a run that has no result yet" if RunFolder(run_dir).is_used else "holds no run"
+        raise DataError(
+            f"{run_dir} {state} ({RESULT_FILE} is missing or torn); name the folder of a finished run, or finish this "
+            "one with resume=auto"
+        )
+    parts = _Parts(run_dir, result)
+    title = f"{result.model}, {result.optimizer}, seed {result.seed}"
+    content = [
+        _headline(result.metrics),
+        _results(result),
+        section("Learning curves", parts.curves()),
+        section("Calibration and margins", parts.calibration()),
+        *(_groups(result.metrics, column) for column in result.metrics.groups),
+        section("Loss landscape", parts.landscape()),
+        section("Readiness for reinforcement learning", parts.readiness()),
+        section("Checks by the doctor", parts.doctor()),
+        _settings(result),
+        section("Missing", bullets(parts.missing)),
+    ]
+    return page(title, content)
+
+
+@dataclass
+class _Parts:
+    """Parts of the page that come from further files, and sentences on those that are missing or torn."""
+
+    run_dir: Path
+    result: RunResult
+    missing: list[str] = field(default_factory=list)
+
+    def curves(self) -> str:
+        history = RunFolder(self.run_dir).metrics()
+        if not history:
+            self.missing.append(f"learning curves: {METRICS_FILE} is missing or empty")
+            return ""
+        ceiling = self.result.data.ceiling
+        return figures(
+            drawn(plot_loss(history), "Loss on training batches and on validation, by optimizer step"),
+            drawn(plot_accuracy(history, ceiling=ceiling), "Accuracy on training batches and on validation, by step"),
+        )
+
+    def calibration(self) -> str:
+        shown = [drawn(plot_reliability(self.result.metrics), "How often the model is right, by how sure it is")]
+        try:
+            margins = margins_of(RunFolder(self.run_dir).pair_rewards())
+            shown.append(drawn(plot_margins(margins), "Reward of the better response less that of the other"))
+        except DataError:
+            self.missing.append(f"histogram of margins: {PAIR_REWARDS_FILE} is missing or torn")
+        return figures(*shown)
+
+    def landscape(self) -> str:
+        pictures = sorted((self.run_dir / "landscape").glob("*/*.png"))
+        if not pictures:
+            self.missing.append("loss landscape: rm-opt analyze --checkpoint RUN --type hessian measures it")
+        return figures(*(picture(png, " ".join(dict.fromkeys((png.parent.name, png.stem)))) for png in pictures))
+
+    def readiness(self) -> str:
+        try:
+            report = RLReadinessReport.from_json((self.run_dir / _READINESS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            self.missing.append("readiness: rm-opt readiness RUN measures it")
+            return ""
+        except (ValueError, TypeError):
+            self.missing.append(f"readiness: {_READINESS} is torn")
+            return ""
+        rows = ((row.title, str(row.value), row.meaning) for row in readiness_rows(report))
+        return f"{paragraph(f'Verdict: {report.verdict}. {report.basis}')}\n" + table(
+            "Measured on the policy's responses", ("", "value", "scale"), rows
+        )
+
+    def doctor(self) -> str:
+        try:
+            diagnosis = Diagnosis.from_json((self.run_dir / DOCTOR_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            self.missing.append("checks: rm-opt doctor RUN --data PAIRS makes them")
+            return ""
+        except (ValueError, TypeError):
+            self.missing.append(f"checks: {DOCTOR_FILE} is torn")
+            return ""
+        found = [check for check in diagnosis.checks if check.status in (Status.fail, Status.warn)]
+        ok = f"{len(diagnosis.names(Status.ok))} checks are ok."
+        return paragraph(ok) + bullets(f"{check.status.value}, {check.name}: {check.explanation}" for check in found)
+
+
+def _headline(metrics: PairwiseMetrics) -> str:
+    if metrics.collapse.collapsed:
+        return answer("bad", "The rewards do not tell responses apart", metrics.collapse.reason)
+    accuracy = f"Accuracy {metrics.accuracy}"
+    beside = metrics.over_length
+    sample = (
+        f"On {metrics.num_pairs:,} validation pairs of {metrics.num_prompts:,} prompts; 95 % interval over prompts."
+    )
+    if math.isnan(beside.value) or beside.low is None or beside.high is None:
+        return answer("fair", accuracy, sample, "Lengths of the responses are unknown, so there is no length baseline.")
+    above = f"“The longer response wins” has {metrics.longer_wins}; the model less that: {beside}."
+    if beside.low > 0:
+        return answer("good", accuracy, sample, above)
+    worse = beside.high < 0
+    verdict = "It is below counting characters." if worse else "It is not shown to be above counting characters."
+    return answer("bad" if worse else "fair", accuracy, sample, above, verdict)
+
+
+def _results(result: RunResult) -> str:
+    rows = [(name, cell_text(value).plain) for name, value in metrics_rows(result.metrics).items()]
+    if result.data.ceiling is not None:
+        rows.append(("ceiling (gold reward)", cell_text(result.data.ceiling).plain))
+    caption = f"Validation: {result.data.val_origin}; weights of step {result.best_step:,}, best {result.monitor}"
+    return section("Result", table(caption, ("", "value [95 % interval]"), rows), bullets(result.data.notes))
+
+
+def _groups(metrics: PairwiseMetrics, column: str) -> str:
+    members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
+    rows = [
+        (
+            name,
+            f"{group.num_pairs:,}",
+            "collapsed" if group.collapse.collapsed else str(group.accuracy),
+            *(cell_text(value).plain for value in (group.longer_wins.value, group.nll.value, group.ece.value)),
+        )
+        for name, group in members
+    ]
+    head = (column, "pairs", "accuracy [95 %]", "longer wins", "NLL", "ECE")
+    return section(f"By {column}", table(f"Each {column}, the largest first", head, rows))
+
+
+def _settings(result: RunResult) -> str:
+    seconds, rate = result.wall_seconds, result.pairs_per_second
+    facts = {
+        "training pairs": f"{result.data.train_pairs:,}, fingerprint {result.data.train_fingerprint}",
+        "steps": f"{result.steps:,}, {result.status.value}",
+        "trainable parameters": f"{result.parameters:,}",
+        "time": f"{seconds / 60:.1f} min" + ("" if rate is None else f", {rate:,.0f} pairs a second"),
+        **{f"machine: {name}": value for name, value in result.machine.items()},
+        **{f"version of {name}": value for name, value in result.versions.items()},
+        "commit": result.commit or "n/a",
+    }
+    options = "\n".join(f"{name}={json.dumps(value)}" for name, value in _options(result))
+    return section(
+        "Settings", table("Run and machine", ("", ""), facts.items()), details("All options of the run", code(options))
+    )
+
+
+def _options(result: RunResult) -> Iterator[tuple[str, object]]:
+    yield from sorted(flat(result.config))
