@@ -277,6 +277,16 @@ WAYS: dict[str, Way] = {
         slow=True,
     ),
     "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Way(prints="pairs stay: kept.jsonl"),
+    "rm-opt study readiness readiness_study --worlds development": Way(
+        "rm-opt study readiness --help", prints="--worlds"
+    ),
+    "rm-opt study readiness readiness_study --worlds test": Way(
+        "! rm-opt study readiness readiness_study --worlds test --models 6 --steps 10 2>&1",
+        prints="--worlds development",
+    ),
+    "rm-opt report outputs/run": Way(prints="page: outputs/run/report/index.html", slow=True),
+    "rm-opt report outputs/optimizers": Way("rm-opt report --help", prints="--format"),
+    "rm-opt report outputs/run --format md": Way(prints="## Known weaknesses", slow=True),
     "rm-opt study cleaning outputs/cleaning": Way(
         "rm-opt study cleaning outputs/cleaning --splits 2 --pairs 60", prints="AUROC: turned labels"
     ),

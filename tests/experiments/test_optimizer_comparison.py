@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from rm_optimizer.experiments.study.executors import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer
+from rm_optimizer.reporting.pages.study_page import write_study_page
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
 from tests.training.conftest import SMALL
@@ -270,3 +273,18 @@ def test_a_damaged_setting_is_named(tmp_path):
     (tmp_path / "frozen.json").write_text("{")
     with pytest.raises(ConfigError, match=r"frozen\.json is damaged; start the comparison in another folder"):
         Frozen.read(tmp_path)
+
+
+def test_the_page_of_a_comparison_begins_with_its_cautions_and_shows_every_seed(finished, tmp_path):
+    run, found = finished
+    folder = shutil.copytree(run.folder, tmp_path / "study")
+    page = re.sub(r'base64,[^"]*', "", write_study_page(folder).read_text(encoding="utf-8"))
+    assert page.index(found.warnings[0][1:]) < page.index("<h2>Verdicts</h2>")
+    for arm in found.arms:
+        for seed in arm.seeds:
+            assert f'<th scope="row">{arm.name}</th><td>{seed}</td>' in page
+    assert "explains none of them" in page
+    assert "http" not in page
+    assert write_study_page(folder).read_bytes() == write_study_page(folder, tmp_path / "again").read_bytes()
+    done = CliRunner().invoke(app, ["report", str(folder), "--format", "md"])
+    assert (done.exit_code, "rm-opt compare report" in done.stderr) == (2, True)

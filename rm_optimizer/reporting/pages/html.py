@@ -34,7 +34,8 @@ th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--
 font-variant-numeric:tabular-nums}
 th{font-weight:500}thead th{color:var(--soft);font-size:.9rem;border-top:0}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
-figure{margin:0;background:#fff;color:#222;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
+figure{margin:.6rem 0 0;max-width:52rem;background:#fff;color:#222;border:1px solid var(--line);
+border-radius:.3rem;padding:.5rem}
 figure img{display:block;width:100%;height:auto}figcaption{color:#5b6068;font-size:.9rem;padding-top:.3rem}
 ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
@@ -66,14 +67,15 @@ def section(title: str, *parts: str) -> str:
 
 
 def answer(tone: str, headline: str, *sentences: str) -> str:
-    """The one thing to know, large.
+    """The one thing to know, large; sentences get a capital and a full stop.
 
     Args:
         tone: `good`, `fair` or `bad`.
         headline: a few words.
         sentences: what they mean.
     """
-    text = "".join(paragraph(sentence) for sentence in sentences)
+    whole = (f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" for text in sentences)
+    text = "".join(map(paragraph, whole))
     return f'<div class="answer {tone}"><strong>{escape(headline)}</strong>{text}</div>'
 
 

@@ -1,0 +1,95 @@
+"""The page of a comparison of optimizers: cautions first, verdicts, sensitivity to the rate, cost, every seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
+from rm_optimizer.experiments.study.driver import Study
+from rm_optimizer.records.files import write_text
+from rm_optimizer.reporting.optimizer_findings import finding_tables, methods
+from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_curves, plot_rate_sensitivity
+from rm_optimizer.reporting.pages.html import answer, bullets, drawn, figures, page, paragraph, section, table
+from rm_optimizer.reporting.pages.run_page import PAGE_FILE, REPORT_FOLDER
+
+
+def write_study_page(study: Path, folder: Path | None = None) -> Path:
+    """Write the page of a comparison of optimizers and return its file.
+
+    Args:
+        study: folder of the comparison.
+        folder: where to write; None takes `report/` of the study.
+
+    Raises:
+        ConfigError: if no final trial is finished.
+    """
+    folder = folder or study / REPORT_FOLDER
+    return write_text(folder / PAGE_FILE, study_page(findings(study), Study(study)))
+
+
+def study_page(found: ComparisonFindings, study: Study) -> str:
+    """The page as HTML.
+
+    Args:
+        found: findings of the comparison.
+        study: its trials.
+    """
+    verdicts, tuning, cost = (
+        table(each.title, each.header, each.rows) if each.rows else "" for each in finding_tables(found)
+    )
+    content = [
+        _banner(found),
+        section("Verdicts", verdicts, _differences(found)),
+        section("Sensitivity to the learning rate", tuning, figures(_rates(found))),
+        section("Cost and curvature", cost, paragraph(_NO_CAUSE)),
+        section("Learning curves", figures(drawn(plot_curves(found), "Validation NLL by step and by seconds"))),
+        section("Every seed", _seeds(found)),
+        section("Failed and diverged runs", _failed(study)),
+        section("Methods", paragraph(methods(found))),
+    ]
+    return page(f"Comparison of {', '.join(arm.name for arm in found.arms)}", content)
+
+
+_NO_CAUSE = (
+    "Curvature stands beside the scores and explains none of them: runs that differ in sharpness differ in much else."
+)
+
+
+def _banner(found: ComparisonFindings) -> str:
+    primary = [item for item in found.verdicts if item.is_primary]
+    decided = [item for item in primary if item.verdict in ("better", "worse")]
+    reference = found.frozen.options.reference
+    if not primary:
+        return answer("bad", "No verdict", "Fewer than two common seeds have finished.", *found.warnings)
+    if not decided:
+        said = f"None of the {len(primary)} optimizers is shown to be better or worse than {reference} in test NLL."
+        return answer("bad" if found.warnings else "fair", "Weak evidence", said, *found.warnings)
+    lines = [f"{item.arm} is {item.verdict} than {reference}: test NLL {item.difference:+.3f}." for item in decided]
+    headline = f"{len(decided)} of {len(primary)} differ from {reference}"
+    return answer("fair" if found.warnings else "good", headline, *lines, *found.warnings)
+
+
+def _differences(found: ComparisonFindings) -> str:
+    if not found.verdicts:
+        return ""
+    alt = f"Differences to {found.frozen.options.reference} in test NLL and accuracy, with intervals"
+    return figures(drawn(plot_arm_differences(found), alt))
+
+
+def _rates(found: ComparisonFindings) -> str:
+    return drawn(plot_rate_sensitivity(found), "Validation NLL by learning rate, a line for each optimizer")
+
+
+def _seeds(found: ComparisonFindings) -> str:
+    rows = [
+        (arm.name, str(seed), *(f"{arm.per_seed[name][at]:.4f}" for name in ("nll", "accuracy")))
+        for arm in found.arms
+        for at, seed in enumerate(arm.seeds)
+    ]
+    return table("Test scores of the final runs", ("optimizer", "seed", "NLL", "accuracy"), rows)
+
+
+def _failed(study: Study) -> str:
+    rows = [row for row in study.rows() if row["state"] not in ("finished", "waiting")]
+    lines = [f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in rows]
+    return bullets(lines) or paragraph("None.")
