@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d1f23;--soft:#5b6068;--line:#dfe2e7;--paper:#fff;--card:#f6f7f9;
---good:#00704f;--fair:#8a5a00;--bad:#b3410a;--link:#0062a3}
+--good:#00704f;--fair:#8a5a00;--bad:#b3410a;--open:#4d5560;--link:#0062a3}
 @media(prefers-color-scheme:dark){:root{--ink:#e9ebee;--soft:#a4abb5;--line:#363b43;--paper:#15171b;--card:#1e2127;
---good:#4fc79c;--fair:#e9b44c;--bad:#ff9361;--link:#6cb8ee}}
+--good:#4fc79c;--fair:#e9b44c;--bad:#ff9361;--open:#b3bac4;--link:#6cb8ee}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 main{max-width:72rem;margin:0 auto;padding:1.5rem 1rem 3rem}
@@ -26,7 +26,7 @@ a{color:var(--link)}
 .answer{border-left:.5rem solid var(--tone);background:var(--card);padding:.9rem 1.2rem;margin:1rem 0;
 border-radius:.3rem}
 .answer strong{display:block;font-size:1.6rem;line-height:1.25;color:var(--tone)}
-.good{--tone:var(--good)}.fair{--tone:var(--fair)}.bad{--tone:var(--bad)}
+.good{--tone:var(--good)}.fair{--tone:var(--fair)}.bad{--tone:var(--bad)}.open{--tone:var(--open)}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;min-width:min(100%,24rem)}
 caption{text-align:left;padding-bottom:.4rem}
@@ -44,18 +44,19 @@ pre{background:var(--card);padding:.8rem;border-radius:.3rem;white-space:pre-wra
 """
 
 
-def page(title: str, parts: Iterable[str]) -> str:
+def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
     """A whole page.
 
     Args:
         title: its title, as text.
         parts: its content, as HTML; empty parts are left out.
+        style: CSS beside that of all pages.
     """
     body = "\n".join(part for part in parts if part)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}{style}</style></head>\n<body><main>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n"
     )
 
@@ -70,13 +71,22 @@ def answer(tone: str, headline: str, *sentences: str) -> str:
     """The one thing to know, large; sentences get a capital and a full stop.
 
     Args:
-        tone: `good`, `fair` or `bad`.
+        tone: `good`, `fair`, `bad` or `open`.
         headline: a few words.
         sentences: what they mean.
     """
-    whole = (f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" for text in sentences)
-    text = "".join(map(paragraph, whole))
+    text = "".join(paragraph(sentence(each)) for each in sentences)
     return f'<div class="answer {tone}"><strong>{escape(headline)}</strong>{text}</div>'
+
+
+def sentence(text: str) -> str:
+    """The text with a capital at the start and a full stop.
+
+    Example:
+        >>> sentence("few seeds")
+        'Few seeds.'
+    """
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
 def paragraph(text: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from rm_optimizer.doctor.diagnosis import Status
+from rm_optimizer.reporting.pages.html import answer, bullets, details, page, paragraph, section, sentence
 from rm_optimizer.reporting.readiness.rows import (
     ReadinessRow,
     chance_of,
@@ -28,36 +29,14 @@ _ANSWERS = {
     ReadinessVerdict.not_recommended: ("bad", "No"),
     ReadinessVerdict.unknown: ("open", "Not known"),
 }
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1d1f23;--soft:#5b6068;--line:#dfe2e7;--paper:#fff;--card:#f6f7f9;
---good:#00704f;--fair:#8a5a00;--bad:#b3410a;--open:#4d5560;--dot:#0062a3}
-@media(prefers-color-scheme:dark){:root{--ink:#e9ebee;--soft:#a4abb5;--line:#363b43;--paper:#15171b;--card:#1e2127;
---good:#4fc79c;--fair:#e9b44c;--bad:#ff9361;--open:#b3bac4;--dot:#6cb8ee}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
-main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 3rem}
-h1{font-size:1.15rem;font-weight:500;margin:0;overflow-wrap:anywhere}
-h2{font-size:1.1rem;margin:2rem 0 .5rem}
-.answer{border-left:.5rem solid var(--tone);background:var(--card);padding:1rem 1.2rem;margin:1rem 0;
-border-radius:.3rem}
-.answer strong{display:block;font-size:2rem;line-height:1.2;color:var(--tone)}
-.answer p{margin:.4rem 0 0}
-.good{--tone:var(--good)}.fair{--tone:var(--fair)}.bad{--tone:var(--bad)}.open{--tone:var(--open)}
-ol,ul{margin:.3rem 0;padding-left:1.4rem}li{margin:.35rem 0}
-.soft,td small,.scale{color:var(--soft)}
-table{border-collapse:collapse;width:100%}
-caption{text-align:left;color:var(--soft);padding-bottom:.4rem}
-th,td{text-align:left;padding:.45rem .6rem .45rem 0;border-top:1px solid var(--line);vertical-align:top}
-th{font-weight:500}thead th{color:var(--soft);font-size:.9rem;border-top:0}
-td.number{white-space:nowrap;font-variant-numeric:tabular-nums}
-small{display:block}
+_BARS = """
+main{max-width:60rem}
+small{display:block}td small,.scale{color:var(--soft)}
+td.number{white-space:nowrap}
 svg{display:block;width:100%;min-width:7rem;height:1.4rem}
-.track{stroke:var(--line)}.chance{stroke:var(--soft)}.range{stroke:var(--dot)}.dot{fill:var(--dot)}
-details{margin-top:1.5rem}summary{cursor:pointer;font-weight:500}
-.failed{color:var(--bad)}
-@media(max-width:40rem){thead{display:none}tr{display:block;border-top:1px solid var(--line);padding:.5rem 0}
-th,td{display:block;border:0;padding:.1rem 0}}
-@media print{main{max-width:none}details>*{display:block}}
+.track{stroke:var(--line)}.chance{stroke:var(--soft)}.range{stroke:var(--link)}.dot{fill:var(--link)}
+@media(max-width:40rem){table{min-width:0;width:100%}thead{display:none}
+tr{display:block;border-top:1px solid var(--line);padding:.5rem 0}th,td{display:block;border:0;padding:.1rem 0}}
 """
 
 
@@ -69,47 +48,24 @@ def readiness_page(report: RLReadinessReport, model: str) -> str:
         model: name of the model.
     """
     use = "" if report.algorithm is None else f" for {ALGORITHM_NAMES[report.algorithm]}"
-    tone, answer = _ANSWERS[report.verdict]
+    tone, headline = _ANSWERS[report.verdict]
     rows = readiness_rows(report)
     first = [row for row in rows if row.contribution is not None or row.name.startswith("probe_")] or rows[:3]
     others = [row for row in rows if row not in first]
     parts = [
-        f"<h1>Is <b>{escape(model)}</b> good enough{use}?</h1>",
-        f'<div class="answer {tone}"><strong>{answer}</strong>',
-        f"<p>Verdict: {report.verdict}. {_sentence(report.basis)}</p>",
-        *(f'<p class="soft">{_sentence(caution)}</p>' for caution in report.cautions),
-        "</div>",
-        _section("What to do next", _list("ol", report.recommendations)),
-        _section("What it rests on", _table(first, "95 % intervals; a gray tick marks chance") if first else ""),
-        _section("All other numbers", _table(others, "Reported, and no part of the score") if others else ""),
-        _gates(report),
-        _section("How it was measured", _list("ul", [_sentence(line) for line in _lines(report)])),
+        answer(tone, headline, f"Verdict: {report.verdict}. {sentence(report.basis)}", *report.cautions),
+        section("What to do next", bullets(map(sentence, report.recommendations))),
+        section("What it rests on", _table(first, "95 % intervals; a gray tick marks chance") if first else ""),
+        section("All other numbers", _table(others, "Reported, and no part of the score") if others else ""),
+        section("Checks of the model", _gates(report)),
+        section("How it was measured", bullets(map(sentence, _lines(report)))),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Readiness of {escape(model)}: {report.verdict}</title><style>{_STYLE}</style></head>\n"
-        f"<body><main>\n{chr(10).join(part for part in parts if part)}\n</main></body></html>\n"
-    )
+    return page(f"Is {model} good enough{use}?", parts, style=_BARS)
 
 
 def _lines(report: RLReadinessReport) -> list[str]:
     """Sentences on the probes and the sample."""
     return [line for line in (*probe_lines(report), sample_line(report)) if line]
-
-
-def _sentence(text: str) -> str:
-    """Escaped text with a capital at the start and a full stop."""
-    return escape(f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}")
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
-
-
-def _list(kind: str, sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{_sentence(sentence)}</li>" for sentence in sentences)
-    return f"<{kind}>{items}</{kind}>" if items else ""
 
 
 def _table(rows: Sequence[ReadinessRow], caption: str) -> str:
@@ -146,21 +102,12 @@ def _bar(row: ReadinessRow) -> str:
 
 
 def _gates(report: RLReadinessReport) -> str:
-    """Failed checks in full, and the others by name."""
+    """Failed checks and warnings in full, and the others by name."""
     if not report.gates:
         return ""
-    failed = "".join(
-        f'<li class="failed">{escape(check.name)}: {escape(check.explanation)}</li>' for check in report.failed_gates
-    )
-    warned = "".join(
-        f"<li>{escape(check.name)}: {escape(check.explanation)}</li>"
-        for check in report.gates
-        if check.status is Status.warn
+    warned = [check for check in report.gates if check.status is Status.warn]
+    found = bullets(
+        f"{check.status.value}, {check.name}: {check.explanation}" for check in (*report.failed_gates, *warned)
     )
     fine = [check.name for check in report.gates if check.status is Status.ok]
-    content = f"<ul>{failed}{warned}</ul>" if failed or warned else ""
-    names = f'<p class="soft">{escape(", ".join(fine))}</p>'
-    return _section(
-        "Checks of the model",
-        f"{content}<details><summary>{len(fine)} of {len(report.gates)} checks are ok</summary>{names}</details>",
-    )
+    return found + details(f"{len(fine)} of {len(report.gates)} checks are ok", paragraph(", ".join(fine)))
