@@ -227,8 +227,8 @@ _REMEDIES = {
 }
 _START = {
     ReadinessVerdict.unknown: (
-        "choose an algorithm and a number of responses that the fitted score covers (see the cautions), or go by the "
-        "probe: compare it between candidates on the same prompts"
+        "compare the probe's win rate between candidates on the same prompts; where the cautions name what a fitted "
+        "score covers, measure that"
     ),
     ReadinessVerdict.ready: (
         "start with a penalty on the divergence, keep checkpoints, and repeat the probe on the trained policy's "
