@@ -18,12 +18,17 @@ def report(
     ] = "html",
 ) -> None:
     """Write one page on a run or a study: results with intervals, pictures, settings, what is missing; no network."""
-    from rm_optimizer.experiments.study.plan import FROZEN_FILE
+    from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE
     from rm_optimizer.reporting.model_card import markdown_report
     from rm_optimizer.reporting.pages.run_page import write_run_page
     from rm_optimizer.reporting.pages.study_page import write_study_page
 
     is_study = (folder / FROZEN_FILE).is_file()
+    if (folder / PLAN_FILE).is_file() and not is_study:
+        raise ConfigError(
+            f"{folder} holds a study of another kind, which its own command reports on: rm-opt compare report {folder}, "
+            "or the rm-opt study that made it"
+        )
     if form == "md" and is_study:
         raise ConfigError(f"rm-opt compare report {folder} writes Markdown of a comparison, report/report.md")
     if form == "md":
