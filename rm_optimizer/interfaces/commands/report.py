@@ -26,8 +26,8 @@ def report(
     is_study = (folder / FROZEN_FILE).is_file()
     if (folder / PLAN_FILE).is_file() and not is_study:
         raise ConfigError(
-            f"{folder} holds a study of another kind, which its own command reports on: rm-opt compare report {folder}, "
-            "or the rm-opt study that made it"
+            f"{folder} holds a study of another kind; its own command reports on it, rm-opt compare report {folder} or "
+            "the rm-opt study that made it"
         )
     if form == "md" and is_study:
         raise ConfigError(f"rm-opt compare report {folder} writes Markdown of a comparison, report/report.md")
