@@ -352,7 +352,7 @@ def _top_eigenvalue(checkpoint: str) -> float | None:
 def _leave(report: RLReadinessReport, folder: Path, checkpoint: str) -> None:
     """Write the report, its picture and its page."""
     from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.readiness.page import readiness_page
+    from rm_optimizer.reporting.pages.readiness_page import readiness_page
     from rm_optimizer.reporting.readiness.plot import plot_readiness
     from rm_optimizer.reporting.style import save_figure
 

@@ -11,7 +11,7 @@ from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.loggers.media import log_table
 
-_METRICS = ("accuracy", "nll", "brier", "ece", "mean_margin")
+SUMMARY_METRICS = ("accuracy", "nll", "brier", "ece", "mean_margin")
 
 
 def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool) -> None:
@@ -44,7 +44,7 @@ def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool
 
 
 def _summary(result: RunResult) -> dict[str, float | int | str | None]:
-    estimates = {name: getattr(result.metrics, name) for name in _METRICS}
+    estimates = {name: getattr(result.metrics, name) for name in SUMMARY_METRICS}
     values = {f"best/{name}": estimate.value for name, estimate in estimates.items()}
     ends = {
         f"best/{name}_{end}": getattr(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")
