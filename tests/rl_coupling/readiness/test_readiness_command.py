@@ -32,7 +32,10 @@ def root(tmp_path_factory) -> Path:
     return folder
 
 
-def test_questions_go_to_people_and_their_answers_come_back(root: Path, tmp_path: Path) -> None:
+def test_questions_go_to_people_and_their_answers_come_back(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     ask, out = tmp_path / "questions.csv", tmp_path / "out"
     asked = run(
         root / "model", "--data", root / "pairs.jsonl", "--policy", "world", "--ask", ask, "--output", out, *SIZES
