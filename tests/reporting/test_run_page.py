@@ -39,6 +39,11 @@ def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup
     assert all(re.match(r'alt="[^"]{10,}" src="data:image', image) for image in images)
 
 
+def test_the_command_of_the_run_stands_on_its_page(trained: Path) -> None:
+    assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_page(trained)
+    assert "training.max_steps=2" in run_page(trained)
+
+
 def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
     (copied / "pair_rewards.jsonl").write_text('{"pair_id": ')
     (copied / "metrics.csv").unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
 from rm_optimizer.reporting.pages.html import (
@@ -200,11 +200,11 @@ def _settings(result: RunResult) -> str:
         **{f"version of {name}": value for name, value in result.versions.items()},
         "commit": result.commit or "n/a",
     }
-    options = "\n".join(f"{name}={json.dumps(value)}" for name, value in _options(result))
+    options = "\n".join(f"{name}={json.dumps(value)}" for name, value in sorted(flat(result.config)))
     return section(
-        "Settings", table("Run and machine", ("", ""), facts.items()), details("All options of the run", code(options))
+        "Settings",
+        paragraph("This command trains it again:"),
+        code(run_command(result.config)),
+        table("Run and machine", ("", ""), facts.items()),
+        details("All options of the run", code(options)),
     )
-
-
-def _options(result: RunResult) -> Iterator[tuple[str, object]]:
-    yield from sorted(flat(result.config))
