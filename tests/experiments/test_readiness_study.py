@@ -111,8 +111,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> ReadinessStudy:
 
 @pytest.mark.slow
 def test_a_small_study_leaves_a_score_that_measurements_take(
-    finished: ReadinessStudy, capsys: pytest.CaptureFixture[str]
+    finished: ReadinessStudy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     fitted = FittedReadiness.from_json((finished.folder / FITTED_FILE).read_text())
     assert fitted.provenance.fitted_worlds == (20, 21)
     assert fitted.provenance.tested_worlds == (22, 23)
