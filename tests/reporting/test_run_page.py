@@ -1,5 +1,6 @@
 """The page of a run: one file, the same bytes for the same folder, a word for every piece that is missing."""
 
+import base64
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph
 from rm_optimizer.reporting.pages.run_page import run_page, write_run_page
 from tests.browser import IS_INSTALLED, opened_browser
 
@@ -57,6 +59,29 @@ def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
     assert "rm-opt analyze" in missing
 
 
+TORN_PNG = b"\x89PNG\r\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("metrics.csv", b"step,train_loss\n0,abc\n", "metrics.csv is torn"),
+        ("metrics.csv", b"step,train_loss\n\xff,1\n", "metrics.csv is torn"),
+        ("metrics.csv", b"step,eval_loss,eval_acc\n0,0.7,0.5\n", "metrics.csv ends at step 0 of 2"),
+        ("pair_rewards.jsonl", b"", "pair_rewards.jsonl holds 0 of 60 pairs"),
+        ("pair_rewards.jsonl", None, "pair_rewards.jsonl holds 1 of 60 pairs"),
+        ("landscape/hessian/spectrum.png", TORN_PNG, "landscape/hessian/spectrum.png is torn"),
+    ],
+)
+def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: bytes | None, expected: str) -> None:
+    damaged = copied / file
+    damaged.parent.mkdir(parents=True, exist_ok=True)
+    damaged.write_bytes(damaged.read_bytes().splitlines()[0] if content is None else content)
+    shown = run_page(copied)
+    assert expected in text_of(shown).partition("<h2>Missing</h2>")[2]
+    assert base64.b64encode(TORN_PNG).decode() not in shown
+
+
 @pytest.mark.parametrize("result", [None, "{"])
 def test_a_folder_without_a_finished_run_is_refused(copied: Path, result: str | None) -> None:
     if result is None:
@@ -95,3 +120,14 @@ def test_nothing_overflows_on_phone_or_wide_screen_and_the_console_stays_empty(t
             assert browser.run(loaded) == 0
         assert "Each source, the largest first" in browser.names()
         assert browser.errors() == []
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs chromium and chromedriver (apt-get install chromium-driver)")
+def test_a_long_path_in_a_sentence_breaks_on_a_phone(tmp_path: Path) -> None:
+    path = "model.path=/" + "a_folder/" * 20
+    file = tmp_path / "index.html"
+    file.write_text(page("Long", [answer("open", path, path), paragraph(path), bullets([path])]), encoding="utf-8")
+    with opened_browser() as browser:
+        browser.screen(390, 900, "light")
+        browser.open(file.as_uri())
+        assert browser.run("return document.documentElement.scrollWidth") <= 390

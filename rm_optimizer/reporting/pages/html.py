@@ -21,7 +21,7 @@ body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,s
 main{max-width:72rem;margin:0 auto;padding:1.5rem 1rem 3rem}
 h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2.2rem 0 .6rem}
 h3{font-size:1rem;margin:1.2rem 0 .4rem}
-p{margin:.4rem 0}.soft,caption,figcaption{color:var(--soft)}
+p{margin:.4rem 0}p,li,.answer{overflow-wrap:anywhere}.soft,caption,figcaption{color:var(--soft)}
 a{color:var(--link)}
 .answer{border-left:.5rem solid var(--tone);background:var(--card);padding:.9rem 1.2rem;margin:1rem 0;
 border-radius:.3rem}

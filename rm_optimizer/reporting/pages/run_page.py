@@ -37,6 +37,7 @@ from rm_optimizer.training.folder.result import RunResult
 REPORT_FOLDER, PAGE_FILE = "report", "index.html"
 """In the run folder."""
 _READINESS = Path("readiness", "readiness.json")
+_PNG_END = b"IEND\xaeB`\x82"
 
 
 def write_run_page(run_dir: Path, folder: Path | None = None) -> Path:
@@ -95,30 +96,48 @@ class _Parts:
     missing: list[str] = field(default_factory=list)
 
     def curves(self) -> str:
-        history = RunFolder(self.run_dir).metrics()
-        if not history:
-            self.missing.append(f"learning curves: {METRICS_FILE} is missing or empty")
-            return ""
         ceiling = self.result.data.ceiling
+        try:
+            history = RunFolder(self.run_dir).metrics()
+            if not history:
+                self.missing.append(f"learning curves: {METRICS_FILE} is missing or empty")
+                return ""
+            last, steps = int(history[-1]["step"]), self.result.steps
+            loss, accuracy = plot_loss(history), plot_accuracy(history, ceiling=ceiling)
+        except (KeyError, TypeError, ValueError):
+            self.missing.append(f"learning curves: {METRICS_FILE} is torn")
+            return ""
+        if last < steps:
+            self.missing.append(f"end of the learning curves: {METRICS_FILE} ends at step {last:,} of {steps:,}")
         return figures(
-            drawn(plot_loss(history), "Loss on training batches and on validation, by optimizer step"),
-            drawn(plot_accuracy(history, ceiling=ceiling), "Accuracy on training batches and on validation, by step"),
+            drawn(loss, "Loss on training batches and on validation, by optimizer step"),
+            drawn(accuracy, "Accuracy on training batches and on validation, by step"),
         )
 
     def calibration(self) -> str:
         shown = [drawn(plot_reliability(self.result.metrics), "How often the model is right, by how sure it is")]
         try:
-            margins = margins_of(RunFolder(self.run_dir).pair_rewards())
-            shown.append(drawn(plot_margins(margins), "Reward of the better response less that of the other"))
+            rewards, expected = RunFolder(self.run_dir).pair_rewards(), self.result.metrics.num_pairs
         except DataError:
             self.missing.append(f"histogram of margins: {PAIR_REWARDS_FILE} is missing or torn")
+            return figures(*shown)
+        if len(rewards) == expected:
+            shown.append(
+                drawn(plot_margins(margins_of(rewards)), "Reward of the better response less that of the other")
+            )
+        else:
+            held = f"{PAIR_REWARDS_FILE} holds {len(rewards):,} of {expected:,} pairs"
+            self.missing.append(f"histogram of margins: {held}")
         return figures(*shown)
 
     def landscape(self) -> str:
         pictures = sorted((self.run_dir / "landscape").glob("*/*.png"))
         if not pictures:
             self.missing.append("loss landscape: rm-opt analyze --checkpoint RUN --type hessian measures it")
-        return figures(*(picture(png, " ".join(dict.fromkeys((png.parent.name, png.stem)))) for png in pictures))
+        whole = [png for png in pictures if png.read_bytes().endswith(_PNG_END)]
+        torn = [png.relative_to(self.run_dir).as_posix() for png in pictures if png not in whole]
+        self.missing.extend(f"picture of the loss landscape: {name} is torn" for name in torn)
+        return figures(*(picture(png, " ".join(dict.fromkeys((png.parent.name, png.stem)))) for png in whole))
 
     def readiness(self) -> str:
         try:
