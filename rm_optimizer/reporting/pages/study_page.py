@@ -45,7 +45,7 @@ def study_page(found: ComparisonFindings, study: Study) -> str:
         section("Learning curves", figures(drawn(plot_curves(found), "Validation NLL by step and by seconds"))),
         section("Every seed", _seeds(found)),
         section("Failed and diverged runs", _failed(study)),
-        section("Methods", paragraph(methods(found))),
+        section("Methods", paragraph(methods(found).replace("`", ""))),
     ]
     return page(f"Comparison of {', '.join(arm.name for arm in found.arms)}", content)
 
@@ -90,6 +90,6 @@ def _seeds(found: ComparisonFindings) -> str:
 
 
 def _failed(study: Study) -> str:
-    rows = [row for row in study.rows() if row["state"] not in ("finished", "waiting")]
+    rows = [row for row in study.rows() if row["state"] in ("failed", "diverged")]
     lines = [f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in rows]
     return bullets(lines) or paragraph("None.")
