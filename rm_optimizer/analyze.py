@@ -182,7 +182,7 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
 def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisSubject:
     """Weights and pairs in words; the step is that in a periodic checkpoint's name, or of the run's best model."""
     from rm_optimizer.landscape.analysis_context import AnalysisSubject
-    from rm_optimizer.landscape.measured_loss import pairs_digest
+    from rm_optimizer.landscape.operators.identity import pairs_digest
     from rm_optimizer.records.run_folder import RunFolder, checkpoint_step
 
     path, run = weights or Path(options.checkpoint).expanduser(), RunFolder.of(options.checkpoint)

@@ -30,7 +30,7 @@ from rm_optimizer.landscape.solve import (
     of_known_rank,
     solve,
 )
-from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.solvers.kept import remove_states
 from rm_optimizer.landscape.solvers.lanczos import End, Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.spectrum_estimates import add_estimates
@@ -119,7 +119,7 @@ class HessianAnalyzer:
             seconds = found.seconds_before + time.perf_counter() - began
             spectrum = self._spectrum(operator, kind, method, options.which, found, seconds)
         if options.state_file is not None and not found.is_interrupted:
-            KrylovState.remove(options.state_file)
+            remove_states(options.state_file)
         return spectrum
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,11 +11,10 @@ import torch
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.draws import PairSample
 from rm_optimizer.landscape.estimates.by_source import DescribedPair
+from rm_optimizer.landscape.operators.identity import pairs_digest
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators.pair_gradients import single_pairs
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.schema import LossConfig
 
@@ -54,23 +53,3 @@ class MeasuredLoss:
         """Digest of everything that a measurement depends on: weights, pairs, loss, parameters and type."""
         weights = weights_digest(self.model)
         return digest([weights, pairs_digest(self.sample.batches), vars(self.loss), self.params, str(self.dtype)])
-
-
-def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:
-    """Digest of each pair's tokens, margin, label and weight, independent of micro-batches, padding and layout."""
-    singles = (single for batch in batches for single in single_pairs(batch))
-    rows = [
-        [
-            *(single.pair_index.tolist() + single.margin.tolist() + single.label.tolist() + single.weight.tolist()),
-            *(ids[mask != 0].tolist() for ids, mask in zip(single.input_ids, single.attention_mask, strict=True)),
-        ]
-        for single in singles
-    ]
-    return digest(sorted(rows))
-
-
-def identity_of(objective: PairObjective) -> str:
-    """Digest of everything that the loss and its derivatives depend on."""
-    loss, dtype = vars(objective.loss), str(objective.dtype)
-    pairs = pairs_digest(objective.batches)
-    return digest([weights_digest(objective.model), pairs, objective.subset.names, loss, dtype])

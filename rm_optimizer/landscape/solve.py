@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +20,12 @@ from rm_optimizer.landscape.estimates.by_source import PairCurvatures, pair_indi
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
-from rm_optimizer.landscape.measured_loss import identity_of
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import ProductName
-from rm_optimizer.landscape.operators.support import Support
-from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
+from rm_optimizer.landscape.solvers.kept import KeptState
+from rm_optimizer.landscape.solvers.krylov import OrthonormalBasis
 from rm_optimizer.landscape.solvers.lanczos import (
     FEWEST_SPARE,
     Eigenpairs,
@@ -44,8 +42,6 @@ from rm_optimizer.schema.landscape import SpectrumMethod, TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
 _log = logging.getLogger("rm_optimizer")
-SAVE_EVERY = 10
-"""Products between two writings of an iteration's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,16 +264,13 @@ def _by_lanczos(
     start: Tensor | None,
     on_iteration: Callable[[Progress], None] | None,
 ) -> Solution:
-    file = options.state_file
     matrix = SupportedOperator(operator)
-    state = KrylovState() if file is None else _kept_state(operator, matrix.support, file, seed)
+    kept = KeptState(operator, matrix.support, options.state_file, seed)
+    state, seconds_before = kept.state, kept.seconds_before
     operator.num_products += state.num_products
-    seconds_before, began = state.wall_seconds, time.perf_counter()
 
     def after(progress: Progress) -> None:
-        state.wall_seconds = seconds_before + time.perf_counter() - began
-        if file is not None and state.num_products % SAVE_EVERY == 0:
-            state.save(file)
+        kept.after_product()
         if on_iteration is not None:
             on_iteration(progress)
         if state.num_products == 1:
@@ -302,13 +295,11 @@ def _by_lanczos(
     except KeyboardInterrupt:
         if not state.diagonal:
             raise
-        if file is not None and state.can_continue:
-            state.save(file)
+        kept.save()
         operator.release()
         found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
         return Solution(matrix.widened(found), is_interrupted=True, seconds_before=seconds_before)
-    if file is not None:
-        state.save(file)
+    kept.save()
     state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
     is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products, where nothing converges
     is_done |= torch.tensor(pairs.converged)
@@ -350,15 +341,6 @@ def _estimate(wanted: int, matrix: SupportedOperator, most_vectors: int | None, 
 
 def _bytes_of_vector(matrix: SupportedOperator) -> int:
     return matrix.dimension * torch.finfo(matrix.dtype).bits // 8
-
-
-def _kept_state(operator: LossOperator, support: Support, file: Path, seed: int) -> KrylovState:
-    """The state in the file, or a new one that may be kept there."""
-    curvature = getattr(operator, "curvature", "hessian")
-    identity = f"{identity_of(operator.objective)} {curvature} {support.identity} {seed}"
-    if file.exists():
-        return KrylovState.load(file, identity=identity, device=operator.device)
-    return KrylovState(identity=identity)
 
 
 def _exact(value: float, objective: PairObjective) -> Estimate:

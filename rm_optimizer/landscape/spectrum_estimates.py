@@ -63,7 +63,13 @@ def _estimate(
         )
         if options.which != "smallest":
             found.cross_fit = cross_fit_hessian(
-                operator, sampled, top=float(pairs.values[0]), sampling=found.sampling, clusters=clusters, seed=seed
+                operator,
+                sampled,
+                top=float(pairs.values[0]),
+                sampling=found.sampling,
+                clusters=clusters,
+                seed=seed,
+                state_file=options.state_file,
             )
     if options.density_probes:
         found.density = spectral_density(

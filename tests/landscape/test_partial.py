@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solvers import kept
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from tests.landscape.worlds import INNER, dense, micro_batches, pairs
@@ -42,6 +45,35 @@ def test_a_stopped_iteration_goes_on_from_its_last_product(tmp_path: Path) -> No
     )
     assert again[0] == 7
     assert resumed.status == SpectrumStatus.complete
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SpectrumOptions(product="reverse", num_sampled=1, state_file=tmp_path / "lanczos.json")
+    monkeypatch.setattr(kept, "SAVE_SECONDS", 0.0)
+    apply, calls = HessianOperator.apply, 0
+
+    def counted(operator: HessianOperator, vectors: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == killed_at:
+            raise MemoryError
+        return apply(operator, vectors)
+
+    monkeypatch.setattr(HessianOperator, "apply", counted)
+    killed_at = 0
+    whole = analyzer().compute_spectrum(FIVE, top_k=1, options=replace(options, state_file=None))
+    left = 2
+    calls, killed_at = 0, calls - left + 1
+    with pytest.raises(MemoryError):
+        analyzer().compute_spectrum(FIVE, top_k=1, options=options)
+    calls = 0
+    resumed = analyzer().compute_spectrum(FIVE, top_k=1, options=options)
+    along_the_halves_vectors = 2
+    assert calls == left + along_the_halves_vectors
+    assert whole.cross_fit == resumed.cross_fit
     assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.pair_gradients import chosen_pairs
 from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.solvers.kept import KeptState, part_file
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 
@@ -94,6 +96,7 @@ def cross_fit_hessian(
     sampling: Sequence[Estimate],
     clusters: Sequence[int] | None,
     seed: int,
+    state_file: Path | None = None,
 ) -> CrossFit | None:
     """Cross-fit the Hessian's top eigenvalues.
 
@@ -106,6 +109,7 @@ def cross_fit_hessian(
         sampling: eigenvalues of all pairs with their interval over pairs.
         clusters: number of each pair's prompt, in the order of the batches.
         seed: of halves, starting vectors and resampling.
+        state_file: file beside which each search keeps its state; None keeps none. The caller removes them.
     """
     objective = operator.objective
     if num_prompts(objective.num_pairs, clusters) < FEWEST_PROMPTS:
@@ -114,13 +118,18 @@ def cross_fit_hessian(
     operator.release()
     halves = halves_of(objective.num_pairs, clusters, seed)
     parts = [part_of(objective, half) for half in halves]
-    fits = [_top_of(part, num_values, method, seed) for part in parts]
+    files = [part_file(state_file, number) for number in range(4)]
+    fits = [_top_of(part, num_values, method, seed, file) for part, file in zip(parts, files, strict=False)]
     count = min(len(fit.values) for fit in fits)
     columns = np.zeros((objective.num_pairs, count))
     for fit, part, half in zip(fits, reversed(parts), reversed(halves), strict=True):
         columns[half] = pair_curvatures(part, fit.vectors[:count]).cpu().numpy()
     quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
-    tops = [_top_of(part_of(objective, quarter), 1, method, seed) for quarter in quarters if len(quarter)]
+    tops = [
+        _top_of(part_of(objective, quarter), 1, method, seed, file)
+        for quarter, file in zip(quarters, files[2:], strict=True)
+        if len(quarter)
+    ]
     return combined(
         columns,
         weights_of(objective),
@@ -192,10 +201,20 @@ def weights_of(objective: PairObjective) -> Float[np.ndarray, " pairs"]:
     return weights
 
 
-def _top_of(objective: PairObjective, count: int, method: ProductName, seed: int) -> Eigenpairs:
+def _top_of(objective: PairObjective, count: int, method: ProductName, seed: int, file: Path | None) -> Eigenpairs:
     operator = HessianOperator(objective, product=method)
     matrix = SupportedOperator(operator)
-    found = lanczos(matrix, count, tolerance=FIT_TOLERANCE, seed=seed, on_done=operator.release)
+    kept = KeptState(operator, matrix.support, file, seed)
+    found = lanczos(
+        matrix,
+        count,
+        tolerance=FIT_TOLERANCE,
+        seed=seed,
+        state=kept.state,
+        on_iteration=lambda _: kept.after_product(),
+        on_done=operator.release,
+    )
+    kept.save()
     return matrix.widened(found)
 
 
