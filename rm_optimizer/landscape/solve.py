@@ -23,7 +23,7 @@ from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.operators.products import GRAPH_SHARE, ProductName, free_bytes
 from rm_optimizer.landscape.solvers.kept import KeptState
 from rm_optimizer.landscape.solvers.krylov import OrthonormalBasis
 from rm_optimizer.landscape.solvers.lanczos import (
@@ -33,6 +33,7 @@ from rm_optimizer.landscape.solvers.lanczos import (
     Progress,
     eigenpairs_so_far,
     lanczos,
+    most_products,
     rounding,
 )
 from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
@@ -55,7 +56,8 @@ class SpectrumOptions:
         max_products: most products of the solver; None is its own.
         max_basis: most vectors that `lanczos` holds, `FEWEST_SPARE` more than eigenvalues or more; None sets no limit.
             Twice as many as eigenvalues cost few products more.
-        vector_bytes: most memory for all vectors of `lanczos`, its basis and the eigenvectors; None sets no limit.
+        vector_bytes: most memory for all vectors of `lanczos`, its basis and the eigenvectors; None takes half of what
+            is free, the other half of which kept graphs may take.
         keep_vectors: False gives no eigenvectors beyond `num_sampled`. Trace and density are then not deflated, and
             overlooked eigenvalues not looked for.
         trace_products: products for the trace; 0 estimates none.
@@ -268,15 +270,17 @@ def _by_lanczos(
     kept = KeptState(operator, matrix.support, options.state_file, seed)
     state, seconds_before = kept.state, kept.seconds_before
     operator.num_products += state.num_products
+    most_vectors = _most_vectors(matrix, top_k, options)
+    expected = _announced(matrix, top_k, options, most_vectors)
 
     def after(progress: Progress) -> None:
         kept.after_product()
         if on_iteration is not None:
             on_iteration(progress)
         if state.num_products == 1:
-            _log.info(_estimate(progress.num_wanted, matrix, most_vectors, state.wall_seconds))
+            seconds = state.wall_seconds
+            _log.info(f"a product takes {seconds:.2g} s, all of them about {expected * seconds / 60:.2g} min")
 
-    most_vectors = _most_vectors(matrix, top_k, options)
     try:
         pairs = lanczos(
             matrix,
@@ -308,35 +312,55 @@ def _by_lanczos(
     return Solution(matrix.widened(pairs), searched=searched, is_warm=is_warm, seconds_before=seconds_before)
 
 
+def _num_wanted(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int:
+    return min(2 * top_k if options.which == "both" else top_k, matrix.dimension)
+
+
 def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int | None:
     """Vectors of the basis that the limits allow beside the eigenvectors; None for no limit.
+
+    Without a limit of bytes it is the free memory that kept graphs leave.
 
     Raises:
         ConfigError: if they are too few.
     """
-    if options.vector_bytes is None:
-        return options.max_basis
-    wanted = min(2 * top_k if options.which == "both" else top_k, matrix.dimension)
+    wanted, size = _num_wanted(matrix, top_k, options), _bytes_of_vector(matrix)
     kept = wanted if options.keep_vectors else min(options.num_sampled, wanted)
-    size, least = _bytes_of_vector(matrix), min(wanted + FEWEST_SPARE, matrix.dimension)
-    room = options.vector_bytes // size - kept
+    least = min(wanted + FEWEST_SPARE, matrix.dimension)
+    limit = options.vector_bytes
+    has = int((1 - GRAPH_SHARE) * free_bytes(matrix.device)) if limit is None else limit
+    room = has // size - kept
     if room < least:
-        needed = (least + kept) * size / 2**30
+        name = "half of the free memory" if limit is None else "the limit"
+        remedy = "set landscape.memory_gib to use more" if limit is None else "raise landscape.memory_gib"
         raise ConfigError(
-            f"{wanted} eigenvalues over {matrix.dimension:,} parameters need {needed:.2g} GiB for vectors, and "
-            f"the limit is {options.vector_bytes / 2**30:.2g} (landscape.memory_gib); raise it, or lower "
-            "landscape.top_k or the parameters of landscape.params"
+            f"{wanted} eigenvalues over {matrix.dimension:,} parameters need {(least + kept) * size / 2**30:.2g} GiB "
+            f"for vectors, and {name} is {has / 2**30:.2g} GiB; {remedy}, or lower landscape.top_k or the parameters "
+            "of landscape.params"
         )
+    if limit is None and room >= most_products(matrix.dimension, wanted, options.max_products, None):
+        return options.max_basis
     most = min(room, options.max_basis or room)
     return None if most >= matrix.dimension else most
 
 
-def _estimate(wanted: int, matrix: SupportedOperator, most_vectors: int | None, seconds: float) -> str:
-    """Cost of a search in words, from its first product; 10 products and 2 an eigenvalue are what most spectra take."""
-    products = min(10 + 2 * wanted, matrix.dimension)
+def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, most_vectors: int | None) -> int:
+    """Tell what a search will take, and give the products that it and what follows it are expected to take.
+
+    Most spectra take 10 products and 2 an eigenvalue. Cross-fitting takes about as many again.
+    """
+    wanted = _num_wanted(matrix, top_k, options)
+    most = most_products(matrix.dimension, wanted, options.max_products, most_vectors)
+    products = min(10 + 2 * wanted, matrix.dimension, most)
     vectors = wanted + (products if most_vectors is None else min(products, most_vectors))
     gib = vectors * _bytes_of_vector(matrix) / 2**30
-    return f"{wanted} eigenvalues: about {products} products of {seconds:.2g} s, and {gib:.2g} GiB for vectors"
+    probes = options.trace_products + options.density_probes * options.density_steps
+    total = products * (2 if options.num_sampled else 1) + probes
+    _log.info(
+        f"{wanted} eigenvalues over {matrix.dimension:,} parameters: about {products} products, at most {most}, and "
+        f"{gib:.2g} GiB for vectors; with what follows about {total} products"
+    )
+    return total
 
 
 def _bytes_of_vector(matrix: SupportedOperator) -> int:

@@ -113,8 +113,8 @@ class LandscapeConfig(Options, group="landscape"):
     product: HessianProduct = HessianProduct.auto
     """Exact Hessian-vector products: kept_graph (fast), reverse (little memory), forward, or auto, which tries them."""
     memory_gib: float | None = within("(0, inf)", None)
-    """GiB at most for lanczos's vectors, as many for rows of pairs and for kept graphs; null sets no limit, 3.7, and
-    half of what is free."""
+    """GiB at most for lanczos's vectors, as many for rows of pairs and for kept graphs; null is half of what is free,
+    3.7, and half of what is free."""
     num_sampled: int = within("[0, inf)", 3)
     """Eigenvalues from the top that are cross-fitted; the Hessian's need a model with forward derivatives."""
     tolerance: float = within("(0, 1)", 1e-3)

@@ -197,7 +197,7 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     trial = _trial(objective)
     objective.batch_gradient(trial)
     gradient_seconds = _seconds(lambda: objective.batch_gradient(trial), objective.device)
-    free = _free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
+    free = free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
     kept = KeptGraph(objective)
     needed = graph_bytes(kept, trial)
     fits = needed <= free
@@ -275,7 +275,8 @@ def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
     return int(1.25 * saved * tokens / trial.num_padded_tokens)
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
+    """Free memory of a device; where the system does not tell, half of all."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:

@@ -153,7 +153,7 @@ def lanczos(
     """
     wanted = _num_wanted(operator.dimension, top_k, which)
     state = KrylovState() if state is None else state
-    limit = _most_products(operator.dimension, wanted, max_products, max_basis)
+    limit = most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
     _begin(operator, state, random, start)
     while True:
@@ -182,8 +182,18 @@ def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVector
         extend(operator, state, random)
 
 
-def _most_products(dimension: int, wanted: int, max_products: int | None, max_basis: int | None) -> int:
-    """Limit of products; a bounded basis may take more than the matrix has dimensions."""
+def most_products(dimension: int, wanted: int, max_products: int | None, max_basis: int | None) -> int:
+    """Limit of products; a bounded basis may take more than the matrix has dimensions.
+
+    Args:
+        dimension: of the matrix.
+        wanted: eigenvalues.
+        max_products: limit asked for; None is the solver's own.
+        max_basis: vectors of a bounded basis; None for no bound.
+
+    Raises:
+        ConfigError: if the basis is too small for them.
+    """
     if max_basis is None:
         return min(dimension, max_products or 40 + 8 * wanted)
     if max_basis < min(wanted + FEWEST_SPARE, dimension):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape import solve
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.solve import SpectrumOptions
@@ -33,12 +34,33 @@ def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where
     free = SpectrumOptions(which="largest", product="reverse")
     with caplog.at_level("INFO", logger="rm_optimizer"):
         found = analyzer.compute_spectrum(pairs(), top_k=2, options=free)
-    assert re.fullmatch(r"2 eigenvalues: about 14 products of \S+ s, and \S+ GiB for vectors", caplog.messages[-1])
+    before, after = caplog.messages[-2:]
+    told = r"2 eigenvalues over \S+ parameters: about 14 products, at most 56, and \S+ GiB for vectors; .* 14 products"
+    assert re.fullmatch(told, before)
+    assert re.fullmatch(r"a product takes \S+ s, all of them about \S+ min", after)
     vector = 8 * found.num_parameters
     bounded = analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, vector_bytes=8 * vector))
     assert bounded.eigenvalues == pytest.approx(found.eigenvalues, rel=1e-6)
-    with pytest.raises(ConfigError, match=r"2 eigenvalues over .* need .* GiB .*memory_gib\); raise it, or lower"):
+    with pytest.raises(ConfigError, match=r"2 eigenvalues over .* need .* GiB .*; raise landscape.memory_gib, or"):
         analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, vector_bytes=8 * vector - 1))
+
+
+def test_a_basis_without_a_limit_fits_into_half_of_the_free_memory_or_is_refused_before_a_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    analyzer = HessianAnalyzer(reward_model(), params=INNER, dtype=torch.float64)
+    options = SpectrumOptions(which="largest", product="reverse")
+    found = analyzer.compute_spectrum(pairs(), top_k=2, options=options)
+    vector = 8 * found.num_parameters
+    monkeypatch.setattr(solve, "free_bytes", lambda device: 2.0 * 8 * vector)
+    bounded = analyzer.compute_spectrum(pairs(), top_k=2, options=options)
+    assert bounded.eigenvalues == pytest.approx(found.eigenvalues, rel=1e-6)
+    assert bounded.eigenvalues != found.eigenvalues  # of another basis
+    monkeypatch.setattr(solve, "free_bytes", lambda device: 2.0 * 8 * vector - 2)
+    products: list[Progress] = []
+    with pytest.raises(ConfigError, match=r"GiB for vectors, and half of the free memory is .*memory_gib.* or lower"):
+        analyzer.compute_spectrum(pairs(), top_k=2, options=options, on_iteration=products.append)
+    assert not products
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
