@@ -132,12 +132,13 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     searches = config.method == SpectrumMethod.lanczos
     num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
+    is_cross_fitted = searches and config.num_sampled > 0
 
     def report(block: str, progress: Progress) -> None:
         context.on_progress(block, len(done), num_blocks, f"relative error {progress.worst_error:.1e}")
 
     is_partial = False
-    with context.ledger(LAYERS_FILE, [*identity, config.method], 1 + num_blocks * searches) as ledger:
+    with context.ledger(LAYERS_FILE, [*identity, config.method, is_cross_fitted], 1 + num_blocks * searches) as ledger:
         pieces = list(ledger.values())
         if not pieces:
             common = curvature_of_blocks(
@@ -159,6 +160,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
                 tolerance=config.tolerance,
                 max_products=config.max_products,
                 product=config.product.value,
+                is_cross_fitted=is_cross_fitted,
                 on_iteration=report,
             ):
                 ledger.append(block)

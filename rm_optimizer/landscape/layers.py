@@ -11,7 +11,15 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
+from rm_optimizer.evaluation.draws import PairSample
+from rm_optimizer.landscape.estimates.cross_fitting import (
+    FEWEST_PROMPTS,
+    CrossFit,
+    cross_fit_gram,
+    cross_fit_hessian,
+    num_prompts,
+)
+from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
@@ -19,7 +27,7 @@ from rm_optimizer.landscape.operators.parameters import parameter_blocks, select
 from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.operators.vectors import RandomVectors
 from rm_optimizer.landscape.pairs_input import clusters_of
-from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, Progress, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.records.codec import JsonRecord
@@ -37,12 +45,14 @@ class TopEigenvalue:
         error_bound: bound on its error.
         converged: True if the residual is within the requested tolerance.
         num_products: Hessian-vector products spent.
+        cross_fit: the eigenvalue cross-fitted; None where that was not asked for, or of few prompts.
     """
 
     value: float
     error_bound: float
     converged: bool
     num_products: int
+    cross_fit: CrossFit | None = None
 
 
 @dataclass(frozen=True)
@@ -186,12 +196,13 @@ def top_eigenvalues(
     tolerance: float,
     max_products: int | None = None,
     product: ProductName = "auto",
+    is_cross_fitted: bool = True,
     on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
 ) -> Iterator[BlockCurvature]:
     """The blocks with the largest eigenvalue of each block of the Hessian, by a search in one after the other.
 
-    A product of the whole Hessian mixes the blocks, so that each search takes products of its own. Blocks yielded
-    before an interruption stay valid.
+    A product of the whole Hessian mixes the blocks, so that each search takes products of its own. Cross-fitting takes
+    about as many again. Blocks yielded before an interruption stay valid.
 
     Args:
         measured_loss: model, pairs and loss.
@@ -199,6 +210,7 @@ def top_eigenvalues(
         tolerance: residual of an eigenvalue, relative to it.
         max_products: most products of a search; None is the solver's own.
         product: Hessian-vector product method, or `auto`.
+        is_cross_fitted: True to cross-fit each.
         on_iteration: function of the block and its search, called after each product.
     """
     names, seed = block_names(measured_loss), measured_loss.sample.seed
@@ -217,4 +229,17 @@ def top_eigenvalues(
             )
             found = with_overlooked(matrix, found, "largest", tolerance=tolerance, seed=seed + 2)
             value, bound = float(found.values[0]), float(found.error_bounds[0])
-            yield replace(block, hessian_top=TopEigenvalue(value, bound, found.converged[0], found.num_products))
+            crossed = _cross_fitted(hessian, matrix.widened(found), measured_loss.sample) if is_cross_fitted else None
+            num_products = found.num_products + (crossed.num_products if crossed else 0)
+            yield replace(block, hessian_top=TopEigenvalue(value, bound, found.converged[0], num_products, crossed))
+
+
+def _cross_fitted(hessian: HessianOperator, found: Eigenpairs, sample: PairSample) -> CrossFit | None:
+    """The largest eigenvalue of a block cross-fitted."""
+    objective, top = hessian.objective, float(found.values[0])
+    clusters = clusters_of(objective.batches, sample.prompts)
+    if num_prompts(objective.num_pairs, clusters) < FEWEST_PROMPTS:
+        return None
+    curvatures = pair_curvatures(objective, found.vectors[:1], [top])
+    sampling = sampling_error(objective, curvatures, clusters=clusters, seed=sample.seed)
+    return cross_fit_hessian(hessian, 1, top=top, sampling=sampling, clusters=clusters, seed=sample.seed)

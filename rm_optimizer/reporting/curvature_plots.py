@@ -191,6 +191,8 @@ def plot_layers(result: LayerCurvature) -> Figure:
     if tops:
         found = [item.hessian_top for item in result.blocks]
         columns["Hessian\nlargest"] = [top.value if top else math.nan for top in found]
+        if any(top.cross_fit for top in tops):
+            columns["Hessian\ncross-fitted"] = [_value(hessian_crossed(item)) for item in result.blocks]
     figure.set_size_inches(1.2 + 1.45 * len(columns), max(3.2, 1.9 + 0.36 * len(result.blocks)))
     for position, values in enumerate(columns.values()):
         _draw_column(axes, position, np.array(values), [_cells(item)[position] for item in result.blocks])
@@ -300,16 +302,26 @@ def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[
         axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=color)
 
 
+def hessian_crossed(item: BlockCurvature) -> Estimate | None:
+    """The largest eigenvalue of a Hessian's block cross-fitted; None where it is not known."""
+    top = item.hessian_top
+    return top.cross_fit.values[0] if top and top.cross_fit else None
+
+
 def crossed_value(item: BlockCurvature) -> float:
     """The largest Gauss-Newton eigenvalue of a block cross-fitted; NaN where it is not known."""
-    return item.cross_fit.values[0].value if item.cross_fit else math.nan
+    return _value(item.cross_fit.values[0] if item.cross_fit else None)
+
+
+def _value(estimate: Estimate | None) -> float:
+    return math.nan if estimate is None else estimate.value
 
 
 def _cells(item: BlockCurvature) -> tuple[str, ...]:
     crossed, top = item.cross_fit.values[0] if item.cross_fit else None, item.hessian_top
     found = "n/a" if top is None else f"{top.value:.3g} ± {top.error_bound:.1g}" + ("" if top.converged else " *")
     estimates = (crossed, item.gauss_newton_trace, item.trace)
-    return f"{item.gauss_newton[0]:.3g}", *map(_with_error, estimates), found
+    return f"{item.gauss_newton[0]:.3g}", *map(_with_error, estimates), found, _with_error(hessian_crossed(item))
 
 
 def _with_error(estimate: Estimate | None) -> str:

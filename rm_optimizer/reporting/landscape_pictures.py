@@ -25,6 +25,7 @@ from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
     crossed_value,
+    hessian_crossed,
     places_of,
     plot_density,
     plot_layers,
@@ -322,7 +323,9 @@ def _block(item: BlockCurvature) -> str:
     largest = f"Gauss-Newton {item.gauss_newton[0]:.4g} (cross-fitted {crossed_value(item):.3g}), "
     traces = f"traces {item.gauss_newton_trace.value:.3g} and {item.trace.value:.3g} of the Hessian"
     top = item.hessian_top
-    return largest + traces + (f", its largest {top.value:.4g} ± {top.error_bound:.1g}" if top else "")
+    crossed = hessian_crossed(item)
+    held = f" (cross-fitted {crossed.value:.3g})" if crossed else ""
+    return largest + traces + (f", its largest {top.value:.4g} ± {top.error_bound:.1g}{held}" if top else "")
 
 
 def _layer_rows(result: LayerCurvature) -> list[Row]:
@@ -331,7 +334,7 @@ def _layer_rows(result: LayerCurvature) -> list[Row]:
 
 def _layer_row(item: BlockCurvature) -> Row:
     top = item.hessian_top
-    crossed = item.cross_fit.values[0] if item.cross_fit else None
+    crossed, held = item.cross_fit.values[0] if item.cross_fit else None, hessian_crossed(item)
     return {
         "block": item.block,
         "num_parameters": item.num_parameters,
@@ -344,4 +347,7 @@ def _layer_row(item: BlockCurvature) -> Row:
         "hessian_largest": top.value if top else None,
         "hessian_error_bound": top.error_bound if top else None,
         "hessian_converged": top.converged if top else None,
+        "hessian_cross_fitted": held.value if held else None,
+        "hessian_cross_fitted_low": held.low if held else None,
+        "hessian_cross_fitted_high": held.high if held else None,
     }

@@ -116,7 +116,8 @@ class LandscapeConfig(Options, group="landscape"):
     """GiB at most for lanczos's vectors, as many for rows of pairs and for kept graphs; null is half of what is free,
     3.7, and half of what is free."""
     num_sampled: int = within("[0, inf)", 3)
-    """Eigenvalues from the top that are cross-fitted; the Hessian's need a model with forward derivatives."""
+    """Eigenvalues from the top that are cross-fitted, of a Hessian's block in `layers` one; the Hessian's need a model
+    with forward derivatives."""
     tolerance: float = within("(0, 1)", 1e-3)
     """Residual, relative to the eigenvalue, at which it is done."""
     max_products: int | None = within("[1, inf)", None)
@@ -173,7 +174,7 @@ def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
     if config.type in _SPECTRA:
         read -= _UNREAD_BY_METHOD.get(config.method, frozenset())
     if config.type == AnalysisType.layers and config.method == SpectrumMethod.gauss_newton_exact:
-        read -= _SOLVER
+        read -= _SOLVER | {"num_sampled"}
     if config.type in _OF_OUTPUTS and config.method != SpectrumMethod.gauss_newton_exact:
         read -= {"num_sampled"}
     if config.type in _SPECTRA and config.method != SpectrumMethod.lanczos:
@@ -209,7 +210,7 @@ _READ_BY_TYPE: Mapping[AnalysisType, frozenset[str]] = {
     AnalysisType.gauss_newton: _SPECTRUM | {"trace_method"},
     AnalysisType.fisher: _SPECTRUM | {"trace_method"},
     AnalysisType.density: _SPECTRUM | {"probe_steps", "sam_rho"},
-    AnalysisType.layers: _SOLVER | _COSTS | {"method", "num_probes"},
+    AnalysisType.layers: _SOLVER | _COSTS | {"method", "num_probes", "num_sampled"},
     AnalysisType.slices: frozenset({"directions", "num_directions", "num_points", "span", "processes"}),
     AnalysisType.surface: frozenset({"directions", "num_points", "span", "processes"}),
     AnalysisType.trajectory: frozenset({"num_points", "processes"}),

@@ -43,6 +43,12 @@ def test_blocks_are_those_of_the_matrices_written_out(family):
         top = found.hessian_top
         assert top is not None
         assert top.value == pytest.approx(float(torch.linalg.eigvalsh(hessian)[-1]), abs=1.01 * top.error_bound)
+        assert top.cross_fit is not None
+        _, halves, all_pairs = top.cross_fit.by_num_pairs
+        assert all_pairs.values == (top.value,)
+        slack = 0.05 * max(map(abs, halves.values))
+        assert top.cross_fit.values[0].value <= max(halves.values) + slack  # v^T H v of the other half
+        assert top.value <= max(halves.values) + slack  # of their mean
 
 
 def test_common_probes_have_the_variance_that_is_stated_and_their_intervals_hold():

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.surface.loss_at import PointLoss
@@ -142,6 +142,11 @@ def test_layers_show_every_block_with_its_errors():
     assert axes.images[0].get_array().ravel().tolist() == [1.0, 4.0, 0.5]
     without = plot_layers(LayerCurvature((replace(blocks[0], hessian_top=None),), (), 64, 60, 7)).axes[0]
     assert len(without.images) == len(axes.images) - 1
+    crossed = CrossFit((Estimate(0.7, 0.2, 64, 0.1, 1.2),), 0.1, 1.2, (), 3)
+    held = replace(blocks[0], hessian_top=TopEigenvalue(1.0, 0.01, True, 3, crossed))
+    beside = plot_layers(LayerCurvature((held, *blocks[1:]), (), 64, 60, 7)).axes[0]
+    assert len(beside.images) == len(axes.images) + 1
+    assert "0.7 ± 0.2" in {text.get_text() for text in beside.texts}
 
 
 def test_a_spectrum_shows_both_signs_with_bounds_and_cross_fitted_values():
