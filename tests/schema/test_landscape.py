@@ -74,6 +74,8 @@ def test_no_preset_sets_what_its_type_ignores(kind):
         ),
         (["landscape=hessian", "landscape.which=smallest", "landscape.product=reverse", "landscape.memory_gib=2"], []),
         (["landscape=layers", "landscape.memory_gib=2", "landscape.which=largest"], ["which=largest"]),
+        (["landscape=layers", "landscape.num_sampled=1"], ["num_sampled=1"]),
+        (["landscape=layers", "landscape.method=lanczos", "landscape.num_sampled=1"], []),
         (["landscape=trajectory", "landscape.span=2", "landscape.num_points=3"], ["span=2.0"]),
     ],
     ids=lambda value: "" if not value else value[-1],
