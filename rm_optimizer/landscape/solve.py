@@ -36,6 +36,7 @@ from rm_optimizer.landscape.solvers.lanczos import (
     most_products,
     rounding,
 )
+from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
 from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
 from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
 from rm_optimizer.landscape.solvers.support import SupportedOperator
@@ -347,7 +348,8 @@ def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOption
 def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, most_vectors: int | None) -> int:
     """Tell what a search will take, and give the products that it and what follows it are expected to take.
 
-    Most spectra take 10 products and 2 an eigenvalue. Cross-fitting takes about as many again.
+    Most spectra take 10 products and 2 an eigenvalue. Cross-fitting takes about as many again, and the search for
+    overlooked eigenvalues `CHECK_PRODUCTS`.
     """
     wanted = _num_wanted(matrix, top_k, options)
     most = most_products(matrix.dimension, wanted, options.max_products, most_vectors)
@@ -355,7 +357,8 @@ def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, 
     vectors = wanted + (products if most_vectors is None else min(products, most_vectors))
     gib = vectors * _bytes_of_vector(matrix) / 2**30
     probes = options.trace_products + options.density_probes * options.density_steps
-    total = products * (2 if options.num_sampled else 1) + probes
+    check = CHECK_PRODUCTS if probes and options.keep_vectors else 0
+    total = products * (2 if options.num_sampled else 1) + check + probes
     _log.info(
         f"{wanted} eigenvalues over {matrix.dimension:,} parameters: about {products} products, at most {most}, and "
         f"{gib:.2g} GiB for vectors; with what follows about {total} products"
