@@ -67,6 +67,10 @@ def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
     )
 
 
+_FEW = 3
+"""Eigenvalues beside which the inset needs room of its own."""
+
+
 def plot_spectrum(
     values: Sequence[float],
     errors: Sequence[float],
@@ -103,10 +107,11 @@ def plot_spectrum(
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
     axes.set(
         ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.2g})",
-        xlim=(0.3, len(heights) + 0.7),
+        xlim=(0.3, len(heights) + (0.7 if len(heights) > _FEW or len(by_num_pairs) < 2 else 1.9)),
     )
     _draw_places(axes, places)
-    lowest, highest = float(heights.min()), float(heights.max())
+    shown = [*heights, *(end for item in cross_fitted for end in (item.low, item.high) if end is not None)]
+    lowest, highest = float(min(shown)), float(max(shown))
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
     draw_legend(axes)
     if len(by_num_pairs) > 1:

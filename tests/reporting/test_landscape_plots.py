@@ -149,6 +149,17 @@ def test_layers_show_every_block_with_its_errors():
     assert "0.7 ± 0.2" in {text.get_text() for text in beside.texts}
 
 
+def test_the_whole_interval_of_a_single_eigenvalue_is_shown_beside_the_inset():
+    crossed = (Estimate(29.0, 20.0, 64, -9.0, 73.0),)
+    tops = (TopOfSamples(128.0, (70.0, 73.0)), TopOfSamples(256.0, (59.0,)))
+    words = {"title": "Hessian", "caption": "n = 256 pairs"}
+    axes = plot_spectrum((59.0,), (0.1,), **words, places=places_of(1, 0, 1), cross_fitted=crossed, by_num_pairs=tops)
+    low, high = axes.axes[0].get_ylim()
+    assert low < -9.0 < 73.0 < high
+    left, right = axes.axes[0].get_xlim()
+    assert (1.25 - left) / (right - left) < 0.6  # where the inset begins
+
+
 def test_a_spectrum_shows_both_signs_with_bounds_and_cross_fitted_values():
     values, bounds = (5.0, 2.0, -0.1, -3.0), (0.01, 0.02, 0.05, 0.1)
     crossed = (Estimate(3.0, 1.0, 64, 1.0, 4.0),)
