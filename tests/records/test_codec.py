@@ -203,6 +203,10 @@ def test_results_of_earlier_versions_lack_entries_that_have_a_default():
     with pytest.raises(TypeError, match="'seed'"):
         RunResult.from_json(json.dumps(values))
 
+    layers = json.loads(RESULTS["layers"].to_json())
+    del layers["blocks"][0]["hessian_top"]["cross_fit"]
+    assert repr(LayerCurvature.from_json(json.dumps(layers))) == repr(RESULTS["layers"])
+
 
 class Kind(StrEnum):
     a = "a"
