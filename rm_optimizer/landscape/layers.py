@@ -77,6 +77,17 @@ class BlockCurvature:
     trace: Estimate
     hessian_top: TopEigenvalue | None = None
 
+    @property
+    def crossed(self) -> Estimate | None:
+        """The largest Gauss-Newton eigenvalue cross-fitted; None where it is not known."""
+        return self.cross_fit.values[0] if self.cross_fit else None
+
+    @property
+    def hessian_crossed(self) -> Estimate | None:
+        """The Hessian's largest eigenvalue cross-fitted; None where it is not known."""
+        top = self.hessian_top
+        return top.cross_fit.values[0] if top and top.cross_fit else None
+
 
 @dataclass(frozen=True)
 class LayerCurvature(JsonRecord, indent=1):

@@ -34,6 +34,7 @@ from rm_optimizer.landscape.solvers.lanczos import (
     eigenpairs_so_far,
     lanczos,
     most_products,
+    num_wanted,
     rounding,
 )
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
@@ -313,19 +314,15 @@ def _by_lanczos(
     return Solution(matrix.widened(pairs), searched=searched, is_warm=is_warm, seconds_before=seconds_before)
 
 
-def _num_wanted(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int:
-    return min(2 * top_k if options.which == "both" else top_k, matrix.dimension)
-
-
 def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int | None:
     """Vectors of the basis that the limits allow beside the eigenvectors; None for no limit.
 
     Without a limit of bytes it is the free memory that kept graphs leave.
 
     Raises:
-        ConfigError: if they are too few.
+        ConfigError: if they are too few, or more eigenvalues are wanted than there are.
     """
-    wanted, size = _num_wanted(matrix, top_k, options), _bytes_of_vector(matrix)
+    wanted, size = num_wanted(matrix.dimension, top_k, options.which), _bytes_of_vector(matrix)
     kept = wanted if options.keep_vectors else min(options.num_sampled, wanted)
     least = min(wanted + FEWEST_SPARE, matrix.dimension)
     limit = options.vector_bytes
@@ -351,7 +348,7 @@ def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, 
     Most spectra take 10 products and 2 an eigenvalue. Cross-fitting takes about as many again, and the search for
     overlooked eigenvalues `CHECK_PRODUCTS`.
     """
-    wanted = _num_wanted(matrix, top_k, options)
+    wanted = num_wanted(matrix.dimension, top_k, options.which)
     most = most_products(matrix.dimension, wanted, options.max_products, most_vectors)
     products = min(10 + 2 * wanted, matrix.dimension, most)
     vectors = wanted + (products if most_vectors is None else min(products, most_vectors))

@@ -34,6 +34,8 @@ _EMPTY = ("", None)
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
 SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
 """Columns of `metrics.csv` that a run with `training.hessian.every` has."""
+_FEW = 3
+"""Eigenvalues beside which the inset needs room of its own."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,6 @@ def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
     return tuple(
         Place("largest", index + 1) if index < from_top else Place("smallest", count - index) for index in range(count)
     )
-
-
-_FEW = 3
-"""Eigenvalues beside which the inset needs room of its own."""
 
 
 def plot_spectrum(
@@ -105,16 +103,15 @@ def plot_spectrum(
     _draw_cross_fitted(axes, cross_fitted)
     axes.axhline(0.0, color=GRAY, linewidth=1.0)
     axes.set_yscale("symlog", linthresh=_linear_below(heights))
-    axes.set(
-        ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.2g})",
-        xlim=(0.3, len(heights) + (0.7 if len(heights) > _FEW or len(by_num_pairs) < 2 else 1.9)),
-    )
+    has_inset = len(by_num_pairs) > 1
+    room = 1.9 if has_inset and len(heights) <= _FEW else 0.7
+    axes.set(ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.2g})", xlim=(0.3, len(heights) + room))
     _draw_places(axes, places)
     shown = [*heights, *(end for item in cross_fitted for end in (item.low, item.high) if end is not None)]
     lowest, highest = float(min(shown)), float(max(shown))
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
     draw_legend(axes)
-    if len(by_num_pairs) > 1:
+    if has_inset:
         _draw_by_num_pairs(axes, by_num_pairs)
     return figure
 
@@ -189,7 +186,7 @@ def plot_layers(result: LayerCurvature) -> Figure:
     figure, (axes,) = captioned_figure("Curvature layer by layer", caption)
     columns = {
         "Gauss-Newton\nlargest": [item.gauss_newton[0] for item in result.blocks],
-        "cross-fitted": [crossed_value(item) for item in result.blocks],
+        "cross-fitted": [value_or_nan(item.crossed) for item in result.blocks],
         "Gauss-Newton\ntrace": [item.gauss_newton_trace.value for item in result.blocks],
         "Hessian\ntrace": [item.trace.value for item in result.blocks],
     }
@@ -197,7 +194,7 @@ def plot_layers(result: LayerCurvature) -> Figure:
         found = [item.hessian_top for item in result.blocks]
         columns["Hessian\nlargest"] = [top.value if top else math.nan for top in found]
         if any(top.cross_fit for top in tops):
-            columns["Hessian\ncross-fitted"] = [_value(hessian_crossed(item)) for item in result.blocks]
+            columns["Hessian\ncross-fitted"] = [value_or_nan(item.hessian_crossed) for item in result.blocks]
     figure.set_size_inches(1.2 + 1.45 * len(columns), max(3.2, 1.9 + 0.36 * len(result.blocks)))
     for position, values in enumerate(columns.values()):
         _draw_column(axes, position, np.array(values), [_cells(item)[position] for item in result.blocks])
@@ -307,26 +304,16 @@ def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[
         axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=color)
 
 
-def hessian_crossed(item: BlockCurvature) -> Estimate | None:
-    """The largest eigenvalue of a Hessian's block cross-fitted; None where it is not known."""
-    top = item.hessian_top
-    return top.cross_fit.values[0] if top and top.cross_fit else None
-
-
-def crossed_value(item: BlockCurvature) -> float:
-    """The largest Gauss-Newton eigenvalue of a block cross-fitted; NaN where it is not known."""
-    return _value(item.cross_fit.values[0] if item.cross_fit else None)
-
-
-def _value(estimate: Estimate | None) -> float:
+def value_or_nan(estimate: Estimate | None) -> float:
+    """Value of an estimate; NaN where it is not known."""
     return math.nan if estimate is None else estimate.value
 
 
 def _cells(item: BlockCurvature) -> tuple[str, ...]:
-    crossed, top = item.cross_fit.values[0] if item.cross_fit else None, item.hessian_top
+    top = item.hessian_top
     found = "n/a" if top is None else f"{top.value:.3g} ± {top.error_bound:.1g}" + ("" if top.converged else " *")
-    estimates = (crossed, item.gauss_newton_trace, item.trace)
-    return f"{item.gauss_newton[0]:.3g}", *map(_with_error, estimates), found, _with_error(hessian_crossed(item))
+    estimates = (item.crossed, item.gauss_newton_trace, item.trace)
+    return f"{item.gauss_newton[0]:.3g}", *map(_with_error, estimates), found, _with_error(item.hessian_crossed)
 
 
 def _with_error(estimate: Estimate | None) -> str:

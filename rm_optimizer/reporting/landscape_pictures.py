@@ -24,13 +24,12 @@ from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.curvature_plots import (
     Place,
-    crossed_value,
-    hessian_crossed,
     places_of,
     plot_density,
     plot_layers,
     plot_spectrum,
     plot_training_curvature,
+    value_or_nan,
 )
 from rm_optimizer.reporting.landscape_plots import named, plot_contour, plot_slices, plot_surface, plot_trajectory
 from rm_optimizer.reporting.plots import History
@@ -320,10 +319,10 @@ def _trajectory_rows(result: Trajectory) -> dict[str, Cell]:
 
 
 def _block(item: BlockCurvature) -> str:
-    largest = f"Gauss-Newton {item.gauss_newton[0]:.4g} (cross-fitted {crossed_value(item):.3g}), "
+    largest = f"Gauss-Newton {item.gauss_newton[0]:.4g} (cross-fitted {value_or_nan(item.crossed):.3g}), "
     traces = f"traces {item.gauss_newton_trace.value:.3g} and {item.trace.value:.3g} of the Hessian"
     top = item.hessian_top
-    crossed = hessian_crossed(item)
+    crossed = item.hessian_crossed
     held = f" (cross-fitted {crossed.value:.3g})" if crossed else ""
     return largest + traces + (f", its largest {top.value:.4g} ± {top.error_bound:.1g}{held}" if top else "")
 
@@ -333,8 +332,7 @@ def _layer_rows(result: LayerCurvature) -> list[Row]:
 
 
 def _layer_row(item: BlockCurvature) -> Row:
-    top = item.hessian_top
-    crossed, held = item.cross_fit.values[0] if item.cross_fit else None, hessian_crossed(item)
+    top, crossed, held = item.hessian_top, item.crossed, item.hessian_crossed
     return {
         "block": item.block,
         "num_parameters": item.num_parameters,

@@ -119,7 +119,7 @@ def cross_fit_hessian(
     halves = halves_of(objective.num_pairs, clusters, seed)
     parts = [part_of(objective, half) for half in halves]
     files = [part_file(state_file, number) for number in range(4)]
-    fits = [_top_of(part, num_values, method, seed, file) for part, file in zip(parts, files, strict=False)]
+    fits = [_top_of(part, num_values, method, seed, file) for part, file in zip(parts, files[:2], strict=True)]
     count = min(len(fit.values) for fit in fits)
     columns = np.zeros((objective.num_pairs, count))
     for fit, part, half in zip(fits, reversed(parts), reversed(halves), strict=True):

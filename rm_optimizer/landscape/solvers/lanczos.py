@@ -151,7 +151,7 @@ def lanczos(
         >>> [round(value, 6) for value in lanczos(MatrixOperator(matrix), 2).values.tolist()]
         [5.0, 3.0]
     """
-    wanted = _num_wanted(operator.dimension, top_k, which)
+    wanted = num_wanted(operator.dimension, top_k, which)
     state = KrylovState() if state is None else state
     limit = most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
@@ -210,7 +210,12 @@ def _worth_keeping(ritz: _Ritz, num_spare: int, top_k: int, which: End) -> NDArr
     return np.sort(select(ritz.values, top_k + (further // 2 if which == "both" else further), which))
 
 
-def _num_wanted(dimension: int, top_k: int, which: End) -> int:
+def num_wanted(dimension: int, top_k: int, which: End) -> int:
+    """Number of eigenvalues, `top_k` at each end that is searched.
+
+    Raises:
+        ConfigError: if the matrix has fewer.
+    """
     ends = 2 if which == "both" else 1
     if not 1 <= top_k <= dimension // ends:
         where = " at each end" if ends == 2 else ""
