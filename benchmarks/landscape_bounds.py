@@ -153,24 +153,27 @@ def measure(operator: MatrixOperator, values: Tensor, starts: int) -> list[tuple
 def main() -> None:
     """Print the shares of each matrix, and of all."""
     args = options()
-    everything, worst = [], 0.0
+    everything, results = list[tuple[str, int, int, int, int, int | None]](), dict[str, float]()
     for name, matrix in matrices(args):
         values = torch.linalg.eigvalsh(matrix).flip(0)
         rows = measure(MatrixOperator((matrix + matrix.T) / 2), values, args.starts)
         off, left, marked = (sum(row[part] for row in rows) for part in (1, 2, 3))
-        share = left / max(marked, 1)
-        worst, everything = max(worst, share), everything + rows
+        results[f"converged_but_wrong_share_{name}"] = left / max(marked, 1)
+        everything += rows
         note = f"{left} of {marked:,} values, {off} without the search; {len(rows)} runs, {len(values):,} parameters"
-        print(f"converged_but_wrong_share_{name} {share:.4f}  # {note}", flush=True)
+        print(f"  {name}: {note}", flush=True)
+    worst = max(results.values())
     for case, *_ in CASES:
         rows = [row for row in everything if row[0] == case]
         over = [row[4] - row[5] for row in rows if row[5] is not None]
-        print(f"wrong_runs_{case} {fmean(row[1] > 0 for row in rows):.4f}")
-        print(f"wrong_runs_with_check_{case} {fmean(row[2] > 0 for row in rows):.4f}")
-        print(f"products_{case} {fmean(row[4] for row in rows):.1f}")
-        print(f"products_over_oracle_{case} {fmean(over):.1f}  # at most {max(over)}; {len(rows) - len(over)} never")
-    print(f"runs {len(everything)}")
-    print(f"converged_but_wrong_share {worst:.4f}  # of the worst matrix")
+        print(f"  {case}: at most {max(over)} products over the oracle; {len(rows) - len(over)} runs never reach it")
+        results[f"wrong_runs_{case}"] = fmean(row[1] > 0 for row in rows)
+        results[f"wrong_runs_with_check_{case}"] = fmean(row[2] > 0 for row in rows)
+        results[f"products_{case}"] = fmean(row[4] for row in rows)
+        results[f"products_over_oracle_{case}"] = fmean(over)
+    results |= {"runs": len(everything), "converged_but_wrong_share": worst}
+    for name, value in results.items():
+        print(f"{name}: {value:.4g}")
 
 
 if __name__ == "__main__":

@@ -72,15 +72,17 @@ def covered(matrix: torch.Tensor, found: Eigenpairs, method: str, products: int,
 
 def main() -> None:
     """Print the coverage of each matrix and method, and the smallest."""
-    args, lowest = options(), 1.0
+    args, results = options(), dict[str, float]()
     for name, matrix in matrices(args.size).items():
         found = lanczos(MatrixOperator(matrix), FOUND, which="magnitude", tolerance=1e-6)
         for method, counts in PRODUCTS.items():
             shares = [covered(matrix, found, method, count, args.seeds) for count in counts]
-            lowest = min(lowest, *shares)
             numbers = ", ".join(f"{count}: {share:.3f}" for count, share in zip(counts, shares, strict=True))
-            print(f"coverage_trace_{name}_{method} {min(shares):.3f}  # by products {numbers}", flush=True)
-    print(f"coverage_trace {lowest:.3f}  # of the worst matrix, method and number of products")
+            print(f"  {name}, {method}, by products {numbers}", flush=True)
+            results[f"coverage_trace_{name}_{method}"] = min(shares)
+    for name, share in results.items():
+        print(f"{name}: {share:.3f}")
+    print(f"coverage_trace: {min(results.values()):.3f}")
 
 
 if __name__ == "__main__":
