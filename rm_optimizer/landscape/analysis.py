@@ -34,6 +34,7 @@ from rm_optimizer.landscape.layers import (
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.solve import Matrix
+from rm_optimizer.landscape.solvers.kept import remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
@@ -126,13 +127,13 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
 def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     """Gauss-Newton spectrum and traces of each layer's block, and by `lanczos` the largest eigenvalue of the Hessian's.
 
-    All but the last come at once; the searches go on after a kill where they stood.
+    All but the last come at once; the searches go on after a kill at the product where they stood.
     """
     measured_loss, sample, config = context.measured_loss, context.measured_loss.sample, context.config
     searches = config.method == SpectrumMethod.lanczos
     num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
-    is_cross_fitted = searches and config.num_sampled > 0
+    is_cross_fitted, state_file = searches and config.num_sampled > 0, context.folder / STATE_FILE
 
     def report(block: str, progress: Progress) -> None:
         context.on_progress(block, len(done), num_blocks, f"relative error {progress.worst_error:.1e}")
@@ -157,14 +158,12 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
             for block in top_eigenvalues(
                 measured_loss,
                 left,
-                tolerance=config.tolerance,
-                max_products=config.max_products,
-                product=config.product.value,
-                is_cross_fitted=is_cross_fitted,
+                replace(context.solver_options, num_sampled=int(is_cross_fitted), state_file=state_file),
                 on_iteration=report,
             ):
                 ledger.append(block)
                 done[block.block] = block
+            remove_states(state_file)
         except KeyboardInterrupt:
             is_partial = True
     missing = tuple(block.block for block in left if block.block not in done)

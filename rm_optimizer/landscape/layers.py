@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,14 +14,7 @@ from torch import Tensor
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.evaluation.draws import PairSample
-from rm_optimizer.landscape.estimates.cross_fitting import (
-    FEWEST_PROMPTS,
-    CrossFit,
-    cross_fit_gram,
-    cross_fit_hessian,
-    num_prompts,
-)
-from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
@@ -27,9 +22,12 @@ from rm_optimizer.landscape.operators.parameters import parameter_blocks, select
 from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.operators.vectors import RandomVectors
 from rm_optimizer.landscape.pairs_input import clusters_of
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, Progress, lanczos
+from rm_optimizer.landscape.solve import Solution, SpectrumOptions, solve
+from rm_optimizer.landscape.solvers.kept import part_file, remove_states
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.solvers.support import SupportedOperator
+from rm_optimizer.landscape.spectrum_estimates import add_estimates
 from rm_optimizer.records.codec import JsonRecord
 
 Columns = Sequence[tuple[int, int]]
@@ -203,11 +201,8 @@ def block_traces(
 def top_eigenvalues(
     measured_loss: MeasuredLoss,
     blocks: Sequence[BlockCurvature],
+    options: SpectrumOptions,
     *,
-    tolerance: float,
-    max_products: int | None = None,
-    product: ProductName = "auto",
-    is_cross_fitted: bool = True,
     on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
 ) -> Iterator[BlockCurvature]:
     """The blocks with the largest eigenvalue of each block of the Hessian, by a search in one after the other.
@@ -218,39 +213,51 @@ def top_eigenvalues(
     Args:
         measured_loss: model, pairs and loss.
         blocks: blocks to search.
-        tolerance: residual of an eigenvalue, relative to it.
-        max_products: most products of a search; None is the solver's own.
-        product: Hessian-vector product method, or `auto`.
-        is_cross_fitted: True to cross-fit each.
+        options: accuracy and cost of each search; `num_sampled` of 1 cross-fits each. Each block has its own file
+            beside `state_file`, which is removed after the block's turn.
         on_iteration: function of the block and its search, called after each product.
     """
-    names, seed = block_names(measured_loss), measured_loss.sample.seed
+    names, options = block_names(measured_loss), replace(options, which="largest")
     for block in blocks:
+        file = part_file(options.state_file, list(names).index(block.block))
         with replace(measured_loss, params=names[block.block]).measuring() as objective:
-            hessian = HessianOperator(objective, product=product)
-            product = hessian.product  # type: ignore[assignment]  # the cheapest of the first block serves the others
-            matrix = SupportedOperator(hessian)
-            found = lanczos(
-                matrix,
-                1,
-                tolerance=tolerance,
-                max_products=max_products,
-                seed=seed,
-                on_iteration=lambda progress, block=block: on_iteration(block.block, progress),  # type: ignore[misc]
+            operator = HessianOperator(
+                objective, product=options.product, graph_memory_bytes=options.graph_memory_bytes
             )
-            found = with_overlooked(matrix, found, "largest", tolerance=tolerance, seed=seed + 2)
-            value, bound = float(found.values[0]), float(found.error_bounds[0])
-            crossed = _cross_fitted(hessian, matrix.widened(found), measured_loss.sample) if is_cross_fitted else None
-            num_products = found.num_products + (crossed.num_products if crossed else 0)
-            yield replace(block, hessian_top=TopEigenvalue(value, bound, found.converged[0], num_products, crossed))
+            found = _searched(
+                operator, replace(options, state_file=file), measured_loss.sample, partial(on_iteration, block.block)
+            )
+            options = replace(
+                options, product=cast("ProductName", operator.product)
+            )  # the cheapest of the first block serves the others
+        yield replace(block, hessian_top=_top_eigenvalue(found))
+        if file is not None:
+            remove_states(file)
 
 
-def _cross_fitted(hessian: HessianOperator, found: Eigenpairs, sample: PairSample) -> CrossFit | None:
-    """The largest eigenvalue of a block cross-fitted."""
-    objective, top = hessian.objective, float(found.values[0])
-    clusters = clusters_of(objective.batches, sample.prompts)
-    if num_prompts(objective.num_pairs, clusters) < FEWEST_PROMPTS:
-        return None
-    curvatures = pair_curvatures(objective, found.vectors[:1], [top])
-    sampling = sampling_error(objective, curvatures, clusters=clusters, seed=sample.seed)
-    return cross_fit_hessian(hessian, 1, top=top, sampling=sampling, clusters=clusters, seed=sample.seed)
+def _searched(
+    operator: HessianOperator, options: SpectrumOptions, sample: PairSample, on_iteration: Callable[[Progress], None]
+) -> Solution:
+    """Largest eigenvalue of a block with its estimates.
+
+    Raises:
+        KeyboardInterrupt: if the user stopped it; the search continues from its file.
+    """
+    found = solve(operator, "lanczos", 1, options, seed=sample.seed, on_iteration=on_iteration)
+    if not found.is_interrupted:
+        found.pairs = with_overlooked(
+            operator, found.pairs, "largest", tolerance=options.tolerance, seed=sample.seed + 2
+        )
+        clusters = clusters_of(operator.objective.batches, sample.prompts)
+        add_estimates(operator, found, options, seed=sample.seed, clusters=clusters)
+    if found.is_interrupted:
+        raise KeyboardInterrupt
+    return found
+
+
+def _top_eigenvalue(found: Solution) -> TopEigenvalue:
+    pairs, crossed = found.pairs, found.cross_fit
+    num_products = pairs.num_products + (crossed.num_products if crossed else 0)
+    return TopEigenvalue(
+        float(pairs.values[0]), float(pairs.error_bounds[0]), pairs.converged[0], num_products, crossed
+    )

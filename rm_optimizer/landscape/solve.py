@@ -25,7 +25,7 @@ from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_ne
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import GRAPH_SHARE, ProductName, free_bytes
 from rm_optimizer.landscape.solvers.kept import KeptState
-from rm_optimizer.landscape.solvers.krylov import OrthonormalBasis
+from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
 from rm_optimizer.landscape.solvers.lanczos import (
     FEWEST_SPARE,
     Eigenpairs,
@@ -273,15 +273,16 @@ def _by_lanczos(
     state, seconds_before = kept.state, kept.seconds_before
     operator.num_products += state.num_products
     most_vectors = _most_vectors(matrix, top_k, options)
-    expected = _announced(matrix, top_k, options, most_vectors)
+    expected, done_before = _announced(matrix, top_k, options, most_vectors), state.num_products
+    if done_before:
+        _announce_time(state, expected)
 
     def after(progress: Progress) -> None:
         kept.after_product()
         if on_iteration is not None:
             on_iteration(progress)
-        if state.num_products == 1:
-            seconds = state.wall_seconds
-            _log.info(f"a product takes {seconds:.2g} s, all of them about {expected * seconds / 60:.2g} min")
+        if state.num_products == 1 > done_before:
+            _announce_time(state, expected)
 
     try:
         pairs = lanczos(
@@ -361,6 +362,12 @@ def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, 
         f"{gib:.2g} GiB for vectors; with what follows about {total} products"
     )
     return total
+
+
+def _announce_time(state: KrylovState, expected: int) -> None:
+    """Tell how long the rest will take, by the products done, in earlier processes too."""
+    seconds, left = state.wall_seconds / state.num_products, max(0, expected - state.num_products)
+    _log.info(f"a product takes {seconds:.2g} s, {left} more of them about {left * seconds / 60:.2g} min")
 
 
 def _bytes_of_vector(matrix: SupportedOperator) -> int:

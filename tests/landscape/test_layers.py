@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,8 @@ from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.operators.support import Support
+from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, dense
 
 
@@ -27,7 +32,7 @@ def test_blocks_are_those_of_the_matrices_written_out(family):
     measured_loss = MeasuredLoss(world.model, sample, EVERYTHING, INNER, torch.float64)
     support, names = Support(select_parameters(world.model, INNER), {}), block_names(measured_loss)
     blocks = curvature_of_blocks(measured_loss, num_probes=5, memory_bytes=8_000, product="reverse")
-    searched = top_eigenvalues(measured_loss, blocks, tolerance=1e-3, product="kept_graph")
+    searched = top_eigenvalues(measured_loss, blocks, SpectrumOptions(product="kept_graph", num_sampled=1))
     for block, found in zip(blocks, searched, strict=True):
         places = torch.cat([torch.arange(*columns) for columns in support.columns(names[block.block])])
         hessian, gauss_newton = (matrix[places][:, places] for matrix in (world.hessian, world.gauss_newton))
@@ -49,6 +54,34 @@ def test_blocks_are_those_of_the_matrices_written_out(family):
         slack = 0.05 * max(map(abs, halves.values))
         assert top.cross_fit.values[0].value <= max(halves.values) + slack  # v^T H v of the other half
         assert top.value <= max(halves.values) + slack  # of their mean
+
+
+def test_a_stopped_search_of_a_block_goes_on_from_its_last_product(tmp_path: Path) -> None:
+    world = dense("bert")
+    sample = PairSample(tuple(world.batches), np.array([0, 0, 1, 2, 3]), np.arange(5), seed=0)
+    measured_loss = MeasuredLoss(world.model, sample, EVERYTHING, INNER, torch.float64)
+    blocks = curvature_of_blocks(measured_loss, num_probes=2, product="kept_graph")
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", num_sampled=1, state_file=tmp_path / "lanczos.json")
+    seen: list[tuple[str, int]] = []
+
+    def stop(block: str, progress: Progress) -> None:
+        if block == blocks[1].block and progress.num_products == 5:
+            raise KeyboardInterrupt
+
+    searched = top_eigenvalues(measured_loss, blocks, options, on_iteration=stop)
+    first = next(searched)
+    with pytest.raises(KeyboardInterrupt):
+        next(searched)
+    assert {path.name for path in tmp_path.iterdir()} == {"lanczos.part1.json", "lanczos.part1.json.rows"}
+    rest = [
+        *top_eigenvalues(
+            measured_loss, blocks[1:], options, on_iteration=lambda name, at: seen.append((name, at.num_products))
+        )
+    ]
+    assert seen[0] == (blocks[1].block, 5)
+    at_once = [*top_eigenvalues(measured_loss, blocks, replace(options, state_file=None))]
+    assert [first, *rest] == at_once
+    assert not list(tmp_path.iterdir())
 
 
 def test_common_probes_have_the_variance_that_is_stated_and_their_intervals_hold():

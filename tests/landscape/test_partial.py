@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +36,19 @@ def stop_at(count: int) -> Callable[[Progress], None]:
     return stop
 
 
-def test_a_stopped_iteration_goes_on_from_its_last_product(tmp_path: Path) -> None:
+def test_a_stopped_iteration_goes_on_from_its_last_product_and_tells_the_time_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=tmp_path / "lanczos.json")
     partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_iteration=stop_at(7))
     assert partial.status == SpectrumStatus.interrupted
     again: list[int] = []
-    resumed = analyzer().compute_spectrum(
-        FIVE, top_k=3, options=options, on_iteration=lambda progress: again.append(progress.num_products)
-    )
+    caplog.clear()
+    with caplog.at_level("INFO", logger="rm_optimizer"):
+        resumed = analyzer().compute_spectrum(
+            FIVE, top_k=3, options=options, on_iteration=lambda progress: again.append(progress.num_products)
+        )
+    assert re.fullmatch(r"a product takes \S+ s, 15 more of them about \S+ min", caplog.messages[-1])
     assert again[0] == 7
     assert resumed.status == SpectrumStatus.complete
     assert not list(tmp_path.iterdir())

@@ -52,11 +52,11 @@ class KeptState:
 
 
 def part_file(file: Path | None, number: int) -> Path | None:
-    """File for the state of a search over a part of the pairs, beside that of all."""
+    """File for the state of a search over a part of the pairs or parameters, beside that of all."""
     return None if file is None else file.with_name(f"{file.stem}.part{number}{file.suffix}")
 
 
 def remove_states(file: Path) -> None:
-    """Remove the states of a search over all pairs and over their parts."""
+    """Remove the states of a search over all pairs and parameters, and over parts of them."""
     for path in (file, *file.parent.glob(f"{file.stem}.part*{file.suffix}")):
         KrylovState.remove(path)
