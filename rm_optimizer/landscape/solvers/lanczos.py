@@ -12,7 +12,7 @@ changes no wanted value; until then copies can be missed. `with_overlooked` look
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -151,21 +151,39 @@ def lanczos(
         >>> [round(value, 6) for value in lanczos(MatrixOperator(matrix), 2).values.tolist()]
         [5.0, 3.0]
     """
-    wanted = num_wanted(operator.dimension, top_k, which)
     state = KrylovState() if state is None else state
+    wanted = num_wanted(operator.dimension, top_k, which)
     limit = most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
     _begin(operator, state, random, start)
-    while True:
-        ritz = _ritz(operator, state, top_k, which)
+    for ritz in _iterations(operator, state, random, top_k, which, max_basis):
         if on_iteration is not None:
             on_iteration(_progress(state, ritz, wanted, tolerance))
-        is_full = max_basis is not None and max_basis <= len(state.basis) < operator.dimension
-        is_over = state.num_products >= limit or (is_full and state.num_restarts > 0)
-        if is_over or _is_done(state, ritz, wanted, top_k, which, tolerance):
-            on_done()
-            return _eigenpairs(operator, state, ritz, tolerance, num_vectors)
-        if is_full:
+        if state.num_products >= limit or _is_done(state, ritz, wanted, top_k, which, tolerance):
+            break
+    on_done()
+    return _eigenpairs(operator, state, ritz, tolerance, num_vectors)
+
+
+def _iterations(
+    operator: SymmetricOperator,
+    state: KrylovState,
+    random: RandomVectors,
+    top_k: int,
+    which: End,
+    max_basis: int | None,
+) -> Iterator[_Ritz]:
+    """The small eigenproblem after each product, without end but where a full basis leaves no room for a new space.
+
+    A full basis shrinks before the next product.
+    """
+    wanted = num_wanted(operator.dimension, top_k, which)
+    while True:
+        ritz = _ritz(operator, state, top_k, which)
+        yield ritz
+        if max_basis is not None and max_basis <= len(state.basis) < operator.dimension:
+            if state.num_restarts > 0:
+                return
             state.shrink(_worth_keeping(ritz, len(state.basis) - wanted, top_k, which))
         extend(operator, state, random)
 
