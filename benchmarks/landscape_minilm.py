@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import pytorch_lightning as pl
 from landscape_subjects import load_pairs, trained
+from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading
+from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
@@ -102,17 +103,15 @@ def _training(args: argparse.Namespace, folder: Path) -> TrainConfig:
     return typed(compose([f"{name}={value}" for name, value in values.items() if value is not None]), TrainConfig)
 
 
-def _watched(readings: list[tuple[float, CurvatureReading]]) -> Callable[..., Callable[[], CurvatureReading]]:
+def _watched(readings: list[tuple[float, CurvatureReading]]) -> Callable[..., ReadCurvature]:
     """`measure_curvature`, whose readings come to the list with their seconds."""
 
-    def make(
-        model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig
-    ) -> Callable[[], CurvatureReading]:
+    def make(model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig) -> ReadCurvature:
         measure = measure_curvature(model, micro_batches, loss)
 
-        def timed_measure() -> CurvatureReading:
+        def timed_measure(scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
             began = time.process_time()
-            reading = measure()
+            reading = measure(scales)
             readings.append((time.process_time() - began, reading))
             return reading
 

@@ -138,7 +138,7 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
         from rm_optimizer.training.callbacks.calibration import CalibrationCallback
 
         found.append(CalibrationCallback(config.training.calibration, draw_reliability))
-    if config.training.hessian.every is not None:
+    if config.training.hessian.is_on:
         from rm_optimizer.landscape.training_curvature import measure_curvature
         from rm_optimizer.training.callbacks.curvature import HessianCallback
 

@@ -36,6 +36,8 @@ NUM_PROBES = 4
 REST_SHARE = 3.0
 """Weight of the rest of the first vector's image, relative to that image, beside the second vector of length 1: both
 count where the residual is a third of the eigenvalue, and the second alone where the first is an eigenvector."""
+NUMBER_GRADIENTS = 1 / 3
+"""Cost of a number `v^T H v`, which is a forward pass, in gradients."""
 _EXHAUSTED = 1e-6
 """Rest of a product, relative to it, below which its vector is an eigenvector."""
 
@@ -94,10 +96,18 @@ def measure_curvature(
                 trace=student_mean(np.array([hessian.along(random.signs(1)[0]) for _ in range(NUM_PROBES)])),
                 num_products=hessian.num_products,
                 num_pairs=objective.num_pairs,
+                num_gradients=num_gradients(hessian.num_products, hessian.num_numbers),
+                num_gradients_next=num_gradients(num_products, 1 + NUM_PROBES)
+                + (0.0 if scales is None else num_gradients(1, 1) - 1),
                 preconditioned_sharpness=sharpness,
             )
 
     return measure
+
+
+def num_gradients(num_products: int, num_numbers: int) -> float:
+    """Cost of a reading in gradients over its pairs: one where the weights are, one a product, a third a number."""
+    return 1 + num_products + NUMBER_GRADIENTS * num_numbers
 
 
 @dataclass(frozen=True)

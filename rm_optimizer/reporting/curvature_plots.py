@@ -33,7 +33,7 @@ from rm_optimizer.reporting.style import (
 _EMPTY = ("", None)
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
 SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
-"""Columns of `metrics.csv` that a run with `training.hessian.every` has."""
+"""Columns of `metrics.csv` that a run with `training.hessian.enabled` has."""
 _FEW = 3
 """Eigenvalues beside which the inset needs room of its own."""
 
@@ -155,7 +155,7 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
     eigenvalue.
 
     Args:
-        history: rows of `metrics.csv` with the columns of `training.hessian.every`.
+        history: rows of `metrics.csv` with the columns of `training.hessian.enabled`.
         caption: pairs, seed.
     """
     rows = [row for row in history if row.get(CURVATURE) not in _EMPTY]

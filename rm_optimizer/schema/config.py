@@ -151,12 +151,19 @@ class CalibrationConfig(Options, group="training.calibration"):
 class HessianConfig(Options, group="training.hessian"):
     """Curvature of the training loss on fixed pairs, watched while training."""
 
+    enabled: bool = False
+    """Measure the Hessian's top eigenvalue and trace while training; `every` turns it on, too."""
     every: int | None = within("[1, inf)", None)
-    """Optimizer steps between measurements of the Hessian's top eigenvalue and trace; null measures none."""
+    """Optimizer steps between measurements; null spaces them evenly so that they take a tenth of all gradients."""
     num_pairs: int = within("[1, inf)", 32)
     """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
     num_products: int = within("[1, 2]", 2)
     """Hessian-vector products of a measurement, more while its residual is large; 1 sees a new top one later."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if a run measures."""
+        return self.enabled or self.every is not None
 
 
 @dataclass(kw_only=True)

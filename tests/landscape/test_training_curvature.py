@@ -12,7 +12,7 @@ from rm_optimizer.evaluation.curvature_reading import MeasureCurvature
 from rm_optimizer.landscape import training_curvature
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.operators.differences import GradientDifferences
-from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.solvers.reference import dense_matrix
 from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, NUM_PROBES, measure_curvature
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
@@ -43,16 +43,24 @@ def test_readings_follow_the_weights() -> None:
                 parameter *= 1.01
 
 
-def test_preconditioned_sharpness_is_the_largest_eigenvalue_in_the_scale() -> None:
+def test_preconditioned_sharpness_is_the_largest_eigenvalue_in_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     model = reward_model("llama")
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("score" in name)
     batches, generator = micro_batches(model), torch.Generator().manual_seed(3)
     scales = {name: torch.rand(p.shape, generator=generator) for name, p in model.named_parameters() if p.requires_grad}
-    read = measure_curvature(model, batches, EVERYTHING)
+    read, totals, numbers = measure_curvature(model, batches, EVERYTHING), list[object](), list[object]()
+    for spent, method in ((totals, "total"), (numbers, "summed_shares")):
+        compute = getattr(PairObjective, method)
+        monkeypatch.setattr(
+            PairObjective, method, lambda *given, spent=spent, compute=compute: spent.append(0) or compute(*given)
+        )
     for _ in range(2):
+        totals.clear(), numbers.clear()
         reading = read(scales)
+        assert reading.num_gradients == pytest.approx(len(totals) + (len(numbers) - 1) / 3)  # one with the gradient
+        assert reading.num_gradients_next == 6
         with measuring(model, batches, EVERYTHING) as objective:
             matrix = dense_matrix(HessianOperator(objective, product="kept_graph"))
             scale = torch.cat([scales[name].flatten() for name in objective.subset.names])
@@ -135,7 +143,7 @@ def test_readings_do_not_depend_on_what_was_drawn_before() -> None:
 class Moving(MatrixOperator):
     """A matrix in the place of the model's Hessian."""
 
-    num_products = 0
+    num_products = num_numbers = 0
 
     def along(self, vector: Tensor) -> float:
         return float(vector @ self.matrix @ vector)

@@ -33,6 +33,7 @@ class GradientDifferences:
     def __init__(self, objective: PairObjective) -> None:
         self.objective = objective
         self.num_products = 0
+        self.num_numbers = 0
         self.dimension = objective.subset.num_parameters
         self.dtype = objective.dtype
         self.device = objective.device
@@ -62,6 +63,7 @@ class GradientDifferences:
         gradient, largest = self._gradient, float(vector.abs().max())
         if largest == 0:
             return 0.0
+        self.num_numbers += 1
         step = LARGEST_MOVE_FOR_A_NUMBER[self.dtype] * self._weight_size / largest
         point = self.objective.moved(step * vector)
         shares = [self._share(point, batch) for batch in self.objective.batches]

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
@@ -40,8 +41,47 @@ CURVATURE_COLUMNS = {
 """Metric name to column of `metrics.csv`, where curvature is watched; its seconds go to the other loggers only."""
 
 
+SHARE = 0.1
+"""Share of a run's gradients that readings take where their spacing is not given."""
+
+
+@dataclass
+class ReadingPlan:
+    """Steps of evenly spaced readings that take `SHARE` of the gradients of a run, counted and not timed.
+
+    The first readings cost more than later ones, and so does one whose eigenvector has turned: what is left of the
+    share is spread anew after each. The last reading is at the run's end, however short the run.
+
+    Args:
+        start: steps taken before.
+        num_steps: steps of the whole run.
+        spent: cost of the readings so far, in steps.
+        due: step of the next reading.
+    """
+
+    start: int
+    num_steps: int
+    spent: float = 0.0
+    due: int = 0
+
+    def taken(self, step: int, cost: float, next_cost: float) -> None:
+        """Count a reading and plan the next.
+
+        Args:
+            step: step of the reading.
+            cost: its cost, in steps.
+            next_cost: expected cost of each further one, in steps.
+        """
+        self.spent += cost
+        allowance = SHARE / (1 - SHARE) * (self.num_steps - self.start) - self.spent
+        count = max(1, int(allowance / next_cost))
+        self.due = step + max(1, math.ceil((self.num_steps - step) / count))
+
+
 class HessianCallback(RunCallback):
     """Measures the Hessian of the training loss on the same pairs at the start and every so many steps.
+
+    Without a number of steps, `ReadingPlan` spaces the readings. A resumed run then reads after its first step.
 
     The loss is the run's own, in evaluation mode (no dropout), at the weights that evaluation sees: for an optimizer
     that trains at other weights than it evaluates (schedule-free), its averages. Generators, gradients and training
@@ -53,7 +93,7 @@ class HessianCallback(RunCallback):
         measure: makes the measurement.
     """
 
-    option = "training.hessian.every"
+    option = "training.hessian"
     columns: ClassVar = CURVATURE_COLUMNS
 
     def __init__(self, config: HessianConfig, measure: MeasureCurvature) -> None:
@@ -64,6 +104,7 @@ class HessianCallback(RunCallback):
         self.num_pairs = 0
         self._started = 0.0
         self._take: ReadCurvature | None = None
+        self._plan = ReadingPlan(0, 1)
 
     def require(self, config: TrainConfig) -> None:
         """Refuse runs whose gradient cannot be had at copies of the weights: compiled backbones, sharded weights."""
@@ -74,22 +115,24 @@ class HessianCallback(RunCallback):
         ):
             if is_on:
                 raise ConfigError(
-                    f"training.hessian.every does not go with {option}: it takes gradients at copies of the weights; "
-                    f"set {instead} or training.hessian.every=null"
+                    f"training.hessian does not go with {option}: it takes gradients at copies of the weights; "
+                    f"set {instead}, or training.hessian.enabled=false and training.hessian.every=null"
                 )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure the untrained model."""
-        self._started = time.perf_counter()
-        if trainer.global_step == 0:
+        assert isinstance(pl_module, RewardModelLightning)
+        self._started, step = time.perf_counter(), trainer.global_step
+        self._plan = ReadingPlan(step, pl_module.num_steps, due=step + 1)
+        if step == 0:
             self._measure(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure when it is due."""
-        assert self.config.every is not None, "the callback stands only in runs that measure"
-        if trainer.global_step % self.config.every == 0:
+        step, every = trainer.global_step, self.config.every
+        if step == self._plan.due if every is None else step % every == 0:
             self._measure(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -116,6 +159,9 @@ class HessianCallback(RunCallback):
                 reading = self._take(_by_name(pl_module.model, stability))
             finally:
                 set_train_mode(trainer.optimizers[0], True)
+        steps_a_gradient = reading.num_pairs / _pairs_a_step(trainer)
+        cost, next_cost = (steps_a_gradient * count for count in (reading.num_gradients, reading.num_gradients_next))
+        self._plan.taken(trainer.global_step, cost, next_cost)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         self.num_measured += 1
@@ -129,8 +175,7 @@ class HessianCallback(RunCallback):
 
     def _drawn(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
         """Training pairs, drawn by the run's seed and no global generator."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, PreferenceDataModule), "a run has its pairs"
+        data = _data(trainer)
         sample = draw_pairs(
             module.model,
             data.data.train.pairs,
@@ -145,6 +190,18 @@ class HessianCallback(RunCallback):
 
     def _share(self) -> float:
         return self.seconds / max(time.perf_counter() - self._started, 1e-9)
+
+
+def _data(trainer: pl.Trainer) -> PreferenceDataModule:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    assert isinstance(data, PreferenceDataModule), "a run has its pairs"
+    return data
+
+
+def _pairs_a_step(trainer: pl.Trainer) -> float:
+    """Pairs that this process takes in a step."""
+    data = _data(trainer)
+    return min(data.batching.batch_size, len(data.train_tokens)) / trainer.world_size
 
 
 def _by_name(model: nn.Module, stability: Stability) -> dict[str, Tensor] | None:

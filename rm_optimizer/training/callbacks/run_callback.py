@@ -57,7 +57,7 @@ def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> Non
     passed = {callback.option for callback in ours}
     for option, is_on in (
         ("training.calibration.enabled", config.training.calibration.enabled),
-        ("training.hessian.every", config.training.hessian.every is not None),
+        ("training.hessian", config.training.hessian.is_on),
         ("publish.url", config.publish.url is not None),
     ):
         if is_on and option not in passed:

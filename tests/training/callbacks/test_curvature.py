@@ -33,7 +33,7 @@ from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import lightning_module, train_reward_model
 from rm_optimizer.training.callbacks import curvature as training_curvature
 from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.callbacks.curvature import HessianCallback, undisturbed
+from rm_optimizer.training.callbacks.curvature import HessianCallback, ReadingPlan, undisturbed
 
 Build = Callable[..., TrainConfig]
 WATCHED = [
@@ -73,7 +73,8 @@ class PowerIteration:
         model.train()
         for p in parameters:
             p.grad = torch.ones_like(p)
-        return CurvatureReading(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, len(self.pairs[-1]))
+        count = len(self.pairs[-1])
+        return CurvatureReading(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, count, 6.0, 6.0)
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
@@ -165,6 +166,40 @@ def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_p
     assert (first["curvature_num_products"], first["curvature_trace_standard_error"]) == ("5", "nan")
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "start", "share", "num_readings"),
+    [
+        (1000, 0, (0.095, 0.1), 16),  # 12.3 and 14.7 gradients, then 6 at every 68 steps
+        (10_000, 0, (0.099, 0.1), 182),
+        (1000, 500, (0.075, 0.1), 6),
+        (400, 0, (0.075, 0.1), 4),
+        (100, 0, (0.2, 0.24), 2),  # the first and the last, more than the share
+        (1, 0, (0.9, 1.0), 2),
+    ],
+)
+def test_readings_are_spaced_to_take_a_tenth_of_the_gradients(
+    num_steps: int, start: int, share: tuple[float, float], num_readings: int
+) -> None:
+    plan, taken = ReadingPlan(start, num_steps, due=start + 1), list[int]()
+    for step in range(start + (start > 0), num_steps + 1):
+        if step == plan.due or step == 0:
+            cost = (12 + 1 / 3, 14 + 2 / 3)[len(taken)] if len(taken) < 2 else 6.0
+            plan.taken(step, cost, 6.0 if taken else 4 + 2 / 3)
+            taken.append(step)
+    assert share[0] <= plan.spent / (plan.spent + num_steps - start) <= share[1]
+    assert len(taken) == num_readings
+    assert taken[-1] == num_steps
+    gaps = np.diff(taken[2:])
+    assert not len(gaps) or gaps.max() - gaps.min() <= 1
+
+
+def test_readings_of_a_run_without_a_number_of_steps_are_at_its_ends(small_config: Build, tmp_path: Path) -> None:
+    config = small_config(tmp_path, "training.hessian.enabled=true", *WATCHED[1:])
+    train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows if row["curvature_trace"]] == ["0", "4"]
+
+
 def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,14 +280,14 @@ def test_schedule_free_weights_come_back_when_looking_at_them_fails(
 
 
 def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training\.hessian\.every needs a callback .*option_callbacks"):
+    with pytest.raises(ConfigError, match=r"training\.hessian needs a callback .*option_callbacks"):
         train_reward_model(small_config(tmp_path, *WATCHED))
 
 
 @pytest.mark.parametrize("option", ["hardware.compile=true", "hardware.strategy=fsdp"])
 def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
     config = small_config(tmp_path, *WATCHED, option)
-    with pytest.raises(ConfigError, match=rf"training\.hessian\.every does not go with {option}"):
+    with pytest.raises(ConfigError, match=rf"training\.hessian does not go with {option}"):
         train_reward_model(config, callbacks=option_callbacks(config))
 
 
