@@ -116,12 +116,15 @@ def plot_spectrum(
     return figure
 
 
-def plot_density(curve: DensityCurve, *, top: Sequence[float], title: str, caption: str) -> Figure:
-    """Share of eigenvalues at each value, on a logarithmic axis, with the computed eigenvalues marked.
+def plot_density(
+    curve: DensityCurve, *, top: Sequence[float], title: str, caption: str, cross_fitted: Sequence[Estimate] = ()
+) -> Figure:
+    """Share of a sample's eigenvalues at each value, on a logarithmic axis, with the computed eigenvalues marked.
 
     Args:
         curve: the density.
         top: eigenvalues that were computed one by one.
+        cross_fitted: the largest of them cross-fitted, with their interval over pairs.
         title: name of the matrix.
         caption: pairs, parameters, probes, seed.
     """
@@ -141,8 +144,9 @@ def plot_density(curve: DensityCurve, *, top: Sequence[float], title: str, capti
                 members, np.full(len(members), 2 * floor), color=color, marker="|", markersize=11, markeredgewidth=1.4,
                 linestyle="none", label=f"{len(members)} {word} eigenvalues, computed",
             )  # fmt: skip
+    _draw_cross_fitted_below(axes, cross_fitted, 5 * floor)
     axes.set_yscale("log")
-    axes.set(xlabel="eigenvalue", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
+    axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
     draw_legend(axes, "upper right")
     return figure
 
@@ -239,6 +243,19 @@ def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
     axes.errorbar(
         where, value, yerr=np.clip([value - low, high - value], 0, None), color=ORANGE, marker="D", markersize=4,
         linestyle="none", elinewidth=2.0, capsize=2, label="cross-fitted; bar: 95 % over pairs",
+    )  # fmt: skip
+
+
+def _draw_cross_fitted_below(axes: Axes, cross_fitted: Sequence[Estimate], height: float) -> None:
+    """Cross-fitted values under a density, with their intervals along its axis."""
+    known = [(e.value, e.low, e.high) for e in cross_fitted if e.low is not None and e.high is not None]
+    if not known:
+        return
+    value, low, high = np.array(known, dtype=float).T
+    axes.errorbar(
+        value, height * 2.0 ** np.arange(len(value)), xerr=np.clip([value - low, high - value], 0, None), color=ORANGE,
+        marker="D", markersize=4, linestyle="none", elinewidth=2.0, capsize=2,
+        label=f"the largest {len(value)} cross-fitted, from below; 95 % over pairs",
     )  # fmt: skip
 
 

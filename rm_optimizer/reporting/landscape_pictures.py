@@ -168,7 +168,7 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
         steps = max(map(len, result.density.nodes), default=0)
         probes = f"{len(result.density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
         title = f"{matrix}: spectral density"
-        figure = plot_density(curve, top=result.density.exact, title=title, caption=probes)
+        figure = plot_density(curve, top=result.density.exact, title=title, caption=probes, cross_fitted=crossed)
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
         drawn: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
         files += _save(figure, drawn, folder / "density")

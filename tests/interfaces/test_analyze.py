@@ -138,6 +138,8 @@ def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
     )
     result = HessianSpectrum.from_json((folder / "density.json").read_text())
     assert result.density is not None
+    assert result.cross_fit is not None
+    assert len(result.cross_fit.values) == 2
     written = json.loads((folder / "quantities.json").read_text())
     assert written.pop("status") == "complete"
     known = {name: quantity["estimate"] and quantity["estimate"]["value"] for name, quantity in written.items()}

@@ -188,9 +188,11 @@ def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed(
     density = SpectralDensity((4.0, -2.0), ((0.0, 1.0), (0.1, 0.9)), ((7.0, 1.0), (6.0, 2.0)), 10, 4)
     curve = density_curve(density)
     assert np.trapezoid(curve.density, curve.grid) == pytest.approx(1.0, abs=1e-6)
-    figure = plot_density(curve, top=density.exact, title="Hessian", caption="n = 64 pairs")
+    crossed = [Estimate(2.5, 0.2, 64, 2.0, 3.0)]
+    figure = plot_density(curve, top=density.exact, title="Hessian", caption="n = 64 pairs", cross_fitted=crossed)
     axes = figure.axes[0]
     assert axes.get_yscale() == "log"
+    assert "the largest 1 cross-fitted, from below; 95 % over pairs" in labels(axes)
     marks = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
     assert marks["1 positive eigenvalues, computed"] == [4.0]
     assert marks["1 negative eigenvalues, computed"] == [-2.0]
