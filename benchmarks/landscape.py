@@ -58,6 +58,13 @@ PRECISE, ACCURATE = 1e-5, 1e-3
 TIGHTER = ((1e-4, 1_000), (1e-6, 100_000))
 """PyHessian's `tol` and `maxIter`, beyond its defaults."""
 FURTHER_STEPS = (1, 10, 50)
+LEAN: dict[str, Callable[[int], dict[str, Any]]] = {
+    "": lambda top_k: {},
+    "bounded": lambda top_k: {"max_basis": 2 * top_k},
+    "rebuilt": lambda top_k: {"product": "reverse"},
+}
+"""Ways to save memory, by the name that follows `memory_ratio`: the default, a basis of twice as many vectors as
+eigenvalues, and no kept graphs."""
 PARTS = ("oracle", "spectrum", "gradients", "gauss_newton", "warm", "memory", "growth")
 Results = dict[str, float]
 WORST: dict[str, Callable[[list[float]], float]] = {
@@ -261,31 +268,33 @@ def measure_warm(args: argparse.Namespace, subject: Subject) -> Results:
 
 
 def measure_memory(args: argparse.Namespace, subject: Subject) -> Results:
-    """Growth of the peak in processes of their own: ours by default, ours without kept graphs, PyHessian."""
+    """Growth of the peak in processes of their own: ours by default and in the ways of `LEAN`, and PyHessian."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(subject, Path(folder) / "subject.pt")
         command = [sys.executable, __file__, "--top-k", str(args.top_k), "--threads", str(args.threads), "--only"]
-        grown = {}
-        for side in ("ours", "rebuilt", "pyhessian"):
+        grown: dict[str, float] = {}
+        products: Results = {}
+        for side in (*LEAN, "pyhessian"):
             done = subprocess.run([*command, side, folder], stdout=subprocess.PIPE, text=True, check=True)
-            grown[side] = float(json.loads(done.stdout.splitlines()[-1]))
+            grown[side], products[side] = json.loads(done.stdout.splitlines()[-1])
+    peer = grown["pyhessian"]
     return {
-        "memory_ratio": grown["ours"] / grown["pyhessian"],
-        "memory_ratio_rebuilt": grown["rebuilt"] / grown["pyhessian"],
-        "memory_gb_pyhessian": grown["pyhessian"] / 1e9,
+        **{f"memory_ratio{side and '_' + side}": grown[side] / peer for side in LEAN},
+        **{f"memory_products{side and '_' + side}": products[side] for side in LEAN},
+        "memory_gb_pyhessian": peer / 1e9,
     }
 
 
-def memory_growth(side: str, folder: Path, top_k: int) -> float:
-    """Bytes that this process's peak grows by; PyHessian stops after two products of each value."""
+def memory_growth(side: str, folder: Path, top_k: int) -> tuple[float, int]:
+    """Bytes that this process's peak grows by, and products; PyHessian stops after two products of each value."""
     subject = torch.load(folder / "subject.pt", weights_only=False)
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
     if side == "pyhessian":
-        pyhessian(subject, top_k, tol=0, max_iter=2)
+        num_products = pyhessian(subject, top_k, tol=0, max_iter=2).products[-1]
     else:
-        ours(subject, top_k, product="auto" if side == "ours" else "reverse")
-    return status_bytes("VmHWM") - before
+        num_products = ours(subject, top_k, **LEAN[side](top_k)).num_products
+    return status_bytes("VmHWM") - before, num_products
 
 
 def status_bytes(name: str) -> float:
