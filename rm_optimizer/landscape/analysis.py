@@ -134,6 +134,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
     is_cross_fitted, state_file = searches and config.num_sampled > 0, context.folder / STATE_FILE
+    options = replace(context.solver_options, num_sampled=int(is_cross_fitted), state_file=state_file)
 
     def report(block: str, progress: Progress) -> None:
         context.on_progress(block, len(done), num_blocks, f"relative error {progress.worst_error:.1e}")
@@ -155,12 +156,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
         done = {block.block: block for block in (from_values(BlockCurvature, piece) for piece in pieces[1:])}
         left = [block for block in common if block.block not in done] if searches else []
         try:
-            for block in top_eigenvalues(
-                measured_loss,
-                left,
-                replace(context.solver_options, num_sampled=int(is_cross_fitted), state_file=state_file),
-                on_iteration=report,
-            ):
+            for block in top_eigenvalues(measured_loss, left, options, on_iteration=report):
                 ledger.append(block)
                 done[block.block] = block
             remove_states(state_file)

@@ -213,11 +213,11 @@ def top_eigenvalues(
     Args:
         measured_loss: model, pairs and loss.
         blocks: blocks to search.
-        options: accuracy and cost of each search; `num_sampled` of 1 cross-fits each. Each block has its own file
-            beside `state_file`, which is removed after the block's turn.
+        options: accuracy and cost of each search; `num_sampled` of 1 cross-fits each, and traces are not estimated.
+            Each block has its own file beside `state_file`, which is removed after the block's turn.
         on_iteration: function of the block and its search, called after each product.
     """
-    names, options = block_names(measured_loss), replace(options, which="largest")
+    names, options = block_names(measured_loss), replace(options, which="largest", trace_products=0)
     for block in blocks:
         file = part_file(options.state_file, list(names).index(block.block))
         with replace(measured_loss, params=names[block.block]).measuring() as objective:

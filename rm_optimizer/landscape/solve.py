@@ -358,8 +358,8 @@ def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, 
     check = CHECK_PRODUCTS if probes and options.keep_vectors else 0
     total = products * (2 if options.num_sampled else 1) + check + probes
     _log.info(
-        f"{wanted} eigenvalues over {matrix.dimension:,} parameters: about {products} products, at most {most}, and "
-        f"{gib:.2g} GiB for vectors; with what follows about {total} products"
+        f"{wanted} eigenvalue{'s' * (wanted > 1)} over {matrix.dimension:,} parameters: about {products} products, "
+        f"at most {most}, and {gib:.2g} GiB for vectors; with what follows about {total} products"
     )
     return total
 

@@ -356,6 +356,7 @@ def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("rm_optimizer.landscape.layers.solve", allowed(2, solve))
         patch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, solve))
+        patch.setattr("rm_optimizer.landscape.spectrum_estimates.estimate_trace", allowed(0, solve))
         analyzed(run_dir, *options)
     whole = LayerCurvature.from_json((tmp_path / "layers.json").read_text())
     assert whole.blocks[0] == partial.blocks[0]
