@@ -83,28 +83,28 @@ WAYS: dict[str, Way] = {
         prints="rm_version",
         slow=True,
     ),
-    "rm-opt analyze --checkpoint outputs/run": Way(
-        "rm-opt analyze --checkpoint outputs/run --pairs 8 --top-k 2 && ls outputs/run/landscape/hessian",
+    "rm-opt analyze outputs/run": Way(
+        "rm-opt analyze outputs/run --pairs 8 --top-k 2 && ls outputs/run/landscape/hessian",
         prints="hessian.json",
         slow=True,
     ),
-    "rm-opt analyze --checkpoint outputs/run --type gauss_newton": Way(
-        "rm-opt analyze --checkpoint outputs/run --type gauss_newton --pairs 8 && ls outputs/run/landscape/*",
+    "rm-opt analyze outputs/run --type gauss_newton": Way(
+        "rm-opt analyze outputs/run --type gauss_newton --pairs 8 && ls outputs/run/landscape/*",
         prints="gauss_newton.json",
         slow=True,
     ),
-    "rm-opt analyze --checkpoint outputs/run --type slices landscape.directions=eigenvectors": Way(
-        "rm-opt analyze --checkpoint outputs/run --type slices landscape.directions=eigenvectors --cfg job",
+    "rm-opt analyze outputs/run --type slices landscape.directions=eigenvectors": Way(
+        "rm-opt analyze outputs/run --type slices landscape.directions=eigenvectors --cfg job",
         prints="directions: eigenvectors",
     ),
-    "rm-opt analyze --checkpoint outputs/run --type evolution": Way(
-        "rm-opt analyze --checkpoint outputs/run --type evolution --cfg job", prints="type: evolution"
+    "rm-opt analyze outputs/run --type evolution": Way(
+        "rm-opt analyze outputs/run --type evolution --cfg job", prints="type: evolution"
     ),
-    "rm-opt analyze --checkpoint outputs/adamw --type between landscape.others=[outputs/sgd,outputs/muon]": Way(
-        "rm-opt analyze --checkpoint outputs/run --type between landscape.others=[outputs/sgd,outputs/muon] --cfg job",
+    "rm-opt analyze outputs/adamw --type between landscape.others=[outputs/sgd,outputs/muon]": Way(
+        "rm-opt analyze outputs/run --type between landscape.others=[outputs/sgd,outputs/muon] --cfg job",
         prints="type: between",
     ),
-    "rm-opt analyze --checkpoint outputs/run/best --data pairs.jsonl --params head --method full": Way(slow=True),
+    "rm-opt analyze outputs/run/best --data pairs.jsonl --params head --method full": Way(slow=True),
     # make installs and then starts what is run here with fewer steps; the whole suite cannot run inside itself
     "make quickstart": Way(
         f"rm-opt train experiment=quickstart {FEW} hydra.run.dir=quick", prints="gold reward", slow=True

@@ -451,10 +451,11 @@ def test_a_loss_that_is_not_finite_names_its_pairs(run_dir, tmp_path):
         analyzed(tmp_path / "model", f"data.train={tmp_path / 'pairs.jsonl'}", f"output_dir={tmp_path / 'out'}")
 
 
-def test_flags_become_overrides_of_the_hydra_entry(monkeypatch):
+@pytest.mark.parametrize("subject", [["--checkpoint", "runs/a"], ["runs/a"]])
+def test_flags_become_overrides_of_the_hydra_entry(monkeypatch, subject):
     became = []
     monkeypatch.setattr(os, "execv", lambda program, command: became.append(command[1:]))
-    flags = ["--checkpoint", "runs/a", "--type", "density", "--data", "p.jsonl", "--top-k", "5", "--method", "full"]
+    flags = [*subject, "--type", "density", "--data", "p.jsonl", "--top-k", "5", "--method", "full"]
     result = CliRunner().invoke(
         app, ["analyze", *flags, "--pairs", "32", "--params", "*.layers.0.*", "seed=1", "--cfg", "job"]
     )

@@ -19,12 +19,15 @@ def analyze(
     pairs: Annotated[str | None, Option("--pairs", help="Pairs that the loss is averaged over.")] = None,
     params: Annotated[str | None, Option("--params", help="trainable, head, lora or a pattern of names.")] = None,
 ) -> None:
-    """Measure the loss landscape of a model: `rm-opt analyze --checkpoint RUN --type hessian`.
+    """Measure the loss landscape of a model: `rm-opt analyze RUN --type hessian`.
 
-    Types: hessian, gauss_newton, density, slices, surface, layers, trajectory, evolution, between. The flags are short
-    for the commonest options; everything else is passed on as it stands: `landscape.num_points=41`, `--cfg job` to see
-    all of them.
+    RUN is what `--checkpoint` names. Types: hessian, gauss_newton, fisher, density, slices, surface, layers,
+    trajectory, evolution, between. The flags are short for the commonest options; everything else is passed on as it
+    stands: `landscape.num_points=41`, `--cfg job` to see all of them.
     """
+    rest = list(ctx.args)
+    if checkpoint is None and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
+        checkpoint = rest.pop(0)
     given = {
         "checkpoint": checkpoint,
         "landscape": kind,
@@ -34,4 +37,4 @@ def analyze(
         "landscape.num_pairs": pairs,
         "landscape.params": params,
     }
-    become("rm_optimizer.analyze", [*as_overrides(given), *ctx.args])
+    become("rm_optimizer.analyze", [*as_overrides(given), *rest])
