@@ -159,7 +159,7 @@ class HessianCallback(RunCallback):
                 reading = self._take(_by_name(pl_module.model, stability))
             finally:
                 set_train_mode(trainer.optimizers[0], True)
-        steps_a_gradient = reading.num_pairs / _pairs_a_step(trainer)
+        steps_a_gradient = reading.num_pairs * trainer.world_size / _data(trainer).pairs_a_step
         cost, next_cost = (steps_a_gradient * count for count in (reading.num_gradients, reading.num_gradients_next))
         self._plan.taken(trainer.global_step, cost, next_cost)
         seconds = time.perf_counter() - started
@@ -196,12 +196,6 @@ def _data(trainer: pl.Trainer) -> PreferenceDataModule:
     data = trainer.datamodule  # type: ignore[attr-defined]
     assert isinstance(data, PreferenceDataModule), "a run has its pairs"
     return data
-
-
-def _pairs_a_step(trainer: pl.Trainer) -> float:
-    """Pairs that this process takes in a step."""
-    data = _data(trainer)
-    return min(data.batching.batch_size, len(data.train_tokens)) / trainer.world_size
 
 
 def _by_name(model: nn.Module, stability: Stability) -> dict[str, Tensor] | None:

@@ -156,8 +156,12 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def train_tokens_of_run(self) -> float:
         """Tokens of the sequences that all steps pass over, the mean length of the pairs known taken for all."""
-        pairs_a_step = min(self.batching.batch_size, len(self.train_tokens))
-        return float(self.train_tokens.lengths.sum(axis=1).mean()) * pairs_a_step * self.num_steps
+        return float(self.train_tokens.lengths.sum(axis=1).mean()) * self.pairs_a_step * self.num_steps
+
+    @property
+    def pairs_a_step(self) -> int:
+        """Pairs of an optimizer step, in all processes."""
+        return min(self.batching.batch_size, len(self.train_tokens))
 
     def train_dataloader(self) -> StepLoader:
         """The run's macro-batches, one an optimizer step."""
