@@ -69,8 +69,12 @@ def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(
         return apply(operator, vectors)
 
     monkeypatch.setattr(HessianOperator, "apply", counted)
-    killed_at = 0
-    whole = analyzer().compute_spectrum(FIVE, top_k=1, options=replace(options, state_file=None))
+    killed_at, told = 0, list[int]()
+    whole = analyzer().compute_spectrum(
+        FIVE, top_k=1, options=replace(options, state_file=None), on_product=told.append
+    )
+    assert whole.cross_fit is not None
+    assert told == [whole.num_products + i + 1 for i in range(whole.cross_fit.num_products)]
     left = 2
     calls, killed_at = 0, calls - left + 1
     with pytest.raises(MemoryError):

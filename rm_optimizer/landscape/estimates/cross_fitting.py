@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +103,7 @@ def cross_fit_hessian(
     """Cross-fit the Hessian's top eigenvalues.
 
     Costs about as much as the eigenvalues of all pairs to `FIT_TOLERANCE`. None for fewer than `FEWEST_PROMPTS`.
+    The operator's `on_product` is called after each product with a part of the pairs, too.
 
     Args:
         operator: the Hessian.
@@ -116,17 +119,19 @@ def cross_fit_hessian(
         return None
     method: ProductName = operator.product  # type: ignore[assignment]  # the cheapest for all serves the parts
     operator.release()
+    numbers = itertools.count(operator.num_products + 1)
+    top_of = partial(_top_of, method=method, seed=seed, on_product=lambda _: operator.on_product(next(numbers)))
     halves = halves_of(objective.num_pairs, clusters, seed)
     parts = [part_of(objective, half) for half in halves]
     files = [part_file(state_file, number) for number in range(4)]
-    fits = [_top_of(part, num_values, method, seed, file) for part, file in zip(parts, files[:2], strict=True)]
+    fits = [top_of(part, num_values, file) for part, file in zip(parts, files[:2], strict=True)]
     count = min(len(fit.values) for fit in fits)
     columns = np.zeros((objective.num_pairs, count))
     for fit, part, half in zip(fits, reversed(parts), reversed(halves), strict=True):
         columns[half] = pair_curvatures(part, fit.vectors[:count]).cpu().numpy()
     quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
     tops = [
-        _top_of(part_of(objective, quarter), 1, method, seed, file)
+        top_of(part_of(objective, quarter), 1, file)
         for quarter, file in zip(quarters, files[2:], strict=True)
         if len(quarter)
     ]
@@ -201,8 +206,17 @@ def weights_of(objective: PairObjective) -> Float[np.ndarray, " pairs"]:
     return weights
 
 
-def _top_of(objective: PairObjective, count: int, method: ProductName, seed: int, file: Path | None) -> Eigenpairs:
+def _top_of(
+    objective: PairObjective,
+    count: int,
+    file: Path | None,
+    *,
+    method: ProductName,
+    seed: int,
+    on_product: Callable[[int], None],
+) -> Eigenpairs:
     operator = HessianOperator(objective, product=method)
+    operator.on_product = on_product
     matrix = SupportedOperator(operator)
     kept = KeptState(operator, matrix.support, file, seed)
     found = lanczos(
