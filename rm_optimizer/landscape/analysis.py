@@ -105,7 +105,7 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
     identity = digest([context.measured_loss.fingerprint(), list(checkpoints)])
     with _points(context, identity, size * size + len(checkpoints)) as ledger:
         subset = select_parameters(context.measured_loss.model, context.measured_loss.params)
-        displacements = displacements_of([_weights(path) for path in checkpoints.values()], subset)
+        displacements = displacements_of(map(_weights, checkpoints.values()), subset)
         plane = trajectory_plane(displacements)
         x, y = plane_ranges(plane, size)
         moves = Directions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,17 +162,13 @@ def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> 
 
 
 def displacements_of(
-    weights: Sequence[Mapping[str, Tensor]], subset: ParameterSubset
+    weights: Iterable[Mapping[str, Tensor]], subset: ParameterSubset
 ) -> Float[Tensor, "checkpoints parameters"]:
     """Weights of each checkpoint less those of the last, over a subset, in float32.
 
     Args:
-        weights: by name as `BradleyTerryRM.named_parameters` gives them, oldest first.
+        weights: by name as `BradleyTerryRM.named_parameters` gives them, oldest first; one is held at a time.
         subset: the parameters.
     """
-    last = [weights[-1][name] for name in subset.names]
-    rows = [
-        subset.flatten([held[name].float() - end.float() for name, end in zip(subset.names, last, strict=True)])
-        for held in weights
-    ]
-    return torch.stack(rows)
+    rows = torch.stack([subset.flatten([held[name].float() for name in subset.names]) for held in weights])
+    return rows.sub_(rows[-1].clone())
