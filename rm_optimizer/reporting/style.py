@@ -15,6 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from rm_optimizer.records.files import replacing
 
 DPI = 150
+SVG_STYLE = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}
+"""Settings under which equal figures give equal SVG, with text as text."""
 _UNDATED: Mapping[str, dict[str, None]] = {".png": {"Software": None}, ".svg": {"Date": None}}
 """Metadata left out of a file, so that it depends on the figure alone."""
 _CAPTION_WIDTH = 92
@@ -125,7 +127,6 @@ def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
     """Write a figure, each file under a temporary name first; equal figures give equal files."""
     written = [png, png.with_suffix(".svg")] if svg else [png]
     for path in written:
-        style = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}
-        with replacing(path) as temporary, matplotlib.rc_context(style):
+        with replacing(path) as temporary, matplotlib.rc_context(SVG_STYLE):
             figure.savefig(temporary, format=path.suffix[1:], dpi=DPI, metadata=_UNDATED[path.suffix])
     return written

@@ -1,6 +1,7 @@
 """The page of a run: one file, the same bytes for the same folder, a word for every piece that is missing."""
 
 import base64
+import csv
 import re
 import shutil
 from pathlib import Path
@@ -10,8 +11,10 @@ from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph
 from rm_optimizer.reporting.pages.run_page import run_page, write_run_page
+from rm_optimizer.training.folder.result import RunResult
 from tests.browser import IS_INSTALLED, opened_browser
 
 
@@ -26,24 +29,44 @@ def text_of(page: str) -> str:
 
 
 def test_the_same_folder_gives_the_same_bytes(trained: Path, copied: Path) -> None:
-    assert run_page(trained) == run_page(trained)
-    assert len(run_page(trained)) < 2_000_000
-    assert "Accuracy" in text_of(run_page(copied))
+    assert run_page(trained, Exhibits()) == run_page(trained, Exhibits())
+    assert len(run_page(trained, Exhibits())) < 2_000_000
+    assert "Accuracy" in text_of(run_page(copied, Exhibits()))
 
 
 def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup(trained: Path) -> None:
-    page = text_of(run_page(trained))
+    page = text_of(run_page(trained, Exhibits()))
     assert "http" not in page
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    images = re.findall(r"<img ([^>]*)>", page)
-    assert len(images) >= 4
-    assert all(re.match(r'alt="[^"]{10,}" src="data:image', image) for image in images)
+    drawings = re.findall(r'<svg class="drawing" role="img" aria-label="([^"]*)"', page)
+    assert len(drawings) == 4
+    assert all("Horizontal axis: " in words and "Vertical axis: " in words for words in drawings)
+
+
+def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: Path, tmp_path: Path) -> None:
+    first, again = (write_run_page(trained, tmp_path / name).parent for name in ("first", "again"))
+    names = sorted(path.name for path in first.iterdir())
+    drawn = {
+        f"{name}.{kind}" for name in ("accuracy", "loss", "margins", "reliability") for kind in ("csv", "png", "svg")
+    }
+    assert set(names) == {"index.html", "result.csv", "by_source.csv", *drawn}
+    assert all((first / name).read_bytes() == (again / name).read_bytes() for name in names)
+    with (first / "reliability.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    whole = [row for row in rows if row["series"] == "model, 95% interval" and row["y"]]
+    result = RunResult.read(trained)
+    assert result is not None
+    bins = result.metrics.reliability
+    assert [float(row["y"]) for row in whole] == [item.frequency for item in bins]
+    page = (first / "index.html").read_text(encoding="utf-8")
+    assert "stroke: var(--ink)" in page
+    assert "#222222" not in page
 
 
 def test_the_command_of_the_run_stands_on_its_page(trained: Path) -> None:
-    assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_page(trained)
-    assert "training.max_steps=2" in run_page(trained)
+    assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_page(trained, Exhibits())
+    assert "training.max_steps=2" in run_page(trained, Exhibits())
 
 
 def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
@@ -52,7 +75,7 @@ def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
     (copied / "doctor.json").write_text("[")
     (copied / "readiness").mkdir()
     (copied / "readiness" / "readiness.json").write_text("{}")
-    missing = text_of(run_page(copied)).partition("<h2>Missing</h2>")[2]
+    missing = text_of(run_page(copied, Exhibits())).partition("<h2>Missing</h2>")[2]
     for name in ("metrics.csv is missing", "pair_rewards.jsonl is missing or torn", "doctor.json is torn"):
         assert name in missing
     assert "readiness.json is torn" in missing
@@ -77,7 +100,7 @@ def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: 
     damaged = copied / file
     damaged.parent.mkdir(parents=True, exist_ok=True)
     damaged.write_bytes(damaged.read_bytes().splitlines()[0] if content is None else content)
-    shown = run_page(copied)
+    shown = run_page(copied, Exhibits())
     assert expected in text_of(shown).partition("<h2>Missing</h2>")[2]
     assert base64.b64encode(TORN_PNG).decode() not in shown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -11,6 +12,13 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from rm_optimizer.reporting.pages.figure_data import described
+from rm_optimizer.reporting.style import DPI, GRAY, INK, LIGHT, SVG_STYLE
+
+_LARGEST_SVG = 300_000
+"""Bytes from which a figure is embedded as pixels."""
+_PAGE_COLORS = {"ink": f"{INK}|#000000", "soft": GRAY, "line": LIGHT, "paper": "#ffffff"}
+"""Colors of a figure that follow the page, as patterns by their names in its style."""
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d1f23;--soft:#5b6068;--line:#dfe2e7;--paper:#fff;--card:#f6f7f9;
 --good:#00704f;--fair:#8a5a00;--bad:#b3410a;--open:#4d5560;--link:#0062a3}
@@ -34,12 +42,14 @@ th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--
 font-variant-numeric:tabular-nums}
 th{font-weight:500}thead th{color:var(--soft);font-size:.9rem;border-top:0}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
-figure{margin:.6rem 0 0;max-width:52rem;background:#fff;color:#222;border:1px solid var(--line);
-border-radius:.3rem;padding:.5rem}
-figure img{display:block;width:100%;height:auto}figcaption{color:#5b6068;font-size:.9rem;padding-top:.3rem}
+figure{margin:.6rem 0 0;max-width:52rem;min-width:0;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
+figure img,.drawing{display:block;width:100%;min-width:27rem;height:auto}
+figure img{background:#fff}.drawing text{fill:var(--ink)}
+figcaption{font-size:.9rem;padding-top:.3rem}
 ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
 pre{background:var(--card);padding:.8rem;border-radius:.3rem;white-space:pre-wrap;overflow-wrap:anywhere;margin:.4rem 0}
+@media(max-width:30rem){main{padding:1rem .75rem 2rem}figure{padding:.25rem}}
 @media print{main{max-width:none}figure{break-inside:avoid}}
 """
 
@@ -134,30 +144,51 @@ def figures(*parts: str) -> str:
     return f'<div class="figures">{shown}</div>' if shown else ""
 
 
-def drawn(figure: Figure, alt: str) -> str:
-    """A figure as a picture inside the page; equal figures give equal bytes.
+def drawn(figure: Figure, caption: str) -> str:
+    """A figure inside the page, in the page's colors; equal figures give equal bytes.
+
+    Its alternative text goes on from the caption with axes, ranges and numbers.
 
     Args:
         figure: the figure.
-        alt: what it shows, in words.
+        caption: what it shows, in one sentence.
     """
+    alt = f"{sentence(caption)} {described(figure)}"
     stream = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}):
+    with matplotlib.rc_context(SVG_STYLE):
         figure.savefig(stream, format="svg", metadata={"Date": None})
-    return _embedded("image/svg+xml", stream.getvalue(), alt)
+    if stream.tell() > _LARGEST_SVG:
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
+        return _embedded(stream.getvalue(), caption, alt)
+    return _captioned(_inline(stream.getvalue().decode(), alt), caption)
 
 
-def picture(png: Path, alt: str) -> str:
+def _inline(svg: str, alt: str) -> str:
+    """An SVG of matplotlib as an element of a page: ink and paper are the page's, and nothing names an address."""
+    body = svg[svg.index("<defs>", svg.index("</metadata>")) :].replace("\n", " ")
+    for name, color in _PAGE_COLORS.items():
+        body = re.sub(color, f"var(--{name})", body, flags=re.IGNORECASE)
+    body = re.sub(r' id="(?:[a-z]+_)+\d+"', "", body)
+    width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
+    return f'<svg class="drawing" role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height}">{body}'
+
+
+def picture(png: Path, caption: str) -> str:
     """A picture file inside the page.
 
     Args:
         png: the file.
-        alt: what it shows, in words.
+        caption: what it shows, in words.
     """
-    return _embedded("image/png", png.read_bytes(), alt)
+    return _embedded(png.read_bytes(), caption, caption)
 
 
-def _embedded(kind: str, content: bytes, alt: str) -> str:
-    data = base64.b64encode(content).decode("ascii")
-    image = f'<img alt="{escape(alt)}" src="data:{kind};base64,{data}">'
-    return f"<figure>{image}<figcaption>{escape(alt)}</figcaption></figure>"
+def _embedded(png: bytes, caption: str, alt: str) -> str:
+    data = base64.b64encode(png).decode("ascii")
+    return _captioned(f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">', caption)
+
+
+def _captioned(image: str, caption: str) -> str:
+    label = f'role="group" aria-label="{escape(caption)}" tabindex="0"'
+    return f'<figure><div {label} class="wide">{image}</div><figcaption>{escape(caption)}</figcaption></figure>'

@@ -10,16 +10,15 @@ from pathlib import Path
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
+from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.html import (
     answer,
     bullets,
     code,
     details,
-    drawn,
     figures,
     page,
     paragraph,
@@ -34,7 +33,7 @@ from rm_optimizer.reporting.tables import cell_text, metrics_rows
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 from rm_optimizer.training.folder.result import RunResult
 
-REPORT_FOLDER, PAGE_FILE = "report", "index.html"
+REPORT_FOLDER = "report"
 """In the run folder."""
 _READINESS = Path("readiness", "readiness.json")
 _PNG_END = b"IEND\xaeB`\x82"
@@ -50,15 +49,16 @@ def write_run_page(run_dir: Path, folder: Path | None = None) -> Path:
     Raises:
         DataError: if the folder holds no run, or one that has not ended.
     """
-    folder = folder or run_dir / REPORT_FOLDER
-    return write_text(folder / PAGE_FILE, run_page(run_dir))
+    exhibits = Exhibits()
+    return exhibits.write(folder or run_dir / REPORT_FOLDER, run_page(run_dir, exhibits))
 
 
-def run_page(run_dir: Path) -> str:
+def run_page(run_dir: Path, exhibits: Exhibits) -> str:
     """The page of a run as HTML.
 
     Args:
         run_dir: the run folder.
+        exhibits: gains the figures and tables of the page.
 
     Raises:
         DataError: if the folder holds no run, or one that has not ended.
@@ -70,14 +70,14 @@ def run_page(run_dir: Path) -> str:
             f"{run_dir} {state} ({RESULT_FILE} is missing or torn); name the folder of a finished run, or finish this "
             "one with resume=auto"
         )
-    parts = _Parts(run_dir, result)
+    parts = _Parts(run_dir, result, exhibits)
     title = f"{result.model}, {result.optimizer}, seed {result.seed}"
     content = [
         _headline(result.metrics),
-        _results(result),
+        _results(result, exhibits),
         section("Learning curves", parts.curves()),
         section("Calibration and margins", parts.calibration()),
-        *(_groups(result.metrics, column) for column in result.metrics.groups),
+        *(_groups(result.metrics, column, exhibits) for column in result.metrics.groups),
         section("Loss landscape", parts.landscape()),
         section("Readiness for reinforcement learning", parts.readiness()),
         section("Checks by the doctor", parts.doctor()),
@@ -93,6 +93,7 @@ class _Parts:
 
     run_dir: Path
     result: RunResult
+    exhibits: Exhibits
     missing: list[str] = field(default_factory=list)
 
     def curves(self) -> str:
@@ -110,20 +111,23 @@ class _Parts:
         if last < steps:
             self.missing.append(f"end of the learning curves: {METRICS_FILE} ends at step {last:,} of {steps:,}")
         return figures(
-            drawn(loss, "Loss on training batches and on validation, by optimizer step"),
-            drawn(accuracy, "Accuracy on training batches and on validation, by step"),
+            self.exhibits.figure("loss", loss, "Loss on training batches and on validation, by optimizer step"),
+            self.exhibits.figure("accuracy", accuracy, "Accuracy on training batches and on validation, by step"),
         )
 
     def calibration(self) -> str:
-        shown = [drawn(plot_reliability(self.result.metrics), "How often the model is right, by how sure it is")]
+        reliability = plot_reliability(self.result.metrics)
+        caption = "How often the model is right, by how sure it is"
+        shown = [self.exhibits.figure("reliability", reliability, caption)]
         try:
             rewards, expected = RunFolder(self.run_dir).pair_rewards(), self.result.metrics.num_pairs
         except DataError:
             self.missing.append(f"histogram of margins: {PAIR_REWARDS_FILE} is missing or torn")
             return figures(*shown)
         if len(rewards) == expected:
+            margins = plot_margins(margins_of(rewards))
             shown.append(
-                drawn(plot_margins(margins_of(rewards)), "Reward of the better response less that of the other")
+                self.exhibits.figure("margins", margins, "Reward of the better response less that of the other")
             )
         else:
             held = f"{PAIR_REWARDS_FILE} holds {len(rewards):,} of {expected:,} pairs"
@@ -149,8 +153,8 @@ class _Parts:
             self.missing.append(f"readiness: {_READINESS} is torn")
             return ""
         rows = ((row.title, str(row.value), row.meaning) for row in readiness_rows(report))
-        return f"{paragraph(f'Verdict: {report.verdict}. {report.basis}')}\n" + table(
-            "Measured on the policy's responses", ("", "value", "scale"), rows
+        return f"{paragraph(f'Verdict: {report.verdict}. {report.basis}')}\n" + self.exhibits.table(
+            "readiness", "Measured on the policy's responses", ("", "value", "scale"), rows
         )
 
     def doctor(self) -> str:
@@ -185,15 +189,17 @@ def _headline(metrics: PairwiseMetrics) -> str:
     return answer("bad" if worse else "fair", accuracy, sample, above, verdict)
 
 
-def _results(result: RunResult) -> str:
+def _results(result: RunResult, exhibits: Exhibits) -> str:
     rows = [(name, cell_text(value).plain) for name, value in metrics_rows(result.metrics).items()]
     if result.data.ceiling is not None:
         rows.append(("ceiling (gold reward)", cell_text(result.data.ceiling).plain))
     caption = f"Validation: {result.data.val_origin}; weights of step {result.best_step:,}, best {result.monitor}"
-    return section("Result", table(caption, ("", "value [95 % interval]"), rows), bullets(result.data.notes))
+    return section(
+        "Result", exhibits.table("result", caption, ("", "value [95 % interval]"), rows), bullets(result.data.notes)
+    )
 
 
-def _groups(metrics: PairwiseMetrics, column: str) -> str:
+def _groups(metrics: PairwiseMetrics, column: str, exhibits: Exhibits) -> str:
     members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
     rows = [
         (
@@ -205,7 +211,7 @@ def _groups(metrics: PairwiseMetrics, column: str) -> str:
         for name, group in members
     ]
     head = (column, "pairs", "accuracy [95 %]", "longer wins", "NLL", "ECE")
-    return section(f"By {column}", table(f"Each {column}, the largest first", head, rows))
+    return section(f"By {column}", exhibits.table(f"by_{column}", f"Each {column}, the largest first", head, rows))
 
 
 def _settings(result: RunResult) -> str:

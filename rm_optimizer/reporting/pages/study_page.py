@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
 from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.optimizer_findings import finding_tables, methods
 from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_curves, plot_rate_sensitivity
-from rm_optimizer.reporting.pages.html import answer, bullets, drawn, figures, page, paragraph, section, table
-from rm_optimizer.reporting.pages.run_page import PAGE_FILE, REPORT_FOLDER
+from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.pages.html import answer, bullets, figures, page, paragraph, section
+from rm_optimizer.reporting.pages.run_page import REPORT_FOLDER
 
 
 def write_study_page(study: Path, folder: Path | None = None) -> Path:
@@ -23,27 +23,31 @@ def write_study_page(study: Path, folder: Path | None = None) -> Path:
     Raises:
         ConfigError: if no final trial is finished.
     """
-    folder = folder or study / REPORT_FOLDER
-    return write_text(folder / PAGE_FILE, study_page(findings(study), Study(study)))
+    exhibits = Exhibits()
+    content = study_page(findings(study), Study(study), exhibits)
+    return exhibits.write(folder or study / REPORT_FOLDER, content)
 
 
-def study_page(found: ComparisonFindings, study: Study) -> str:
+def study_page(found: ComparisonFindings, study: Study, exhibits: Exhibits) -> str:
     """The page as HTML.
 
     Args:
         found: findings of the comparison.
         study: its trials.
+        exhibits: gains the figures and tables of the page.
     """
     verdicts, tuning, cost = (
-        table(each.title, each.header, each.rows) if each.rows else "" for each in finding_tables(found)
+        exhibits.table(name, each.title, each.header, each.rows) if each.rows else ""
+        for name, each in zip(("verdicts", "tuning", "cost"), finding_tables(found), strict=True)
     )
+    curves = exhibits.figure("curves", plot_curves(found), "Validation NLL by step and by seconds")
     content = [
         _banner(found),
-        section("Verdicts", verdicts, _differences(found)),
-        section("Sensitivity to the learning rate", tuning, figures(_rates(found))),
+        section("Verdicts", verdicts, _differences(found, exhibits)),
+        section("Sensitivity to the learning rate", tuning, figures(_rates(found, exhibits))),
         section("Cost and curvature", cost, paragraph(_NO_CAUSE)),
-        section("Learning curves", figures(drawn(plot_curves(found), "Validation NLL by step and by seconds"))),
-        section("Every seed", _seeds(found)),
+        section("Learning curves", figures(curves)),
+        section("Every seed", _seeds(found, exhibits)),
         section("Failed and diverged runs", _failed(study)),
         section("Methods", paragraph(methods(found).replace("`", ""))),
     ]
@@ -69,24 +73,26 @@ def _banner(found: ComparisonFindings) -> str:
     return answer("fair" if found.warnings else "good", headline, *lines, *found.warnings)
 
 
-def _differences(found: ComparisonFindings) -> str:
+def _differences(found: ComparisonFindings, exhibits: Exhibits) -> str:
     if not found.verdicts:
         return ""
     alt = f"Differences to {found.frozen.options.reference} in test NLL and accuracy, with intervals"
-    return figures(drawn(plot_arm_differences(found), alt))
+    return figures(exhibits.figure("differences", plot_arm_differences(found), alt))
 
 
-def _rates(found: ComparisonFindings) -> str:
-    return drawn(plot_rate_sensitivity(found), "Validation NLL by learning rate, a line for each optimizer")
+def _rates(found: ComparisonFindings, exhibits: Exhibits) -> str:
+    return exhibits.figure(
+        "rates", plot_rate_sensitivity(found), "Validation NLL by learning rate, a line for each optimizer"
+    )
 
 
-def _seeds(found: ComparisonFindings) -> str:
+def _seeds(found: ComparisonFindings, exhibits: Exhibits) -> str:
     rows = [
         (arm.name, str(seed), *(f"{arm.per_seed[name][at]:.4f}" for name in ("nll", "accuracy")))
         for arm in found.arms
         for at, seed in enumerate(arm.seeds)
     ]
-    return table("Test scores of the final runs", ("optimizer", "seed", "NLL", "accuracy"), rows)
+    return exhibits.table("seeds", "Test scores of the final runs", ("optimizer", "seed", "NLL", "accuracy"), rows)
 
 
 def _failed(study: Study) -> str:

@@ -1,0 +1,52 @@
+"""Figures and tables of a page: they stand in it, and beside it as PNG, SVG and CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from rm_optimizer.records.files import write_csv, write_text
+from rm_optimizer.reporting.pages import html
+from rm_optimizer.reporting.pages.figure_data import figure_rows
+from rm_optimizer.reporting.style import save_figure
+
+PAGE_FILE = "index.html"
+
+
+@dataclass
+class Exhibits:
+    """Figures and tables by the name of their files, collected while a page is made."""
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    tables: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+
+    def figure(self, name: str, figure: Figure, caption: str, rows: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """A figure in the page; its numbers stand in the alternative text and in `NAME.csv`.
+
+        Args:
+            name: stem of its files.
+            figure: the figure.
+            caption: what it shows, in one sentence.
+            rows: its numbers; None reads them from its lines, bars and intervals.
+        """
+        self.figures[name] = figure
+        self.tables[name] = list(figure_rows(figure) if rows is None else rows)
+        return html.drawn(figure, caption)
+
+    def table(self, name: str, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        """A table in the page, see `html.table`; its cells stand in `NAME.csv`."""
+        cells = list(rows)
+        self.tables[name] = [dict(zip([head[0] or "name", *head[1:]], row, strict=True)) for row in cells]
+        return html.table(caption, head, cells)
+
+    def write(self, folder: Path, content: str) -> Path:
+        """Write the files and, last, the page, each whole or not at all; return the page's file."""
+        for name, figure in self.figures.items():
+            save_figure(figure, folder / f"{name}.png", svg=True)
+        for name, rows in self.tables.items():
+            write_csv(folder / f"{name}.csv", rows)
+        return write_text(folder / PAGE_FILE, content)
