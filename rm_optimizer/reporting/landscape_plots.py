@@ -71,7 +71,7 @@ def plot_surface(result: Surface) -> Figure:
     """The same plane in three dimensions."""
     figure = Figure(figsize=(7.0, 5.6))
     FigureCanvasAgg(figure)
-    axes: Any = figure.add_axes((0.0, 0.0, 0.94, 0.92), projection="3d")
+    axes: Any = figure.add_axes((0.0, 0.04, 0.94, 0.86), projection="3d")
     figure.text(0.03, 0.95, _TITLE, fontsize=12, fontweight="bold", color=INK)
     caption = wrapped(f"{_caption(result.measured, result)}{_error_of(result.points)}; axes: {_unit(result.measured)}")
     figure.text(0.03, 0.94, "\n".join(caption), fontsize=9, color=GRAY, va="top")
@@ -79,7 +79,7 @@ def plot_surface(result: Surface) -> Figure:
     loss = _losses(result.points)
     axes.plot_surface(x, y, loss, cmap="viridis", rcount=60, ccount=60, linewidth=0.2, edgecolor=(1, 1, 1, 0.35))
     axes.set(xlabel=result.measured.names[0], ylabel=result.measured.names[1], zlabel="loss (nats a pair)")
-    axes.set_box_aspect((1.25, 1.25, 0.8), zoom=1.1)
+    axes.set_box_aspect((1.25, 1.25, 0.8))
     axes.tick_params(labelsize=8, labelcolor=INK)
     axes.locator_params(nbins=5)
     axes.view_init(elev=32, azim=-55)

@@ -98,6 +98,14 @@ def test_what_is_missing_is_left_blank_and_said():
     assert any(text.get_text().startswith("PARTIAL") for text in drawn[1].texts)
 
 
+def test_the_labels_of_a_surface_are_on_the_page():
+    figure = plot_surface(SURFACE)
+    figure.canvas.draw()
+    shown = figure.axes[0].get_tightbbox()
+    assert figure.bbox.x0 <= shown.x0 < shown.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= shown.y0 < shown.y1 <= figure.bbox.y1
+
+
 def test_a_surface_has_the_grid_it_was_given():
     figure = plot_surface(SURFACE)
     (axes,) = figure.axes
