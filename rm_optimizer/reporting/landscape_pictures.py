@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -50,25 +51,55 @@ _SHOWN = 10
 """Eigenvalues of each end that the table lists."""
 
 
-def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
-    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet and CSV."""
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of a result, or rows alone, by the name of its files.
+
+    Args:
+        name: stem of the files.
+        caption: contents in one sentence.
+        rows: the numbers; None where another drawing of the result holds them.
+        figure: the picture.
+    """
+
+    name: str
+    caption: str
+    rows: Sequence[Row] | None = None
+    figure: Figure | None = None
+
+
+def drawings(result: LandscapeResult) -> list[Drawing]:
+    """Figures of a result and the numbers in them."""
     match result:
         case Slice():
-            return _save(plot_slices(result), [*result.rows()], folder / "slices")
+            caption = "Loss and accuracy along directions through the weights"
+            return [Drawing("slices", caption, [*result.rows()], plot_slices(result))]
         case Surface():
-            return _draw_surface(result, folder)
+            return _surface(result)
         case Trajectory():
-            files = _save(plot_trajectory(result), [*result.rows()], folder / "trajectory")
-            return files + _draw_surface(result.surface, folder)
+            caption = "Checkpoints of the run over lines of equal loss"
+            way = Drawing("trajectory", caption, [*result.rows()], plot_trajectory(result))
+            return [way, *_surface(result.surface)]
         case HessianSpectrum():
-            return _draw_spectrum(result, folder)
+            return _spectrum(result)
         case LayerCurvature():
-            return _save(plot_layers(result), _layer_rows(result), folder / "layers")
+            return [Drawing("layers", "Curvature of each layer's block", _layer_rows(result), plot_layers(result))]
         case Evolution():
-            return _save(plot_evolution(result), evolution_rows(result), folder / "evolution")
+            return [Drawing("evolution", "Curvature along the run", evolution_rows(result), plot_evolution(result))]
         case BetweenModels():
-            files = _save(plot_between(result), between_rows(result), folder / "between")
-            return [*files, *_write_rows(path_rows(result), folder / "paths")]
+            caption = "Curvature of models, and the loss on the way between them"
+            return [
+                Drawing("between", caption, between_rows(result), plot_between(result)),
+                Drawing("paths", "Loss on the way between models", path_rows(result)),
+            ]
+
+
+def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
+    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet and CSV."""
+    files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
+    if isinstance(result, HessianSpectrum):
+        files.append(_write_quantities(result, folder / "quantities.json"))
+    return files
 
 
 def scalars_of(result: LandscapeResult) -> dict[str, float]:
@@ -98,7 +129,8 @@ def draw_training_curvature(history: History, folder: Path, caption: str) -> lis
     for row in history:
         if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
             rows.append({"step": int(row["step"] or 0), **values})
-    return _save(plot_training_curvature(history, caption=caption), rows, folder / "during_training")
+    figure = plot_training_curvature(history, caption=caption)
+    return _written(Drawing("during_training", caption, rows, figure), folder)
 
 
 def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
@@ -125,22 +157,27 @@ def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
             return between_table(result)
 
 
-def _save(figure: Figure, rows: Sequence[Row], stem: Path) -> list[Path]:
+def _written(drawing: Drawing, folder: Path) -> list[Path]:
     """Write a figure as PNG and SVG, and the numbers in it as Parquet and CSV."""
-    pictures = save_figure(figure, stem.with_suffix(".png"), svg=True)
-    return [*pictures, *_write_rows(rows, stem)]
+    files, stem = [], folder / drawing.name
+    if drawing.figure is not None:
+        files += save_figure(drawing.figure, stem.with_suffix(".png"), svg=True)
+    if drawing.rows is not None:
+        files += [
+            write_rows(stem.with_suffix(".parquet"), drawing.rows),
+            write_csv(stem.with_suffix(".csv"), drawing.rows),
+        ]
+    return files
 
 
-def _write_rows(rows: Sequence[Row], stem: Path) -> list[Path]:
-    return [write_rows(stem.with_suffix(".parquet"), rows), write_csv(stem.with_suffix(".csv"), rows)]
+def _surface(result: Surface) -> list[Drawing]:
+    return [
+        Drawing("contour", "Lines of equal loss over a plane through the weights", figure=plot_contour(result)),
+        Drawing("surface", "Loss over a plane through the weights", [*result.rows()], plot_surface(result)),
+    ]
 
 
-def _draw_surface(result: Surface, folder: Path) -> list[Path]:
-    contour = save_figure(plot_contour(result), folder / "contour.png", svg=True)
-    return contour + _save(plot_surface(result), [*result.rows()], folder / "surface")
-
-
-def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
+def _spectrum(result: HessianSpectrum) -> list[Drawing]:
     matrix = result.matrix.replace("_", "-").capitalize().replace("newton", "Newton")
     partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
     caption = (
@@ -161,8 +198,7 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
     ]
     for row, estimate in zip(rows, crossed, strict=False):
         row |= {"cross_fitted": estimate.value, "cross_fitted_low": estimate.low, "cross_fitted_high": estimate.high}
-    files = _save(figure, rows, folder / "spectrum")
-    files.append(_write_quantities(result, folder / "quantities.json"))
+    found = [Drawing("spectrum", f"{matrix}: eigenvalues at both ends, with error bounds", rows, figure)]
     if result.density is not None:
         curve = density_curve(result.density)
         steps = max(map(len, result.density.nodes), default=0)
@@ -171,8 +207,8 @@ def _draw_spectrum(result: HessianSpectrum, folder: Path) -> list[Path]:
         figure = plot_density(curve, top=result.density.exact, title=title, caption=probes, cross_fitted=crossed)
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
         drawn: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
-        files += _save(figure, drawn, folder / "density")
-    return files
+        found.append(Drawing("density", f"{matrix}: density of the eigenvalues", drawn, figure))
+    return found
 
 
 def _origin_rows(found: CurvatureByPair) -> dict[str, Cell]:

@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.landscape.surface.results import Slice, Surface
 from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph
 from rm_optimizer.reporting.pages.run_page import run_page, write_run_page
 from rm_optimizer.training.folder.result import RunResult
 from tests.browser import IS_INSTALLED, opened_browser
+from tests.reporting.test_landscape_plots import SLICE, SURFACE
 
 
 @pytest.fixture
@@ -82,6 +84,20 @@ def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
     assert "rm-opt analyze" in missing
 
 
+@pytest.mark.parametrize(("result", "is_fixed"), [(SLICE, False), (SURFACE, True)])
+def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice | Surface, *, is_fixed: bool) -> None:
+    kind = "surface" if is_fixed else "slices"
+    folder = copied / "landscape" / f"{kind}-2"
+    folder.mkdir(parents=True)
+    (folder / f"{kind}.json").write_text(result.to_json())
+    page = write_run_page(copied).read_text(encoding="utf-8").partition("<h2>Loss landscape</h2>")[2]
+    assert re.findall(r'<svg class="(drawing[^"]*)"', page)[0] == ("drawing fixed" if is_fixed else "drawing")
+    assert f"({kind}-2)</figcaption>" in page
+    assert f"Numbers of {kind}-2" in page
+    with (copied / "report" / f"landscape_{kind}-2_{kind}.csv").open(encoding="utf-8", newline="") as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == [row["loss"] for row in result.rows()]
+
+
 TORN_PNG = b"\x89PNG\r\n"
 
 
@@ -93,6 +109,7 @@ TORN_PNG = b"\x89PNG\r\n"
         ("metrics.csv", b"step,eval_loss,eval_acc\n0,0.7,0.5\n", "metrics.csv ends at step 0 of 2"),
         ("pair_rewards.jsonl", b"", "pair_rewards.jsonl holds 0 of 60 pairs"),
         ("pair_rewards.jsonl", None, "pair_rewards.jsonl holds 1 of 60 pairs"),
+        ("landscape/slices/slices.json", b"{", "landscape/slices/slices.json is torn"),
         ("landscape/hessian/spectrum.png", TORN_PNG, "landscape/hessian/spectrum.png is torn"),
     ],
 )

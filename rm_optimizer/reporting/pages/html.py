@@ -41,10 +41,10 @@ caption{text-align:left;padding-bottom:.4rem}
 th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--line);vertical-align:top;
 font-variant-numeric:tabular-nums}
 th{font-weight:500}thead th{color:var(--soft);font-size:.9rem;border-top:0}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;align-items:start}
 figure{margin:.6rem 0 0;max-width:52rem;min-width:0;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
 figure img,.drawing{display:block;width:100%;min-width:27rem;height:auto}
-figure img{background:#fff}.drawing text{fill:var(--ink)}
+figure img,.fixed{background:#fff}.drawing text{fill:var(--ink)}.drawing.fixed text{fill:#000}
 figcaption{font-size:.9rem;padding-top:.3rem}
 ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
@@ -161,17 +161,30 @@ def drawn(figure: Figure, caption: str) -> str:
         stream = io.BytesIO()
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
         return _embedded(stream.getvalue(), caption, alt)
-    return _captioned(_inline(stream.getvalue().decode(), alt), caption)
+    return _captioned(_inline(stream.getvalue().decode(), alt, keeps_colors=_has_color_map(figure)), caption)
 
 
-def _inline(svg: str, alt: str) -> str:
-    """An SVG of matplotlib as an element of a page: ink and paper are the page's, and nothing names an address."""
+def _has_color_map(figure: Figure) -> bool:
+    """True if colors stand for numbers, with words in black or white over them."""
+    return any(axes.images or any(each.get_array() is not None for each in axes.collections) for axes in figure.axes)
+
+
+def _inline(svg: str, alt: str, *, keeps_colors: bool) -> str:
+    """An SVG of matplotlib as an element of a page that names no address.
+
+    Args:
+        svg: the file's text.
+        alt: words for those who do not see it.
+        keeps_colors: False gives ink and paper the colors of the page.
+    """
     body = svg[svg.index("<defs>", svg.index("</metadata>")) :].replace("\n", " ")
-    for name, color in _PAGE_COLORS.items():
-        body = re.sub(color, f"var(--{name})", body, flags=re.IGNORECASE)
+    if not keeps_colors:
+        for name, color in _PAGE_COLORS.items():
+            body = re.sub(color, f"var(--{name})", body, flags=re.IGNORECASE)
     body = re.sub(r' id="(?:[a-z]+_)+\d+"', "", body)
     width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
-    return f'<svg class="drawing" role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height}">{body}'
+    kind = "drawing fixed" if keeps_colors else "drawing"
+    return f'<svg class="{kind}" role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height}">{body}'
 
 
 def picture(png: Path, caption: str) -> str:

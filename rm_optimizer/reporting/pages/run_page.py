@@ -22,10 +22,10 @@ from rm_optimizer.reporting.pages.html import (
     figures,
     page,
     paragraph,
-    picture,
     section,
     table,
 )
+from rm_optimizer.reporting.pages.landscape_section import landscape_section
 from rm_optimizer.reporting.pictures import margins_of
 from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.readiness.rows import readiness_rows
@@ -36,7 +36,6 @@ from rm_optimizer.training.folder.result import RunResult
 REPORT_FOLDER = "report"
 """In the run folder."""
 _READINESS = Path("readiness", "readiness.json")
-_PNG_END = b"IEND\xaeB`\x82"
 
 
 def write_run_page(run_dir: Path, folder: Path | None = None) -> Path:
@@ -78,7 +77,7 @@ def run_page(run_dir: Path, exhibits: Exhibits) -> str:
         section("Learning curves", parts.curves()),
         section("Calibration and margins", parts.calibration()),
         *(_groups(result.metrics, column, exhibits) for column in result.metrics.groups),
-        section("Loss landscape", parts.landscape()),
+        section("Loss landscape", landscape_section(run_dir, result, exhibits, parts.missing)),
         section("Readiness for reinforcement learning", parts.readiness()),
         section("Checks by the doctor", parts.doctor()),
         _settings(result),
@@ -133,15 +132,6 @@ class _Parts:
             held = f"{PAIR_REWARDS_FILE} holds {len(rewards):,} of {expected:,} pairs"
             self.missing.append(f"histogram of margins: {held}")
         return figures(*shown)
-
-    def landscape(self) -> str:
-        pictures = sorted((self.run_dir / "landscape").glob("*/*.png"))
-        if not pictures:
-            self.missing.append("loss landscape: rm-opt analyze --checkpoint RUN --type hessian measures it")
-        whole = [png for png in pictures if png.read_bytes().endswith(_PNG_END)]
-        torn = [png.relative_to(self.run_dir).as_posix() for png in pictures if png not in whole]
-        self.missing.extend(f"picture of the loss landscape: {name} is torn" for name in torn)
-        return figures(*(picture(png, " ".join(dict.fromkeys((png.parent.name, png.stem)))) for png in whole))
 
     def readiness(self) -> str:
         try:
