@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ from rm_optimizer.landscape.surface.results import Slice, Surface
 from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph
 from rm_optimizer.reporting.pages.run_page import run_page, write_run_page
+from rm_optimizer.rl_coupling.ensemble import EnsembleReference
+from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from rm_optimizer.training.folder.result import RunResult
 from tests.browser import IS_INSTALLED, opened_browser
 from tests.reporting.test_landscape_plots import SLICE, SURFACE
@@ -96,6 +99,24 @@ def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice
     assert f"Numbers of {kind}-2" in page
     with (copied / "report" / f"landscape_{kind}-2_{kind}.csv").open(encoding="utf-8", newline="") as file:
         assert [float(row["loss"]) for row in csv.DictReader(file)] == [row["loss"] for row in result.rows()]
+
+
+def test_an_ensemble_of_the_run_shows_its_members_and_where_they_agree(copied: Path) -> None:
+    other = shutil.copytree(copied, copied.parent / "other")
+    reference = EnsembleReference((0.0, 1.5), (1.0, 2.0), 0.25, 0.05, 40)
+    for folder in (copied / "ensemble", other / "ensemble"):
+        save_ensemble(folder, [str(copied), str(other)], reference)
+    rows = [json.loads(line) for line in (other / "pair_rewards.jsonl").read_text(encoding="utf-8").splitlines()]
+    for row in rows[:20]:
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    (other / "pair_rewards.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = text_of(write_run_page(copied).read_text(encoding="utf-8"))
+    tied = sum(row["chosen"] == row["rejected"] for row in rows[:20])
+    assert f"All 2 members order {40 + tied} of the 60 validation pairs alike." in page
+    assert "spread by more than 0.250: at most 5% of responses" in page
+    assert (copied / "report" / "ensemble.csv").read_text().splitlines()[1].startswith("this run,")
+    (copied / "ensemble" / "ensemble.json").write_text("{")
+    assert "ensemble: ensemble.json is torn" in run_page(copied, Exhibits())
 
 
 TORN_PNG = b"\x89PNG\r\n"

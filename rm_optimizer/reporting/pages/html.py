@@ -90,13 +90,14 @@ def answer(tone: str, headline: str, *sentences: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital at the start and a full stop.
+    """The text with a capital at the start and a full stop; a name before a colon stays as it is written.
 
     Example:
-        >>> sentence("few seeds")
-        'Few seeds.'
+        >>> sentence("few seeds"), sentence("adamw: few seeds")
+        ('Few seeds.', 'adamw: few seeds.')
     """
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+    opening = text if text.partition(" ")[0].endswith(":") else f"{text[:1].upper()}{text[1:]}"
+    return opening if text.endswith(".") else f"{opening}."
 
 
 def paragraph(text: str) -> str:
@@ -118,7 +119,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
         head: names of the columns; all empty leaves the head out.
         rows: cells as text.
     """
-    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    names = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in head)
     lines = (
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
         for first, *rest in rows

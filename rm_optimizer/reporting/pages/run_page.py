@@ -13,6 +13,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
+from rm_optimizer.reporting.pages.ensemble_section import ensemble_section
 from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.html import (
     answer,
@@ -78,6 +79,7 @@ def run_page(run_dir: Path, exhibits: Exhibits) -> str:
         section("Calibration and margins", parts.calibration()),
         *(_groups(result.metrics, column, exhibits) for column in result.metrics.groups),
         section("Loss landscape", landscape_section(run_dir, result, exhibits, parts.missing)),
+        section("Ensemble", ensemble_section(run_dir, exhibits, parts.missing)),
         section("Readiness for reinforcement learning", parts.readiness()),
         section("Checks by the doctor", parts.doctor()),
         _settings(result),

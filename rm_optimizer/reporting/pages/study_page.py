@@ -68,7 +68,7 @@ def _banner(found: ComparisonFindings) -> str:
     if not decided:
         said = f"None of the {len(primary)} optimizers is shown to be better or worse than {reference} in test NLL."
         return answer("bad" if found.warnings else "fair", "Weak evidence", said, *found.warnings)
-    lines = [f"{item.arm} is {item.verdict} than {reference}: test NLL {item.difference:+.3f}." for item in decided]
+    lines = [f"In test NLL, {item.arm} is {item.verdict} than {reference}: {item.difference:+.3f}." for item in decided]
     headline = f"{len(decided)} of {len(primary)} differ from {reference}"
     return answer("fair" if found.warnings else "good", headline, *lines, *found.warnings)
 
