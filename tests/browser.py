@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,7 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+AXE = Path(sys.prefix, "axe", "node_modules", "axe-core", "axe.min.js")
+"""Script of axe-core, which `make test` fetches from npm."""
 IS_INSTALLED = all(map(shutil.which, ("chromium", "chromedriver")))
+NEEDS_BROWSER = pytest.mark.skipif(
+    not IS_INSTALLED, reason="needs chromium and chromedriver (apt-get install chromium-driver)"
+)
+NEEDS_AXE = pytest.mark.skipif(
+    not (IS_INSTALLED and AXE.is_file()), reason=f"needs chromium-driver, and {AXE}, which make test fetches from npm"
+)
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run")
 
 
@@ -73,6 +84,14 @@ class Browser:
             assert time.monotonic() < end, f"{script}: expected {expected!r}, got {found!r}"
             time.sleep(0.02)
 
+    def violations(self) -> list[str]:
+        """Serious and critical findings of axe-core on the page: rule, help and the first element."""
+        self.run(f"{AXE.read_text(encoding='utf-8')}; window.axeFound = null; axe.run().then(r => window.axeFound = r)")
+        self.wait("return window.axeFound !== null", True)
+        found = self.run("return window.axeFound.violations")
+        grave = [each for each in found if each["impact"] in ("serious", "critical")]
+        return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in grave]
+
     def close(self) -> None:
         self._call("", method="DELETE")
 
@@ -92,3 +111,28 @@ def opened_browser() -> Iterator[Browser]:
                 browser.close()
         finally:
             driver.terminate()
+
+
+SCREENS = ((390, "light"), (390, "dark"), (1280, "light"), (1920, "dark"))
+
+
+def assert_sound(page: Path) -> None:
+    """Assert that nothing of a page overflows, fails to show, is loaded or writes to the console."""
+    loaded = "return performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length"
+    with opened_browser() as browser:
+        for width, scheme in SCREENS:
+            browser.screen(width, 900, scheme)
+            browser.open(page.as_uri())
+            assert browser.run("return document.documentElement.scrollWidth") <= width
+            assert browser.run("return [...document.images].every(i => i.complete && i.naturalWidth > 0)")
+            assert browser.run(loaded) == 0
+        assert browser.errors() == []
+
+
+def assert_accessible(page: Path) -> None:
+    """Assert that axe-core finds nothing serious or critical."""
+    with opened_browser() as browser:
+        for width, scheme in ((390, "light"), (1280, "dark")):
+            browser.screen(width, 900, scheme)
+            browser.open(page.as_uri())
+            assert browser.violations() == []

@@ -33,6 +33,7 @@ from rm_optimizer.optim import build_optimizer
 from rm_optimizer.reporting.pages.study_page import write_study_page
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
+from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
 from tests.training.conftest import SMALL
 
 SHARED = [option for option in SMALL if option.startswith(("hardware.", "hardware=", "model.", "batching."))]
@@ -288,3 +289,13 @@ def test_the_page_of_a_comparison_begins_with_its_cautions_and_shows_every_seed(
     assert write_study_page(folder).read_bytes() == write_study_page(folder, tmp_path / "again").read_bytes()
     done = CliRunner().invoke(app, ["report", str(folder), "--format", "md"])
     assert (done.exit_code, "rm-opt compare report" in done.stderr) == (2, True)
+
+
+@NEEDS_BROWSER
+def test_the_page_of_a_comparison_fits_each_screen_and_loads_nothing(finished, tmp_path):
+    assert_sound(write_study_page(finished[0].folder, tmp_path))
+
+
+@NEEDS_AXE
+def test_the_page_of_a_comparison_is_accessible(finished, tmp_path):
+    assert_accessible(write_study_page(finished[0].folder, tmp_path))

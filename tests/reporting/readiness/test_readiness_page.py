@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.doctor.diagnosis import Check, Status
+from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.pages.readiness_page import readiness_page
 from rm_optimizer.reporting.readiness.plot import plot_readiness
 from rm_optimizer.reporting.readiness.table import print_readiness
@@ -23,6 +24,7 @@ from rm_optimizer.rl_coupling.readiness.report import (
     RLReadinessReport,
 )
 from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer
+from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
 
 PROBE = ProbeRecord(64, Estimate(0.91, 0.02, 64, 0.84, 0.95), 128, 120, 8, 256, "the interval is within ±0.05")
 REPORT = RLReadinessReport(
@@ -126,3 +128,13 @@ def test_a_report_of_given_numbers_and_an_empty_one_are_drawn_too():
     assert "0.87" in readiness_page(given, "m")
     plot_readiness(given)
     plot_readiness(replace(REPORT, features={}, unscored={}, probes=()))
+
+
+@NEEDS_BROWSER
+def test_the_page_fits_each_screen_and_loads_nothing(tmp_path):
+    assert_sound(write_text(tmp_path / "readiness.html", readiness_page(REPORT, "m")))
+
+
+@NEEDS_AXE
+def test_the_page_is_accessible(tmp_path):
+    assert_accessible(write_text(tmp_path / "readiness.html", readiness_page(REPORT, "m")))
