@@ -50,7 +50,9 @@ ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
 pre{background:var(--card);padding:.8rem;border-radius:.3rem;white-space:pre-wrap;overflow-wrap:anywhere;margin:.4rem 0}
 @media(max-width:30rem){main{padding:1rem .75rem 2rem}figure{padding:.25rem}}
-@media print{main{max-width:none}figure{break-inside:avoid}}
+@media print{body{font-size:10.5pt}main{max-width:none;padding:0}figure,tr,.answer,pre{break-inside:avoid}
+h2,h3,caption{break-after:avoid}.figures{display:block}figure{max-width:30rem}.drawing,figure img{min-width:0}
+.wide{overflow:visible}th,td,thead th{padding-right:.5rem;font-size:8.5pt}details:not([open]){display:none}}
 """
 
 
