@@ -40,11 +40,12 @@ table{border-collapse:collapse;min-width:min(100%,24rem)}
 caption{text-align:left;padding-bottom:.4rem}
 th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--line);vertical-align:top;
 font-variant-numeric:tabular-nums}
-th{font-weight:500}thead th{color:var(--soft);font-size:.9rem;border-top:0}
+th{font-weight:500}thead th{color:var(--soft);font-size:.9rem}thead th,thead td{border-top:0}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;align-items:start}
 figure{margin:.6rem 0 0;max-width:52rem;min-width:0;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
 figure img,.drawing{display:block;width:100%;min-width:27rem;height:auto}
-figure img,.fixed{background:#fff}.drawing text{fill:var(--ink)}.drawing.fixed text{fill:#000}
+figure img,.fixed{background:#fff}figure .wide{padding-bottom:.4rem}
+.drawing text{fill:var(--ink)}.drawing.fixed text{fill:#000}
 figcaption{font-size:.9rem;padding-top:.3rem}
 ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
