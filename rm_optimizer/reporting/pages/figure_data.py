@@ -72,7 +72,7 @@ def _marks(panel: int, axes: Axes) -> Iterator[Mark]:
 
 def _line_marks(panel: int, axes: Axes, line: Line2D, name: str) -> Iterator[Mark]:
     is_data = line.get_transform().contains_branch_seperately(axes.transData)
-    points = np.column_stack([np.asarray(data, dtype=np.float64) for data in line.get_data()])
+    points = np.asarray(line.get_xydata(), dtype=np.float64)
     if all(is_data):
         for x, y in points.tolist():
             side, top = _name_at(axes.yaxis, y), _name_at(axes.xaxis, x)
