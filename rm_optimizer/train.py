@@ -121,12 +121,10 @@ def _require_devices(config: TrainConfig) -> None:
 
 
 def show(result: RunResult) -> None:
-    """Draw the run's pictures, write the card of its model and print its summary."""
-    from rm_optimizer.reporting.model_card import write_card
+    """Draw the run's pictures and print its summary."""
     from rm_optimizer.reporting.pictures import draw_run, print_run
 
     draw_run(result)
-    write_card(Path(result.run_dir))
     print_run(result)
 
 

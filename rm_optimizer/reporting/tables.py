@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.core.pairs.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.evaluation.saved_model import Evaluation
@@ -20,8 +20,6 @@ Cell = str | int | float | Estimate | None
 
 LISTED_ANYHOW = 12
 """Groups of a column that are all listed, however few pairs they have."""
-LEAST_PAIRS = 20
-"""Pairs below which a group of a column with more groups is counted and not listed; sources always are."""
 FEW_PROMPTS = 1 / 3
 """Effective share of the prompts below which a line reports how few carry half of the weight."""
 

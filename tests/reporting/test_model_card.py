@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_folder import DOCTOR_FILE
-from rm_optimizer.reporting.model_card import CARD_FILE, write_card
+from rm_optimizer.training.folder.model_card import CARD_FILE, write_card
 
 CONSTANTS = {"95", "2"}
 """Numbers of the text itself: the intervals' share, and the 2 of log 2."""

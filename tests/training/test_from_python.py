@@ -81,6 +81,9 @@ def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
     assert right is not None
     assert (left.train_fingerprint, left.val_fingerprint) == (right.train_fingerprint, right.val_fingerprint)
     assert in_memory.data.val_origin == "pairs in memory"
+    cards = [(folder / "best" / "README.md").read_text(encoding="utf-8") for folder in (here, there)]
+    assert ["(pairs in memory)" in card for card in cards] == [True, False]
+    assert ["(train.jsonl)" in card for card in cards] == [False, True]
     with pytest.raises(ConfigError, match=r"trained on pairs in memory, .*--data PAIRS"):
         recalled([f"checkpoint={here}"])
 

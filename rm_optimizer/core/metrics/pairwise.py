@@ -34,6 +34,8 @@ from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_w
 from rm_optimizer.core.metrics.pair_columns import PairColumns
 from rm_optimizer.records.codec import JsonRecord, json_values
 
+LEAST_PAIRS = 20
+"""Pairs below which a group of a column with more groups is counted and not listed; sources always are."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of the margin that are reported."""
 

@@ -54,7 +54,7 @@ def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
     from rm_optimizer.records.files import write_text
     from rm_optimizer.records.locations import resolve_source
     from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
-    from rm_optimizer.reporting.model_card import write_card
+    from rm_optimizer.training.folder.model_card import write_card
     from rm_optimizer.training.folder.result import RunResult
 
     run = RunFolder.of(checkpoint)
