@@ -1,5 +1,6 @@
 """The readiness study: stacked training is training alone, the world's claims, and a small study from end to end."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.readiness import study as study_module
 from rm_optimizer.experiments.readiness.measurement import WorldSize
-from rm_optimizer.experiments.readiness.policy_training import Algorithm, advantages, train_policies
-from rm_optimizer.experiments.readiness.reward_models import Population, population, train_stack
+from rm_optimizer.experiments.readiness.policy_training import Algorithm, Schedule, advantages, train_policies
+from rm_optimizer.experiments.readiness.reward_models import Population, population, train_stack, training_pairs
+from rm_optimizer.experiments.readiness.sharpness import top_eigenvalues
 from rm_optimizer.experiments.readiness.study import FITTED_FILE, FROZEN_FILE, TOUCHED_FILE, ReadinessStudy
 from rm_optimizer.experiments.readiness.validation import SCORE, resampled_taus
 from rm_optimizer.experiments.readiness.world import LABEL_BETA, NUM_PROMPTS, RewardWorld, Texts
@@ -75,11 +77,67 @@ def test_a_policy_does_not_depend_on_those_beside_it(world: RewardWorld) -> None
     first, second, third = (replace(spec, architecture="bag", width=8) for spec in few(3))
     prompts = torch.arange(8)
     courses = [
-        train_policies(world, Population.trained(world, [first, other]), prompts, Algorithm.grpo, steps=4, seed=3)
+        train_policies(
+            world,
+            Population.trained(world, [first, other]),
+            prompts,
+            Algorithm.grpo,
+            schedule=Schedule.annealed(4),
+            seed=3,
+        )
         for other in (second, third)
     ]
     torch.testing.assert_close(courses[0].divergence[:, 0], courses[1].divergence[:, 0], rtol=1e-3, atol=1e-5)
     assert not torch.allclose(courses[0].divergence[3, 1], courses[1].divergence[3, 1])
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_a_heavy_penalty_keeps_a_policy_near_the_first_one(world: RewardWorld, algorithm: Algorithm) -> None:
+    models = Population.trained(world, few(1))
+    free, held = (
+        train_policies(world, models, torch.arange(8), algorithm, schedule=Schedule(3e-3, (weight,) * 25), seed=3)
+        for weight in (0.0, 3.0)
+    )
+    assert float(held.divergence[-1]) < 0.3 * float(free.divergence[-1])
+    torch.testing.assert_close(held.divergence[0], torch.zeros(1), atol=1e-5, rtol=0)
+
+
+def test_the_penalty_falls_from_its_first_weight_to_its_last() -> None:
+    schedule = Schedule.annealed(200)
+    assert schedule.penalties[0] == 0.6
+    assert schedule.penalties[-1] == pytest.approx(0.02, rel=0.02)
+    ratios = np.diff(np.log(schedule.penalties))
+    np.testing.assert_allclose(ratios, ratios[0])
+    assert schedule.beginning(50).penalties == schedule.penalties[:50]
+
+
+@pytest.mark.parametrize("architecture", ["bag", "bigram", "gru"])
+def test_the_top_eigenvalue_is_that_of_the_whole_hessian(world: RewardWorld, architecture: str) -> None:
+    spec = replace(few(1)[0], architecture=architecture, width=2)
+    models = Population.trained(world, [spec])
+    pairs = training_pairs(world, spec)
+    better, worse = (Texts(pairs.prompts[:24], tokens[:24]) for tokens in (pairs.chosen, pairs.rejected))
+    before = [part.clone() for part in models.stacks[0][1].parameters]
+    stack = copy.deepcopy(models.stacks[0][1])
+    shapes = [part.shape for part in stack.parameters]
+    start = torch.cat([part.flatten() for part in stack.parameters]).double()
+
+    def gradient(flat: torch.Tensor) -> torch.Tensor:
+        for part, value in zip(stack.parameters, flat.split([shape.numel() for shape in shapes]), strict=True):
+            part.data = value.view(part.shape).clone()
+            part.requires_grad_()
+        margins = stack.rewards(Texts(better.prompts[None], better.tokens[None])) - stack.rewards(
+            Texts(worse.prompts[None], worse.tokens[None])
+        )
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, stack.parameters)])
+
+    steps = torch.eye(len(start), dtype=torch.double) * 1e-6
+    hessian = torch.stack([(gradient(start + step) - gradient(start - step)) / 2e-6 for step in steps])
+    values = torch.linalg.eigvalsh((hessian + hessian.T) / 2)
+    assert top_eigenvalues(models, better, worse)[0] == pytest.approx(float(values.abs().max()), rel=0.05)
+    for part, unchanged in zip(models.stacks[0][1].parameters, before, strict=True):
+        torch.testing.assert_close(part, unchanged)
 
 
 def test_advantages_of_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from rm_optimizer.experiments.readiness.measurement import MeasuredWorld
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.rl_coupling.readiness.features import relative_to_ceiling
 from rm_optimizer.rl_coupling.readiness.fitted import FittedFeature, FittedOutcome
+from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer
 
 OUTCOMES: Mapping[str, str] = {"bon": "best_of_64", "rloo_kl": "rloo_kl_6", "grpo": "grpo_kl_6"}
 """The outcome that the fit of each algorithm predicts."""
@@ -44,32 +46,38 @@ class Term:
 
 
 @dataclass(frozen=True)
-class FrozenChoice(JsonRecord, indent=1):
-    """Choice made on the development worlds, before a test world is looked at.
+class ChosenFit:
+    """The fit chosen for one algorithm.
 
     Args:
-        terms: features of the fit.
+        terms: its features.
         ridge: penalty, in units of the number of models.
-        development: seeds of the worlds that it was chosen on.
-        code: digest of the code that makes worlds, models, policies and features.
-        models: reward models of each world.
-        steps: optimizer steps of each policy.
-        tau: mean rank correlation with gold after RLOO to 6 nats of each candidate, each development world predicted
-            from the others.
+        tau: mean rank correlation of each candidate with the algorithm's outcome, each development world predicted from
+            the others.
     """
 
     terms: tuple[Term, ...]
     ridge: float
+    tau: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class FrozenChoice(JsonRecord, indent=1):
+    """Choice made on the development worlds, before a test world is looked at.
+
+    Args:
+        fits: the fit of each algorithm.
+        development: seeds of the worlds that it was chosen on.
+        code: digest of the code that makes worlds, models, policies and features.
+        models: reward models of each world.
+        steps: optimizer steps of each policy.
+    """
+
+    fits: Mapping[str, ChosenFit]
     development: tuple[int, ...]
     code: str
     models: int
     steps: int
-    tau: Mapping[str, float]
-
-    @property
-    def labels(self) -> int:
-        """Labels that the score costs for each model."""
-        return sum(term.labels for term in self.terms)
 
 
 def column(world: MeasuredWorld, name: str) -> Float[np.ndarray, " models"]:
@@ -131,6 +139,14 @@ def with_labels(terms: Sequence[Term], labels: int) -> list[Term] | None:
     return found
 
 
+def authors_score(world: MeasuredWorld) -> Float[np.ndarray, " models"]:
+    """The score of the method's authors from 2,048 labeled pairs, 512 of them for the top eigenvalue."""
+    names = ("accuracy@2048", "ece@2048", "reward_variance", "top_eigenvalue")
+    scorer = RLReadinessScorer()
+    given = zip(*(column(world, name) for name in names), strict=True)
+    return np.array([math.fsum(scorer.compute_score(*each).components.values()) for each in given])
+
+
 def baselines(world: MeasuredWorld) -> dict[str, Float[np.ndarray, " models"]]:
     """Predictors without a fit, larger meaning better, by name."""
 
@@ -145,9 +161,11 @@ def baselines(world: MeasuredWorld) -> dict[str, Float[np.ndarray, " models"]]:
         "NLL at the fitted temperature, 2,048 labels": -column(world, "nll@2048"),
         "Brier score at the fitted temperature, 2,048 labels": -column(world, "brier@2048"),
         "accuracy and reward spread (Razin et al.), 2,048 labels": standard(accuracy) + standard(spread),
+        "score of the method's authors": authors_score(world),
         "best of 16 of 32 rated responses, 1,024 ratings shared by all models": column(world, "rated_16"),
         "probe of the best of 16, 256 labels": column(world, "probe_16@256"),
         "probe of the best of 64, 256 labels": column(world, "probe_64@256"),
         "probe of the best of 256, 256 labels": column(world, "probe_256@256"),
+        "probe of the best of 512, 256 labels": column(world, "probe_512@256"),
         "win rate after a short RLOO run to 3 nats, 256 labels": column(world, "short_run@256"),
     }

@@ -79,7 +79,7 @@ class StackedGru:
 
     def start(self, prompts: Float[Tensor, "models rows features"]) -> Float[Tensor, "models rows hidden"]:
         """States before the first token."""
-        return torch.tanh(prompts @ self.prompt)
+        return torch.tanh(prompts.to(self.prompt.dtype) @ self.prompt)
 
     def step(
         self, state: Float[Tensor, "models rows hidden"], tokens: Int[Tensor, "models rows"]

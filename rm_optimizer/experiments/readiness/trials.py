@@ -19,7 +19,7 @@ from rm_optimizer.records.files import write_text
 
 TASK = "rm_optimizer.experiments.readiness.trials:measure"
 WORLD_FILE = "world.json"
-_CODE = ("stacked_gru", "world", "reward_models", "policy_training", "measurement")
+_CODE = ("stacked_gru", "world", "reward_models", "sharpness", "policy_training", "measurement")
 
 
 def code_digest() -> str:

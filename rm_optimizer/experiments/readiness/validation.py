@@ -14,6 +14,7 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.experiments.readiness.measurement import ACCURACY_LABELS, LABELS, MeasuredWorld
 from rm_optimizer.experiments.readiness.predictors import (
     OUTCOMES,
+    ChosenFit,
     FrozenChoice,
     Term,
     baselines,
@@ -30,18 +31,37 @@ DEVELOPMENT, TEST = (0, 1, 2), (3, 4, 5, 6, 7, 8)
 CANDIDATES: Mapping[str, tuple[Term, ...]] = {
     "probe 64": (Term("probe_64", "probe_64@256"),),
     "probe 256": (Term("probe_256", "probe_256@256"),),
-    "probe 16 and accuracy": (Term("probe_16", "probe_16@192"), Term("accuracy_relative", "accuracy_relative@64")),
+    "probe 512": (Term("probe_512", "probe_512@256"),),
     "probe 64 and accuracy": (Term("probe_64", "probe_64@192"), Term("accuracy_relative", "accuracy_relative@64")),
     "probe 256 and accuracy": (Term("probe_256", "probe_256@192"), Term("accuracy_relative", "accuracy_relative@64")),
-    "probes 16 and 256": (Term("probe_16", "probe_16@128"), Term("probe_256", "probe_256@128")),
+    "probe 512 and accuracy": (Term("probe_512", "probe_512@192"), Term("accuracy_relative", "accuracy_relative@64")),
+    "probes 64 and 256": (Term("probe_64", "probe_64@128"), Term("probe_256", "probe_256@128")),
+    "probes 64 and 512": (Term("probe_64", "probe_64@128"), Term("probe_512", "probe_512@128")),
 }
 """Fits to choose from, each of 256 labels a model."""
 RIDGES = (0.01, 0.1, 1.0)
 SCORE = "readiness score"
 MATCHED, EIGHTFOLD = "accuracy, 256 labels", "accuracy, 2,048 labels"
-JUDGED = ("best_of_16", "best_of_64", "best_of_256", "rloo_kl_3", "rloo_kl_6", "rloo_kl_12", "rloo_final", "grpo_kl_6")
+JUDGED = (
+    "best_of_16",
+    "best_of_64",
+    "best_of_256",
+    "rloo_kl_3",
+    "rloo_kl_6",
+    "rloo_kl_12",
+    "grpo_kl_6",
+    "unpenalized_kl_6",
+    "unpenalized_final",
+)
 """Outcomes that tables list."""
 NUM_BOOTSTRAP = 10_000
+_PAIRS: Mapping[str, tuple[str, str]] = {
+    "two seeds of RLOO at 6 nats": ("rloo_first_kl_6", "rloo_again_kl_6"),
+    "RLOO and GRPO at 6 nats": ("rloo_kl_6", "grpo_kl_6"),
+    "RLOO at 6 nats with and without a penalty": ("rloo_kl_6", "unpenalized_kl_6"),
+    "RLOO at 6 nats and the best of 64": ("rloo_kl_6", "best_of_64"),
+    "RLOO at 6 nats and the best of 256": ("rloo_kl_6", "best_of_256"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +123,10 @@ class Validation(JsonRecord, indent=1):
         differences: of the readiness score and accuracy.
         curve: tau against labels.
         outcomes: quantiles 0, 1/4, 1/2, 3/4 and 1 of every outcome over the models.
-        over_optimized: share of models whose policy ends more than 0.3 below its peak, and below its start.
+        over_optimized: share of models whose policy without a penalty ends more than 0.3 below its peak, and below its
+            start.
+        agreement: mean over worlds of tau between two measurements of gold, by what they are; no predictor is expected
+            to be better than the first of them.
     """
 
     worlds: tuple[int, ...]
@@ -113,6 +136,7 @@ class Validation(JsonRecord, indent=1):
     curve: tuple[LabelPoint, ...]
     outcomes: Mapping[str, tuple[float, ...]]
     over_optimized: tuple[float, float]
+    agreement: Mapping[str, Estimate]
 
     def of(self, predictor: str, outcome: str) -> PredictorTau:
         """The entry of a predictor and an outcome."""
@@ -120,36 +144,40 @@ class Validation(JsonRecord, indent=1):
 
 
 def choose(worlds: Sequence[MeasuredWorld], *, code: str, steps: int) -> FrozenChoice:
-    """Choose features and penalty by tau with gold after RLOO to 6 nats, each world predicted from the others.
+    """Choose features and penalty for each algorithm by tau with its outcome, each world predicted from the others.
 
     Args:
         worlds: development worlds.
         code: digest of the code that measured them.
         steps: optimizer steps of their policies.
     """
-    scores: dict[tuple[str, float], float] = {}
-    for name, terms in CANDIDATES.items():
-        for ridge in RIDGES:
-            taus = [
-                _tau(predicted(fit_outcome(others, terms, ridge, "rloo_kl"), world, terms), column(world, "rloo_kl_6"))
-                for world, others in ((w, [o for o in worlds if o is not w]) for w in worlds)
-            ]
-            scores[name, ridge] = float(np.mean(taus))
-    name, ridge = max(scores, key=lambda key: scores[key])
     return FrozenChoice(
-        terms=CANDIDATES[name],
-        ridge=ridge,
+        fits={algorithm: _chosen(worlds, algorithm) for algorithm in OUTCOMES},
         development=tuple(world.seed for world in worlds),
         code=code,
         models=len(worlds[0].models),
         steps=steps,
-        tau={f"{each}, ridge {penalty:g}": tau for (each, penalty), tau in scores.items()},
     )
+
+
+def _chosen(worlds: Sequence[MeasuredWorld], algorithm: str) -> ChosenFit:
+    outcome = OUTCOMES[algorithm]
+    scores: dict[tuple[str, float], float] = {}
+    for name, terms in CANDIDATES.items():
+        for ridge in RIDGES:
+            taus = [
+                _tau(predicted(fit_outcome(others, terms, ridge, algorithm), world, terms), column(world, outcome))
+                for world, others in ((w, [o for o in worlds if o is not w]) for w in worlds)
+            ]
+            scores[name, ridge] = float(np.mean(taus))
+    name, ridge = max(scores, key=lambda key: scores[key])
+    tau = {f"{each}, ridge {penalty:g}": value for (each, penalty), value in scores.items()}
+    return ChosenFit(CANDIDATES[name], ridge, tau)
 
 
 def fitted_outcomes(worlds: Sequence[MeasuredWorld], choice: FrozenChoice) -> dict[str, FittedOutcome]:
     """The fit of each algorithm on the development worlds."""
-    return {algorithm: fit_outcome(worlds, choice.terms, choice.ridge, algorithm) for algorithm in OUTCOMES}
+    return {algorithm: fit_outcome(worlds, fit.terms, fit.ridge, algorithm) for algorithm, fit in choice.fits.items()}
 
 
 def validate(fits: Mapping[str, FittedOutcome], choice: FrozenChoice, worlds: Sequence[MeasuredWorld]) -> Validation:
@@ -179,8 +207,19 @@ def validate(fits: Mapping[str, FittedOutcome], choice: FrozenChoice, worlds: Se
         outcomes={
             name: tuple(np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()) for name, values in pooled.items()
         },
-        over_optimized=(float((pooled["rloo_fall"] > 0.3).mean()), float((pooled["rloo_final"] < 0).mean())),
+        over_optimized=(
+            float((pooled["unpenalized_fall"] > 0.3).mean()),
+            float((pooled["unpenalized_final"] < 0).mean()),
+        ),
+        agreement=_agreement(worlds),
     )
+
+
+def _agreement(worlds: Sequence[MeasuredWorld]) -> dict[str, Estimate]:
+    return {
+        name: student_mean(np.array([_tau(column(world, one), column(world, other)) for world in worlds]))
+        for name, (one, other) in _PAIRS.items()
+    }
 
 
 def tested_outcomes(
@@ -189,7 +228,7 @@ def tested_outcomes(
     """The fits with their tau and their prediction errors on the test worlds."""
     found = {}
     for algorithm, fit in fits.items():
-        errors = [column(w, OUTCOMES[algorithm]) - predicted(fit, w, choice.terms) for w in worlds]
+        errors = [column(w, OUTCOMES[algorithm]) - predicted(fit, w, choice.fits[algorithm].terms) for w in worlds]
         error = float(np.sqrt((np.concatenate(errors) ** 2).mean()))
         found[algorithm] = replace(fit, residual_std=error, tau=validation.of(SCORE, OUTCOMES[algorithm]).tau)
     return found
@@ -199,7 +238,7 @@ def _predictors(
     fits: Mapping[str, FittedOutcome], choice: FrozenChoice, world: MeasuredWorld, outcome: str
 ) -> dict[str, Float[np.ndarray, " models"]]:
     algorithm = "bon" if outcome.startswith("best") else "grpo" if outcome.startswith("grpo") else "rloo_kl"
-    return {SCORE: predicted(fits[algorithm], world, choice.terms)} | baselines(world)
+    return {SCORE: predicted(fits[algorithm], world, choice.fits[algorithm].terms)} | baselines(world)
 
 
 def _predictor_tau(
@@ -271,7 +310,7 @@ def resampled_taus(
 
 def _label_point(fit: FittedOutcome, choice: FrozenChoice, worlds: Sequence[MeasuredWorld], labels: int) -> LabelPoint:
     """Mean taus at a number of labels, with the frozen weights."""
-    terms = with_labels(choice.terms, labels)
+    terms = with_labels(choice.fits["rloo_kl"].terms, labels)
     measured = worlds[0].models[0].features
     has_terms = terms is not None and all(
         term.measured.replace("accuracy_relative", "accuracy") in measured for term in terms

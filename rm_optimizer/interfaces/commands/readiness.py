@@ -102,7 +102,10 @@ class SizeFlags:
     """The use of the model and the sizes of the measurement, each with its flag and help."""
 
     algorithm: Annotated[str, Option("--algorithm", help="Use of the model: bon, rloo_kl, ppo_kl or grpo.")] = "rloo_kl"
-    n: Annotated[int, Option("--n", min=2, help="Responses to each prompt.")] = 64
+    n: Annotated[
+        int | None,
+        Option("--n", min=2, help="Responses to each prompt; default: what the score's probes need, 64 at least."),
+    ] = None
     labels: Annotated[int, Option("--labels", min=1, help="Most comparisons of a probe.")] = 256
     precision: Annotated[float, Option("--precision", help="Half width of the interval that ends a probe.")] = 0.05
     ceiling: Annotated[
@@ -118,7 +121,7 @@ class SizeFlags:
         Raises:
             ConfigError: naming a flag that is out of its range.
         """
-        from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
+        from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, usual_samples
         from rm_optimizer.rl_coupling.readiness.probe import StoppingRule
 
         if self.algorithm not in ALGORITHMS:
@@ -128,7 +131,7 @@ class SizeFlags:
         if self.ceiling is not None and not 0.5 < self.ceiling <= 1:
             raise ConfigError(f"--ceiling must lie in (0.5, 1], got {self.ceiling:g}")
         return ReadinessOptions(
-            num_samples=self.n,
+            num_samples=self.n or usual_samples(self.algorithm),
             rule=StoppingRule(self.labels, precision=self.precision),
             max_pairs=self.max_pairs,
             ceiling=self.ceiling,
@@ -294,6 +297,7 @@ def _pool(
         reads = responses.prompts is not None or responses.policy == WORLD
         prompts = responses.read_prompts(most) if reads else of_pairs[:most]
         policy = responses.load()
+        assert options.num_samples is not None, "the flags decide it"
         file = file_of(policy.identity, options.num_samples, options.seed, [prompt_id(prompt) for prompt in prompts])
         if not file.exists():
             with progress("drawing responses", "prompts") as show:

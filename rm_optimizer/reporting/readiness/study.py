@@ -13,7 +13,15 @@ from rm_optimizer.reporting.style import BLUE, GRAY, GREEN, VERMILION, save_figu
 from rm_optimizer.reporting.tables import cell_text, new_table, output_console
 
 PICTURE = "readiness_study.png"
-_SHOWN = ("best_of_64", "rloo_kl_3", "rloo_kl_6", "rloo_kl_12", "rloo_final", "grpo_kl_6")
+_SHOWN = (
+    "best_of_64",
+    "rloo_kl_3",
+    "rloo_kl_6",
+    "rloo_kl_12",
+    "grpo_kl_6",
+    "unpenalized_kl_6",
+    "unpenalized_final",
+)
 _TITLES = {
     "best_of_16": "best of 16",
     "best_of_64": "best of 64",
@@ -21,20 +29,22 @@ _TITLES = {
     "rloo_kl_3": "RLOO, 3 nats",
     "rloo_kl_6": "RLOO, 6 nats",
     "rloo_kl_12": "RLOO, 12 nats",
-    "rloo_final": "RLOO, end",
     "grpo_kl_6": "GRPO, 6 nats",
+    "unpenalized_kl_6": "no penalty, 6 nats",
+    "unpenalized_final": "no penalty, end",
 }
 
 
 def print_choice(choice: FrozenChoice) -> None:
-    """Print the candidates and the one that was chosen."""
-    table = new_table("Development worlds: tau with gold after RLOO to 6 nats", "candidate", "tau")
-    for name, tau in choice.tau.items():
-        table.add_row(Text(name), cell_text(tau))
+    """Print the candidates for each algorithm and the one that was chosen."""
+    table = new_table("Development worlds: tau with each algorithm's gold", "candidate", *choice.fits)
+    for name in next(iter(choice.fits.values())).tau:
+        table.add_row(Text(name), *(cell_text(fit.tau[name]) for fit in choice.fits.values()))
     console = output_console()
     console.print(table)
-    terms = " and ".join(term.measured for term in choice.terms)
-    console.print(f"frozen: {terms}, ridge {choice.ridge:g}", markup=False, highlight=False)
+    for algorithm, fit in choice.fits.items():
+        terms = " and ".join(term.measured for term in fit.terms)
+        console.print(f"frozen for {algorithm}: {terms}, ridge {fit.ridge:g}", markup=False, highlight=False)
 
 
 def print_validation(found: Validation) -> None:
@@ -54,11 +64,13 @@ def print_validation(found: Validation) -> None:
     console.print(table)
     fallen, below = found.over_optimized
     console.print(
-        f"over-optimized by RLOO: {fallen:.0%} of the policies end more than 0.3 below their peak, {below:.0%} below "
-        "their start",
+        f"over-optimized by RLOO without a penalty: {fallen:.0%} of the policies end more than 0.3 below their peak, "
+        f"{below:.0%} below their start",
         markup=False,
         highlight=False,
     )
+    for name, tau in found.agreement.items():
+        console.print(f"tau between {name}: {cell_text(tau)}", markup=False, highlight=False)
 
 
 def write_study_figure(found: Validation, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +59,7 @@ class ReadinessOptions:
 
     Args:
         num_prompts: most prompts that the policy answers.
-        num_samples: responses to each, at least 2.
+        num_samples: responses to each, at least 2; None takes 64, or what the fitted score's probes pick from if more.
         rule: rule by which the probe stops.
         max_pairs: most labeled pairs to score.
         on_policy_pairs: random pairs of the policy's responses that the oracle compares beside the probe.
@@ -69,7 +70,7 @@ class ReadinessOptions:
     """
 
     num_prompts: int = 64
-    num_samples: int = 64
+    num_samples: int | None = None
     rule: StoppingRule = field(default_factory=StoppingRule)
     max_pairs: int = 2000
     on_policy_pairs: int = 256
@@ -138,6 +139,11 @@ def probe_sizes(algorithm: Algorithm | str, most: int) -> list[int]:
     return list(dict.fromkeys(min(size, most) for size in sizes or [PROBE_SIZE]))
 
 
+def usual_samples(algorithm: Algorithm | str) -> int:
+    """Responses to each prompt that the fitted score's probes need, 64 at least."""
+    return max(PROBE_SIZE, *probe_sizes(algorithm, sys.maxsize))
+
+
 @dataclass
 class _Measurement:
     """The stages of one measurement, and what they found."""
@@ -170,7 +176,8 @@ class _Measurement:
         assert self.policy is not None, "stages that need a pool run only where there is a policy"
         options = self.options
         prompts = self.prompts or list({pair.prompt_id: pair.prompt for pair in self.sample}.values())
-        sampler = BestOfNSampler(self.policy, self.model, options.num_samples, seed=options.seed)
+        num_samples = options.num_samples or usual_samples(self.algorithm)
+        sampler = BestOfNSampler(self.policy, self.model, num_samples, seed=options.seed)
         return ResponsePool.of(sampler.sample(prompts[: options.num_prompts]))
 
     def check(self, trained: TrainedPairs | None) -> None:

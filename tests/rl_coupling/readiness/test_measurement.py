@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.doctor.diagnosis import Status
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
+from rm_optimizer.rl_coupling.readiness import measurement
+from rm_optimizer.rl_coupling.readiness.fitted import FitProvenance, FittedFeature, FittedOutcome, FittedReadiness
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
 from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle
 from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
@@ -95,3 +98,15 @@ def test_a_constant_model_fails_its_gate_before_anything_is_asked(pool):
 def test_unknown_algorithms_get_a_suggestion(model, pool):
     with pytest.raises(ConfigError, match="unknown algorithm 'gpro'; did you mean 'grpo'"):
         measure_readiness(model, PAIRS, pool, GOLD, algorithm="gpro", options=OPTIONS)
+
+
+def test_as_many_responses_are_drawn_as_the_fitted_probes_pick_from(monkeypatch):
+    def of(name: str) -> FittedReadiness:
+        term = FittedFeature(name, 0.8, 0.1, 0.5, 0.5, 1.0)
+        outcome = FittedOutcome("gold", "sd", (term,), 1.0, 0.3, (0.5, 1.0, 1.5), Estimate(0.7, 0.05, 6))
+        return FittedReadiness("test", {"rloo_kl": outcome}, FitProvenance("", (0,), (3,), 8, 8, "", "", {}))
+
+    for name, most in (("probe_512", 512), ("probe_16", 64), ("accuracy", 64)):
+        monkeypatch.setattr(measurement, "fitted_readiness", lambda name=name: of(name))
+        assert measurement.usual_samples("rloo_kl") == most
+        assert measurement.usual_samples("ppo_kl") == 64

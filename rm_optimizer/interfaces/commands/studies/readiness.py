@@ -21,14 +21,14 @@ def study_readiness(
         Option("--worlds", help="development chooses the features, test takes the frozen choice."),
     ] = "all",
     models: Annotated[int, Option("--models", min=6, help="Reward models of each world.")] = 48,
-    steps: Annotated[int, Option("--steps", min=10, help="Optimizer steps of each policy.")] = 120,
+    steps: Annotated[int, Option("--steps", min=10, help="Optimizer steps of each policy.")] = 200,
     executor: Executors = "inline",
     workers: Workers = None,
 ) -> None:
     """Validate the readiness score on synthetic worlds with a gold reward: 0-2 choose it, 3-8 test it once.
 
     Reward models are trained and policies optimized against each of them. The folder gets frozen.json, validation.json,
-    fitted.json (the score's coefficients) and a picture. About two minutes a world on one core.
+    fitted.json (the score's coefficients) and a picture. About five minutes a world on one core.
     """
     from rm_optimizer.experiments.readiness.measurement import WorldSize
     from rm_optimizer.experiments.readiness.study import FITTED_FILE, VALIDATION_FILE, ReadinessStudy
