@@ -7,6 +7,9 @@ seeds. Labels are draws with the probabilities of a rater.
 
     python benchmarks/readiness_cost.py --model outputs/quickstart
 
+Beside it stands Kendall's tau with the gold reward of policies that labels bought on the test worlds of the validation
+that ships (`rm-opt study readiness`), which is read and not measured again.
+
 Seconds are of one process on `--threads` threads, by stage; those of the responses and of the labels depend on the
 policy and on who answers.
 """
@@ -27,6 +30,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
+from rm_optimizer.experiments.readiness.study import shipped_validation
+from rm_optimizer.experiments.readiness.validation import Validation
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
 from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle
@@ -107,6 +112,16 @@ def seconds_by_stage(
     return {what: after - before for (what, before), (_, after) in pairwise(marks)}
 
 
+def taus(validation: Validation) -> dict[str, float]:
+    """Tau with gold after RLOO to 6 nats by labels a reward model, of the score, the probe and accuracy."""
+    return {
+        f"tau_{name}_{point.labels}": value
+        for point in validation.curve
+        for name, value in (("score", point.score), ("probe", point.probe), ("accuracy", point.accuracy))
+        if value is not None
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -134,6 +149,8 @@ def main() -> None:
     seconds = seconds_by_stage(model, pairs, world, gold)
     numbers |= {f"seconds_{what.replace(' ', '_')}": value for what, value in seconds.items()}
     numbers["seconds"] = sum(seconds.values())
+    validation = shipped_validation()
+    numbers |= {} if validation is None else taus(validation)
     for name, value in numbers.items():
         print(f"{name}: {value:.4g}")
 

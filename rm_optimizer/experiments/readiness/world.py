@@ -50,7 +50,7 @@ class RewardWorld:
         self.stranger = StackedGru.drawn(1, VOCAB, FEATURES, WIDTH, VOCAB, generator, scale=3.0)
         """Another policy, whose responses are off-policy."""
         self._slopes = torch.randn(VOCAB, generator=generator)
-        self._best_counts = 1.0 + 2.5 * torch.rand(VOCAB, generator=generator)
+        self._best_counts = 0.5 + 1.5 * torch.rand(VOCAB, generator=generator)
         synergies = torch.randn(KINDS, VOCAB, VOCAB, generator=generator)
         is_synergy = torch.rand(KINDS, VOCAB, VOCAB, generator=generator) < 0.12
         self._synergies = (1.3 * synergies * is_synergy).repeat_interleave(KINDS, dim=0)
