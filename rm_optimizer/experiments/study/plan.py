@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ FROZEN_FILE = "frozen.json"
 """In the folder of a comparison of optimizers, a study whose later trials follow from its first ones."""
 HYPOTHESES_FILE = "hypothesis_options.json"
 """In the folder of a study of hypotheses."""
+
+
+class StudyKind(StrEnum):
+    """What a study measures; its value is the module of its task."""
+
+    optimizers = "optimizer_comparison.arm_trial"
+    readiness = "readiness.trials"
+    labels = "savings.label_study"
+    cleaning = "cleaning.cleaning_study"
+    training = "training_trial"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,13 @@ class StudyPlan(JsonRecord, indent=1):
     versions: dict[str, str]
     machine: dict[str, str]
     commit: str | None
+
+    @property
+    def kind(self) -> StudyKind | None:
+        """What the study measures; None for a task of other code."""
+        module = self.task.partition(":")[0]
+        own = (kind for kind in StudyKind if module.startswith("rm_optimizer.") and module.endswith(f".{kind}"))
+        return next(own, None)
 
     @classmethod
     def read(cls, folder: Path) -> StudyPlan:

@@ -1,37 +1,59 @@
-"""`rm-opt report`: one page on a run or a comparison of optimizers, in one file."""
+"""`rm-opt report`: one page on a run or a study, in one file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rm_optimizer.experiments.study.plan import StudyPlan
+
 
 def report(
-    folder: Annotated[Path, Argument(help="Folder of a finished run, or of a comparison of optimizers.")],
+    folder: Annotated[Path, Argument(help="Folder of a finished run, or of a study.")],
     output: Annotated[Path | None, Option("--output", "-o", help="Folder of the page; default: FOLDER/report.")] = None,
     form: Annotated[
         Literal["html", "md"], Option("--format", help="html writes the page, md prints Markdown for a pull request.")
     ] = "html",
 ) -> None:
     """Write one page on a run or a study: results with intervals, pictures, settings, what is missing; no network."""
-    from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE
+    from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan
     from rm_optimizer.reporting.model_card import markdown_report
     from rm_optimizer.reporting.pages.run_page import write_run_page
-    from rm_optimizer.reporting.pages.study_page import write_study_page
 
-    is_study = (folder / FROZEN_FILE).is_file()
-    if (folder / PLAN_FILE).is_file() and not is_study:
+    plan = StudyPlan.read(folder) if (folder / PLAN_FILE).is_file() else None
+    if plan is None:
+        print(markdown_report(folder) if form == "md" else f"page: {write_run_page(folder, output)}")
+    elif form == "md":
         raise ConfigError(
-            f"{folder} holds a study of another kind; its own command reports on it, rm-opt compare report {folder} or "
-            "the rm-opt study that made it"
+            f"--format md is of a run, and {folder} holds a study; for a comparison of optimizers, rm-opt compare "
+            f"report {folder} writes report/report.md"
         )
-    if form == "md" and is_study:
-        raise ConfigError(f"rm-opt compare report {folder} writes Markdown of a comparison, report/report.md")
-    if form == "md":
-        print(markdown_report(folder))
     else:
-        print(f"page: {(write_study_page if is_study else write_run_page)(folder, output)}")
+        print(f"page: {_study_page(plan, folder, output)}")
+
+
+def _study_page(plan: StudyPlan, folder: Path, output: Path | None) -> Path:
+    """Write the page of a study and return its file.
+
+    Raises:
+        ConfigError: if the study is of a kind that has none.
+    """
+    from rm_optimizer.experiments.study.plan import StudyKind
+    from rm_optimizer.reporting.pages import label_study_page, study_page
+
+    writers = {
+        StudyKind.optimizers: study_page.write_study_page,
+        StudyKind.labels: label_study_page.write_savings_page,
+        StudyKind.cleaning: label_study_page.write_cleaning_page,
+    }
+    if plan.kind not in writers:
+        raise ConfigError(
+            f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
+            f"rm-opt study labels and cleaning; rm-opt compare report {folder} reports on other studies"
+        )
+    return writers[plan.kind](folder, output)

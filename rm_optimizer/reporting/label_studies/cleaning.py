@@ -18,32 +18,41 @@ def write_cleaning(rows: Sequence[CleaningRow], folder: Path) -> None:
     write_text(folder / CLEANING_FILE, "[" + ",\n".join(row.to_json() for row in rows) + "]\n")
 
 
+CLEANING_HEAD = ("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random")
+CLEANING_TITLE = "Training without suspected labels, by splits"
+CLEANING_LEGEND = (
+    "AUROC: turned labels told from others by held-out probability; estimate: estimated share of turned labels; "
+    "out: share of the pairs taken out; wrong: share of these that were turned; gain: points of test accuracy "
+    "without them; at random: the same without as many random pairs"
+)
+
+
 def print_cleaning(rows: Sequence[CleaningRow]) -> None:
     """Print a row for each pool and share of flips. Gains are in points of accuracy."""
-    title = "Training without suspected labels, by splits"
-    table = new_table(
-        title, "pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random"
-    )
-    for row in rows:
-        table.add_row(
+    table = new_table(CLEANING_TITLE, *CLEANING_HEAD)
+    for cells in cleaning_cells(rows):
+        table.add_row(*cells)
+    console = output_console()
+    console.print(table)
+    console.print(CLEANING_LEGEND, soft_wrap=True)
+
+
+def cleaning_cells(rows: Sequence[CleaningRow]) -> list[tuple[str, ...]]:
+    """A row for each pool and share of flips under `CLEANING_HEAD`."""
+    return [
+        (
             row.pool,
             f"{row.num_splits} x {row.num_pairs:,}",
             f"{row.flips:.0%}",
-            "" if row.auroc is None else cell_text(row.auroc),
+            "" if row.auroc is None else str(cell_text(row.auroc)),
             f"{row.estimated.value:.1%}",
             f"{row.suspected.value:.1%}",
             "" if row.precision is None else f"{row.precision.value:.0%}",
             _points(row.gain),
             _points(row.fewer_gain),
         )
-    console = output_console()
-    console.print(table)
-    console.print(
-        "AUROC: turned labels told from others by held-out probability; estimate: estimated share of turned labels; "
-        "out: share of the pairs taken out; wrong: share of these that were turned; gain: points of test accuracy "
-        "without them; at random: the same without as many random pairs",
-        soft_wrap=True,
-    )
+        for row in rows
+    ]
 
 
 def _points(gain: Estimate) -> str:

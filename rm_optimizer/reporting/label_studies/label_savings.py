@@ -61,22 +61,42 @@ def print_savings(found: Sequence[LabelSavings], console: Console | None = None)
     """
     console = console or output_console()
     for pool in found:
-        title = f"{pool.pool}: labels saved at {pool.budget:,} labels, {pool.num_splits} splits"
-        table = new_table(title, "rule", "saving", "accuracy, points", "NLL, nats")
-        for rule in pool.rules:
-            gain = f"{100 * rule.accuracy_gain.value:+.2f} [{_points(rule.accuracy_gain.low)}, "
-            gain += f"{_points(rule.accuracy_gain.high)}]"
-            name = f"{rule.rule} (placebo)" if rule.rule == PLACEBO else rule.rule
-            table.add_row(Text(name), Text(f"{rule.saving:.0%}"), Text(gain), Text(f"{rule.nll_gain:+.4f}"))
+        table = new_table(savings_title(pool), *SAVINGS_HEAD)
+        for row in savings_cells(pool):
+            table.add_row(*map(Text, row))
         console.print(table)
         if not pool.is_accepted:
-            console.print(
-                f"warning: in '{pool.pool}' the second random draw 'saves' {_placebo(pool):.0%}, which is not nothing; "
-                "no saving of this pool is shown; add splits, or a pool with more to learn",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            console.print(f"warning: {placebo_warning(pool)}", markup=False, highlight=False, soft_wrap=True)
+
+
+SAVINGS_HEAD = ("rule", "saving", "accuracy, points", "NLL, nats")
+
+
+def savings_title(pool: LabelSavings) -> str:
+    """Caption of the table of a pool."""
+    return f"{pool.pool}: labels saved at {pool.budget:,} labels, {pool.num_splits} splits"
+
+
+def savings_cells(pool: LabelSavings) -> list[tuple[str, str, str, str]]:
+    """A row for each rule under `SAVINGS_HEAD`."""
+    return [
+        (
+            f"{rule.rule} (placebo)" if rule.rule == PLACEBO else rule.rule,
+            f"{rule.saving:.0%}",
+            f"{100 * rule.accuracy_gain.value:+.2f} [{_points(rule.accuracy_gain.low)}, "
+            f"{_points(rule.accuracy_gain.high)}]",
+            f"{rule.nll_gain:+.4f}",
+        )
+        for rule in pool.rules
+    ]
+
+
+def placebo_warning(pool: LabelSavings) -> str:
+    """What a pool that its placebo refutes does not show."""
+    return (
+        f"in '{pool.pool}' the second random draw 'saves' {_placebo(pool):.0%}, which is not nothing; no saving of "
+        "this pool is shown; add splits, or a pool with more to learn"
+    )
 
 
 def plot_learning_curves(pool: LabelSavings, labels: Sequence[int], accuracy: Mapping[str, np.ndarray]) -> Figure:

@@ -11,6 +11,7 @@ from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_cu
 from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.html import answer, bullets, figures, page, paragraph, section
 from rm_optimizer.reporting.pages.run_page import REPORT_FOLDER
+from rm_optimizer.reporting.pages.study_trials import failure_lines
 
 
 def write_study_page(study: Path, folder: Path | None = None) -> Path:
@@ -48,7 +49,7 @@ def study_page(found: ComparisonFindings, study: Study, exhibits: Exhibits) -> s
         section("Cost and curvature", cost, paragraph(_NO_CAUSE)),
         section("Learning curves", figures(curves)),
         section("Every seed", _seeds(found, exhibits)),
-        section("Failed and diverged runs", _failed(study)),
+        section("Failed and diverged runs", bullets(failure_lines(study)) or paragraph("None.")),
         section("Methods", paragraph(methods(found).replace("`", ""))),
     ]
     return page(f"Comparison of {', '.join(arm.name for arm in found.arms)}", content)
@@ -93,9 +94,3 @@ def _seeds(found: ComparisonFindings, exhibits: Exhibits) -> str:
         for at, seed in enumerate(arm.seeds)
     ]
     return exhibits.table("seeds", "Test scores of the final runs", ("optimizer", "seed", "NLL", "accuracy"), rows)
-
-
-def _failed(study: Study) -> str:
-    rows = [row for row in study.rows() if row["state"] in ("failed", "diverged")]
-    lines = [f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in rows]
-    return bullets(lines) or paragraph("None.")

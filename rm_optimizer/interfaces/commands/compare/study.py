@@ -140,9 +140,9 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
 
 def _is_of_optimizers(folder: Path) -> bool:
     """True for a comparison of optimizers, whose later trials follow from its first ones."""
-    from rm_optimizer.experiments.study.plan import FROZEN_FILE
+    from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyKind, StudyPlan
 
-    return (folder / FROZEN_FILE).is_file()
+    return (folder / PLAN_FILE).is_file() and StudyPlan.read(folder).kind is StudyKind.optimizers
 
 
 def _is_of_hypotheses(folder: Path) -> bool:
