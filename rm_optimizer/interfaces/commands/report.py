@@ -44,16 +44,17 @@ def _study_page(plan: StudyPlan, folder: Path, output: Path | None) -> Path:
         ConfigError: if the study is of a kind that has none.
     """
     from rm_optimizer.experiments.study.plan import StudyKind
-    from rm_optimizer.reporting.pages import label_study_page, study_page
+    from rm_optimizer.reporting.pages import label_study_page, readiness_study_page, study_page
 
     writers = {
         StudyKind.optimizers: study_page.write_study_page,
+        StudyKind.readiness: readiness_study_page.write_readiness_study_page,
         StudyKind.labels: label_study_page.write_savings_page,
         StudyKind.cleaning: label_study_page.write_cleaning_page,
     }
     if plan.kind not in writers:
         raise ConfigError(
             f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
-            f"rm-opt study labels and cleaning; rm-opt compare report {folder} reports on other studies"
+            f"rm-opt study readiness, labels and cleaning; rm-opt compare report {folder} reports on other studies"
         )
     return writers[plan.kind](folder, output)

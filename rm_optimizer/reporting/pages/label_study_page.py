@@ -73,6 +73,7 @@ def _savings_answer(found: Sequence[LabelSavings]) -> str:
     if len(accepted) < len(found):
         refuted = ", ".join(pool.pool for pool in found if not pool.is_accepted)
         said.append(f"the placebo refutes what is measured in {refuted}")
+    said.append("the interval of the best of several rules is somewhat too narrow, since it was picked")
     if not accepted:
         return answer("bad", "No saving is shown", *said)
     return answer("fair" if len(accepted) < len(found) else "good", "The best rule of each pool", *said)
@@ -97,7 +98,7 @@ def write_cleaning_page(study: Path, folder: Path | None = None) -> Path:
         if gains
         else answer("open", "No gain is shown", "no interval of the gain lies above 0"),
         section(
-            CLEANING_TITLE,
+            "Result",
             exhibits.table("cleaning", CLEANING_TITLE, CLEANING_HEAD, cleaning_cells(found)),
             paragraph(f"{CLEANING_LEGEND}."),
         ),

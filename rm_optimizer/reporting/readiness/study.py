@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,7 +11,7 @@ from rich.text import Text
 from rm_optimizer.experiments.readiness.predictors import FrozenChoice
 from rm_optimizer.experiments.readiness.validation import EIGHTFOLD, JUDGED, MATCHED, SCORE, Validation
 from rm_optimizer.reporting.style import BLUE, GRAY, GREEN, VERMILION, save_figure, two_panels
-from rm_optimizer.reporting.tables import cell_text, new_table, output_console
+from rm_optimizer.reporting.tables import new_table, output_console
 
 PICTURE = "readiness_study.png"
 _SHOWN = (
@@ -35,42 +36,85 @@ _TITLES = {
 }
 
 
+@dataclass(frozen=True)
+class StudyTable:
+    """A table of the study: title, names of the columns, cells as text."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 def print_choice(choice: FrozenChoice) -> None:
     """Print the candidates for each algorithm and the one that was chosen."""
-    table = new_table("Development worlds: tau with each algorithm's gold", "candidate", *choice.fits)
-    for name in next(iter(choice.fits.values())).tau:
-        table.add_row(Text(name), *(cell_text(fit.tau[name]) for fit in choice.fits.values()))
-    console = output_console()
-    console.print(table)
-    for algorithm, fit in choice.fits.items():
-        terms = " and ".join(term.measured for term in fit.terms)
-        console.print(f"frozen for {algorithm}: {terms}, ridge {fit.ridge:g}", markup=False, highlight=False)
+    _print_table(choice_table(choice))
+    for line in choice_lines(choice):
+        output_console().print(line, markup=False, highlight=False)
 
 
 def print_validation(found: Validation) -> None:
     """Print tau of every predictor and outcome, and how far the score is above accuracy."""
-    console = output_console()
+    for table in validation_tables(found):
+        _print_table(table)
+    for line in validation_lines(found):
+        output_console().print(line, markup=False, highlight=False)
+
+
+def _print_table(table: StudyTable) -> None:
+    printed = new_table(table.title, *table.head)
+    for row in table.rows:
+        printed.add_row(*map(Text, row))
+    output_console().print(printed)
+
+
+def choice_table(choice: FrozenChoice) -> StudyTable:
+    """Tau of each candidate on the development worlds."""
+    names = next(iter(choice.fits.values())).tau
+    return StudyTable(
+        "Development worlds: tau with each algorithm's gold",
+        ("candidate", *choice.fits),
+        tuple((name, *(f"{fit.tau[name]:.3f}" for fit in choice.fits.values())) for name in names),
+    )
+
+
+def choice_lines(choice: FrozenChoice) -> list[str]:
+    """The chosen fit of each algorithm."""
+    return [
+        f"frozen for {algorithm}: {' and '.join(term.measured for term in fit.terms)}, ridge {fit.ridge:g}"
+        for algorithm, fit in choice.fits.items()
+    ]
+
+
+def validation_tables(found: Validation) -> tuple[StudyTable, StudyTable]:
+    """Tau of every predictor and outcome, and the score's less accuracy's."""
     title = f"Kendall's tau with gold rewards, mean over {len(found.worlds)} worlds, {found.num_models} reward models"
-    table = new_table(title, "predictor", *(_TITLES[name] for name in _SHOWN), "regret at 6 nats")
-    for predictor in dict.fromkeys(each.predictor for each in found.taus):
-        cells = [f"{found.of(predictor, outcome).tau.value:.2f}" for outcome in _SHOWN]
-        table.add_row(Text(predictor), *cells, f"{found.of(predictor, 'rloo_kl_6').regret:.2f}")
-    console.print(table)
-    table = new_table("The score's tau less accuracy's", "outcome", "over", "models drawn anew", "over worlds")
-    for each in found.differences:
-        table.add_row(
-            Text(_TITLES[each.outcome]), each.baseline, cell_text(each.over_models), cell_text(each.over_worlds)
+    taus = tuple(
+        (
+            predictor,
+            *(f"{found.of(predictor, outcome).tau.value:.2f}" for outcome in _SHOWN),
+            f"{found.of(predictor, 'rloo_kl_6').regret:.2f}",
         )
-    console.print(table)
+        for predictor in dict.fromkeys(each.predictor for each in found.taus)
+    )
+    differences = tuple(
+        (_TITLES[each.outcome], each.baseline, f"{each.over_models:.3f}", f"{each.over_worlds:.3f}")
+        for each in found.differences
+    )
+    head = ("outcome", "over", "models drawn anew", "over worlds")
+    return (
+        StudyTable(title, ("predictor", *(_TITLES[name] for name in _SHOWN), "regret at 6 nats"), taus),
+        StudyTable("The score's tau less accuracy's", head, differences),
+    )
+
+
+def validation_lines(found: Validation) -> list[str]:
+    """Over-optimization, and how well two measurements of gold agree."""
     fallen, below = found.over_optimized
-    console.print(
+    return [
         f"over-optimized by RLOO without a penalty: {fallen:.0%} of the policies end more than 0.3 below their peak, "
         f"{below:.0%} below their start",
-        markup=False,
-        highlight=False,
-    )
-    for name, tau in found.agreement.items():
-        console.print(f"tau between {name}: {cell_text(tau)}", markup=False, highlight=False)
+        *(f"tau between {name}: {tau:.3f}" for name, tau in found.agreement.items()),
+    ]
 
 
 def write_study_figure(found: Validation, folder: Path) -> Path:
