@@ -24,7 +24,7 @@ HYPOTHESES_FILE = "hypothesis_options.json"
 
 
 class StudyKind(StrEnum):
-    """What a study measures; its value is the module of its task."""
+    """Kind of a study, by the module of its task."""
 
     optimizers = "optimizer_comparison.arm_trial"
     readiness = "readiness.trials"
@@ -68,7 +68,7 @@ class StudyPlan(JsonRecord, indent=1):
 
     @property
     def kind(self) -> StudyKind | None:
-        """What the study measures; None for a task of other code."""
+        """Kind of the study; None for a task of other code."""
         module = self.task.partition(":")[0]
         own = (kind for kind in StudyKind if module.startswith("rm_optimizer.") and module.endswith(f".{kind}"))
         return next(own, None)

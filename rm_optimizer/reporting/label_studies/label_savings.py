@@ -92,7 +92,7 @@ def savings_cells(pool: LabelSavings) -> list[tuple[str, str, str, str]]:
 
 
 def placebo_warning(pool: LabelSavings) -> str:
-    """What a pool that its placebo refutes does not show."""
+    """Warning about a pool that its placebo refutes."""
     return (
         f"in '{pool.pool}' the second random draw 'saves' {_placebo(pool):.0%}, which is not nothing; no saving of "
         "this pool is shown; add splits, or a pool with more to learn"

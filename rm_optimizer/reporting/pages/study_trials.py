@@ -9,7 +9,7 @@ from rm_optimizer.reporting.pages.html import bullets, paragraph, section
 
 
 def trials_section(study: Study) -> str:
-    """How many trials are in which state, what failed ones said, versions and machine."""
+    """Trials by state, errors of failed ones, versions and machine."""
     rows = list(study.rows())
     counts = Counter(str(row["state"]) for row in rows)
     states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
@@ -24,6 +24,6 @@ def trials_section(study: Study) -> str:
 
 
 def failure_lines(study: Study) -> list[str]:
-    """What each trial that failed or diverged said."""
+    """A line for each trial that failed or diverged, with its error."""
     rows = [row for row in study.rows() if row["state"] in ("failed", "diverged")]
     return [f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in rows]
