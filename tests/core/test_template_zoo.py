@@ -160,7 +160,7 @@ def trl_templates() -> list[str]:
     return [path.read_text() for place in places for path in sorted(Path(place, "chat_templates").glob("*.jinja"))]
 
 
-def require_whole_or_refused(render: ConversationRenderer) -> None:
+def assert_whole_or_refused(render: ConversationRenderer) -> None:
     for roles in CONVERSATIONS:
         prompt = tuple(Message(role, text) for role, text in zip(roles, TEXTS, strict=False))
         text, reason = rendered(render, prompt)
@@ -170,7 +170,7 @@ def require_whole_or_refused(render: ConversationRenderer) -> None:
             assert any(form in "".join(text.split()) for form in ("".join(content.split()), quoted(content)))
 
 
-def require_specials_once_and_cuts_counted(template: str) -> None:
+def assert_specials_once_and_cuts_counted(template: str) -> None:
     prompt = (Message("user", "Why? " * 20),)
     render = renderer(template, 4000)
     whole = render.encode(prompt, "Because.")
@@ -197,13 +197,13 @@ def test_the_templates_that_trl_ships_keep_the_contract() -> None:
             assert "a single user message" in str(error)  # noqa: PT017
             assert "max_length" not in str(error)  # noqa: PT017
             continue
-        require_whole_or_refused(render)
-        require_specials_once_and_cuts_counted(template)
+        assert_whole_or_refused(render)
+        assert_specials_once_and_cuts_counted(template)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_message_stands_in_the_text_or_the_conversation_is_refused_with_the_reason(name: str) -> None:
-    require_whole_or_refused(renderer(TEMPLATES[name]))
+    assert_whole_or_refused(renderer(TEMPLATES[name]))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -218,7 +218,7 @@ def test_names_of_speakers_read_like_the_roles_they_stand_for(name: str) -> None
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_special_tokens_stand_once_and_cuts_are_counted(name: str) -> None:
-    require_specials_once_and_cuts_counted(TEMPLATES[name])
+    assert_specials_once_and_cuts_counted(TEMPLATES[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])

@@ -13,6 +13,8 @@ from rm_optimizer import Message, PreferenceDataset, PreferencePair
 from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, write_questions
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.rl_coupling.ensemble import EnsembleReference
+from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from tests.builders import tiny_reward_model
 
 TALK = (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", 'Why,\n"so"?'))
@@ -112,6 +114,9 @@ def test_what_is_no_answer_is_refused_with_its_line(tmp_path, change, message):
 def pool(tmp_path_factory):
     root = tmp_path_factory.mktemp("pool")
     tiny_reward_model("llama", max_length=128).save_pretrained(root / "model")
+    save_ensemble(
+        root / "ensemble", [str(root / "model")] * 2, EnsembleReference((0.0, 0.0), (1.0, 1.0), 1.0, 0.05, 20)
+    )
     rows = [{"prompt": f"ask {n}", "response_a": f"yes {n}", "response_b": f"no {n * n}"} for n in range(30)]
     (root / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
@@ -150,10 +155,16 @@ def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choic
         (("--k", 3, "--out", "x.csv", "--rule", "bald"), "rule 'bald' needs an ensemble"),
         (("--k", 3, "--out", "x.csv", "--rule", "badges"), "did you mean 'badge'"),
         (("--k", 3, "--out", "no/x.csv"), "its folder does not exist"),
+        (
+            ("--k", 3, "--out", "x.csv", "--model", "ensemble", "--cache", "c"),
+            "--cache keeps the features of one model",
+        ),
+        (("--k", 3, "--out", "x.csv", "--model", "ensemble", "--ray-workers", 2), "--ray-workers compute the features"),
     ],
 )
 def test_what_cannot_be_chosen_is_one_sentence_and_leaves_nothing(pool, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
+    options = [pool / value if value == "ensemble" else value for value in options]
     result = run("select", pool / "pool.jsonl", "--model", pool / "model", *options)
     assert result.exit_code == 2, result.output
     assert message in result.stderr

@@ -51,11 +51,15 @@ def test_every_option_is_in_one_class() -> None:
         *("model.attn_implementation=eager", "model.gradient_checkpointing=true", "logger.wandb=true"),
         *("training.progress=false", "output_dir=runs/b", "data.on_bad_row=drop", "data.train=moved.jsonl"),
         *("data.train=[{path: moved.jsonl, weight: 2}]", "training.max_steps=99", "training.epochs=3"),
-        "training.mode=min",
     ],
 )
 def test_what_changes_no_result_is_accepted(override: str) -> None:
+    assert options(override) != options()
     require_same_options(options(), options(override))
+
+
+def test_the_direction_that_the_monitor_implies_is_the_same_option() -> None:
+    assert options("training.mode=min") == options()
 
 
 @pytest.mark.parametrize(

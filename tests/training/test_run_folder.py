@@ -72,12 +72,16 @@ def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path) ->
     for name in ("notes.txt", "plots/old.png", "checkpoints/other.ckpt", "options.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
+    before = snapshot(tmp_path)
     require_usable(RunRequest.of(small_config(tmp_path)))
+    assert snapshot(tmp_path) == before
 
 
 def test_the_start_of_a_run_that_left_no_result_is_no_run(used: Path, small_config: Build) -> None:
     keep_only(used, "options.json", "identity.json", "skipped_rows.txt")
+    before = snapshot(used)
     require_usable(RunRequest.of(small_config(used, "seed=7")))
+    assert snapshot(used) == before
 
 
 def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Build, tmp_path: Path) -> None:
