@@ -70,7 +70,7 @@ def test_a_stack_trains_each_model_as_it_trains_alone(world: RewardWorld, kind: 
     for number, spec in enumerate(specs):
         alone = train_stack(world, [spec])
         for stacked, single in zip(together.parameters, alone.parameters, strict=True):
-            torch.testing.assert_close(stacked[number : number + 1], single, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(stacked[number : number + 1], single, rtol=1e-3, atol=1e-3)
 
 
 def test_a_policy_does_not_depend_on_those_beside_it(world: RewardWorld) -> None:
