@@ -188,10 +188,10 @@ def test_a_small_study_leaves_a_score_that_measurements_take(
 def test_a_touched_test_takes_no_other_choice(finished: ReadinessStudy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finished.folder / TOUCHED_FILE).is_file()
     choose = study_module.choose
-    monkeypatch.setattr(study_module, "choose", lambda *given, **named: replace(choose(*given, **named), ridge=7.0))
+    monkeypatch.setattr(study_module, "choose", lambda *given, **named: replace(choose(*given, **named), models=7))
     with pytest.raises(ConfigError, match="were measured under another choice"):
         finished.develop(InlineExecutor())
-    assert '"ridge": 7' not in (finished.folder / FROZEN_FILE).read_text()
+    assert '"models": 7' not in (finished.folder / FROZEN_FILE).read_text()
 
 
 def test_the_command_refuses_a_test_without_a_choice(tmp_path: Path) -> None:
