@@ -165,7 +165,7 @@ def test_the_command_writes_a_page_or_prints_markdown(copied: Path, tmp_path: Pa
     assert (refused.exit_code, "holds no run" in refused.stderr) == (2, True)
     (tmp_path / "plan.json").write_text("{}")
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert (refused.exit_code, "rm-opt compare report" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "plan.json is damaged" in refused.stderr) == (2, True)
 
 
 @NEEDS_BROWSER
