@@ -28,7 +28,7 @@ def study_readiness(
     """Validate the readiness score on synthetic worlds with a gold reward: 0-2 choose it, 3-8 test it once.
 
     Reward models are trained and policies optimized against each of them. The folder gets frozen.json, validation.json,
-    fitted.json (the score's coefficients) and a picture. About five minutes a world on one core.
+    fitted.json (the score's coefficients) and a picture. About seven minutes a world on one core.
     """
     from rm_optimizer.experiments.readiness.measurement import WorldSize
     from rm_optimizer.experiments.readiness.study import FITTED_FILE, VALIDATION_FILE, ReadinessStudy
