@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -64,10 +65,10 @@ def test_pyhessian_stops_when_its_time_is_over(benchmark: ModuleType) -> None:
 @pytest.mark.slow
 def test_memory_is_that_of_a_fresh_process(benchmark: ModuleType, tmp_path: Path) -> None:
     torch.save(benchmark.prepare(benchmark.options(list(TINY)), "decoder"), tmp_path / "subject.pt")
-    command = [sys.executable, str(SCRIPT), "--top-k", "2", "--only", "ours", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "--top-k", "2", "--only", "", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    assert float(text.splitlines()[-1]) > 0
+    assert min(json.loads(text.splitlines()[-1])) > 0
 
 
 def test_too_few_pairs_are_told(benchmark: ModuleType) -> None:

@@ -250,6 +250,7 @@ def test_compiles_whole_with_dynamic_shapes_and_the_same_result(production: Modu
             chosen, rejected, margin=margin, weight=weight, label_smoothing=0.1, center_rewards=0.01
         )
 
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(loss, dynamic=True, fullgraph=True)
     for num_pairs in (5, 8, 13):
         tensors = (*pairs(num_pairs), uniform(num_pairs), uniform(num_pairs, 2))
