@@ -25,7 +25,7 @@ from rm_optimizer.experiments.readiness.validation import (
     TauDifference,
     Validation,
 )
-from rm_optimizer.experiments.study.plan import StudyKind, StudyPlan, planned_trial, publish
+from rm_optimizer.experiments.study.plan import FROZEN_FILE, StudyKind, StudyPlan, planned_trial, publish, study_kind
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.reporting.label_studies.cleaning import CLEANING_FILE, write_cleaning
 from rm_optimizer.reporting.label_studies.label_savings import SAVINGS_FILE
@@ -97,6 +97,14 @@ def validation(gain: float) -> Validation:
 def test_a_study_is_told_by_its_task(tmp_path: Path, kind: StudyKind) -> None:
     assert planned(tmp_path, kind).kind is kind
     assert replace(planned(tmp_path, kind), task="mine.training_trial:measure").kind is None
+
+
+def test_a_comparison_killed_before_its_plan_is_told_by_its_setting(tmp_path: Path) -> None:
+    assert study_kind(tmp_path) is None
+    (tmp_path / FROZEN_FILE).write_text("{}")
+    assert study_kind(tmp_path) is StudyKind.optimizers
+    planned(tmp_path, StudyKind.readiness)
+    assert study_kind(tmp_path) is StudyKind.readiness
 
 
 def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: Path) -> None:

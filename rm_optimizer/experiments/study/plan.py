@@ -92,6 +92,19 @@ class StudyPlan(JsonRecord, indent=1):
             raise ConfigError(f"{path} is damaged; plan the study again in another folder") from error
 
 
+def study_kind(folder: Path) -> StudyKind | None:
+    """Kind of the study in a folder; None where it holds none, or one of other code.
+
+    A comparison of optimizers that was killed before its plan is told by its setting.
+
+    Raises:
+        ConfigError: if the plan is damaged.
+    """
+    if (folder / PLAN_FILE).is_file():
+        return StudyPlan.read(folder).kind
+    return StudyKind.optimizers if (folder / FROZEN_FILE).is_file() else None
+
+
 def planned_trial(label: str, spec: Mapping[str, Any], identity: Mapping[str, Any] | None = None) -> PlannedTrial:
     """A trial with the name that its identity gives it.
 

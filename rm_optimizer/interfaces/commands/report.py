@@ -10,7 +10,7 @@ from typer import Argument, Option
 from rm_optimizer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rm_optimizer.experiments.study.plan import StudyPlan
+    from rm_optimizer.experiments.study.plan import StudyKind
 
 
 def report(
@@ -21,12 +21,12 @@ def report(
     ] = "html",
 ) -> None:
     """Write one page on a run or a study: results with intervals, pictures, settings, what is missing; no network."""
-    from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan
+    from rm_optimizer.experiments.study.plan import PLAN_FILE, study_kind
     from rm_optimizer.reporting.model_card import markdown_report
     from rm_optimizer.reporting.pages.run_page import write_run_page
 
-    plan = StudyPlan.read(folder) if (folder / PLAN_FILE).is_file() else None
-    if plan is None:
+    kind = study_kind(folder)
+    if kind is None and not (folder / PLAN_FILE).is_file():
         print(markdown_report(folder) if form == "md" else f"page: {write_run_page(folder, output)}")
     elif form == "md":
         raise ConfigError(
@@ -34,10 +34,10 @@ def report(
             f"report {folder} writes report/report.md"
         )
     else:
-        print(f"page: {_study_page(plan, folder, output)}")
+        print(f"page: {_study_page(kind, folder, output)}")
 
 
-def _study_page(plan: StudyPlan, folder: Path, output: Path | None) -> Path:
+def _study_page(kind: StudyKind | None, folder: Path, output: Path | None) -> Path:
     """Write the page of a study and return its file.
 
     Raises:
@@ -52,9 +52,9 @@ def _study_page(plan: StudyPlan, folder: Path, output: Path | None) -> Path:
         StudyKind.labels: label_study_page.write_savings_page,
         StudyKind.cleaning: label_study_page.write_cleaning_page,
     }
-    if plan.kind not in writers:
+    if kind not in writers:
         raise ConfigError(
             f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
             f"rm-opt study readiness, labels and cleaning; rm-opt compare report {folder} reports on other studies"
         )
-    return writers[plan.kind](folder, output)
+    return writers[kind](folder, output)

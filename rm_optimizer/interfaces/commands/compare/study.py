@@ -140,9 +140,9 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
 
 def _is_of_optimizers(folder: Path) -> bool:
     """True for a comparison of optimizers, whose later trials follow from its first ones."""
-    from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyKind, StudyPlan
+    from rm_optimizer.experiments.study.plan import StudyKind, study_kind
 
-    return (folder / PLAN_FILE).is_file() and StudyPlan.read(folder).kind is StudyKind.optimizers
+    return study_kind(folder) is StudyKind.optimizers
 
 
 def _is_of_hypotheses(folder: Path) -> bool:
