@@ -234,7 +234,7 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
     All of them have the sweep's folder as it is now.
     """
     from rm_optimizer.interfaces.command_line import planned_sweep
-    from rm_optimizer.records.override_text import in_quotes
+    from rm_optimizer.records.quoting import in_quotes
 
     name, option = flags.config_name or "config", "hydra.sweep.dir="
     plan = planned_sweep(flags.overrides, name=name, config_dir=flags.config_dir)

@@ -44,8 +44,8 @@ from rm_optimizer.experiments.study.trial import Trial
 from rm_optimizer.experiments.training_trial import TASK, margins_of, scored_trial
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.override_text import in_quotes
 from rm_optimizer.records.provenance import commit, machine, versions
+from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema import ModelConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.config import Attention
 from rm_optimizer.training.base_model import build_model

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rm_optimizer.records.override_text import in_quotes
+from rm_optimizer.records.quoting import in_quotes
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 """Text that Hydra's grammar reads as itself, without quotes."""

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.override_text import in_quotes
+from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.override_text import in_quotes
+from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 

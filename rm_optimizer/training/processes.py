@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.records.override_text import in_quotes
 from rm_optimizer.records.provenance import num_cores
+from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema import HardwareConfig
 
 FOLDER_KEY = "rm_optimizer/run_dir"

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from rm_optimizer.records.override_text import in_quotes
+from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed

@@ -38,7 +38,7 @@ def ensemble_train(
     model.path=MODEL the members are adapters, OUTPUT/seed-N/adapter, which share that model in memory.
     """
     from rm_optimizer.interfaces.command_line import checked
-    from rm_optimizer.records.override_text import in_quotes
+    from rm_optimizer.records.quoting import in_quotes
     from rm_optimizer.schema import TrainConfig
 
     _require_rate(false_positive_rate)

@@ -16,6 +16,7 @@ from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import EXPORT_FILE
+from rm_optimizer.records.quoting import markdown_line, markdown_table
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
 from rm_optimizer.training.folder.result import TOY_WARNING, RunResult, is_toy
 
@@ -130,11 +131,11 @@ def _results(result: RunResult) -> str:
         rows["accuracy of the true reward"] = f"{data.ceiling:.3f}"
     rows["NLL (chance: log 2)"] = _shown(metrics.nll)
     rows["mean margin"] = _shown(metrics.mean_margin)
-    parts = [_table(("", "value [95 % interval]"), rows.items())]
+    parts = [markdown_table(("", "value [95 % interval]"), rows.items())]
     for column, groups in metrics.groups.items():
         listed = sorted(groups.items(), key=lambda item: (-item[1].num_pairs, item[0]))
         lines = [(name, str(group.num_pairs), _shown(group.accuracy)) for name, group in listed]
-        parts.append(_table((column, "pairs", "accuracy"), lines))
+        parts.append(markdown_table((column, "pairs", "accuracy"), lines))
     return "\n\n".join(parts)
 
 
@@ -150,12 +151,12 @@ def _calibration(metrics: PairwiseMetrics) -> str:
         "ECE of a perfect model on as many pairs": f"{metrics.ece_noise_floor:.3f}",
         "Brier score": _shown(metrics.brier),
     }
-    return f"{_table(('', 'value [95 % interval]'), rows.items())}\n\n{advice}"
+    return f"{markdown_table(('', 'value [95 % interval]'), rows.items())}\n\n{advice}"
 
 
 def _weaknesses(run_dir: Path, result: RunResult) -> str:
     found = [*_measured_weaknesses(result), *_diagnosed(run_dir)]
-    return "\n".join(f"- {_line(sentence)}" for sentence in found)
+    return "\n".join(f"- {markdown_line(sentence)}" for sentence in found)
 
 
 def _measured_weaknesses(result: RunResult) -> Iterator[str]:
@@ -216,7 +217,7 @@ def _training(run_dir: Path, result: RunResult) -> str:
         "fingerprints of the pairs": f"{data.train_fingerprint} (training), {data.val_fingerprint} (validation)",
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
-    return _table(("", ""), rows.items())
+    return markdown_table(("", ""), rows.items())
 
 
 def _use(result: RunResult) -> str:
@@ -240,16 +241,6 @@ rewards to compare with."""
 
 def _shown(estimate: Estimate) -> str:
     return "n/a" if math.isnan(estimate.value) else str(estimate)
-
-
-def _table(head: tuple[str, ...], rows: Any) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(_line(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _line(text: str) -> str:
-    """Text on one line that Markdown reads as text, not as HTML."""
-    return " ".join(text.split()).replace("<", "&lt;")
 
 
 def _validation(result: RunResult) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Float
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from rm_optimizer.records.quoting import markdown_table
+
 
 def log_figure(loggers: Iterable[Logger], name: str, png: Path, step: int) -> None:
     """Show a picture in TensorBoard and Weights & Biases.
@@ -60,8 +62,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
     cells = [[row[column] for column in columns] for row in rows]
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            lines = [columns, ["---"] * len(columns), *cells]
-            text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+            text = markdown_table(columns, [list(map(str, line)) for line in cells])
             logger.experiment.add_text(name, text, step)
         elif isinstance(logger, WandbLogger):
             logger.log_table(name, columns, cells, step=step)

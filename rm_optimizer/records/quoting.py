@@ -1,0 +1,45 @@
+"""Text that the grammars of Hydra and Markdown read back as it is. Imports no Hydra."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+
+def in_quotes(text: str) -> str:
+    r"""Text in single quotes, from which Hydra's grammar reads the same text back.
+
+    Example:
+        >>> print(in_quotes("it's"))
+        'it\'s'
+    """
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"
+
+
+def markdown_line(text: str) -> str:
+    """Text on one line that Markdown reads as text, not as HTML.
+
+    Example:
+        >>> markdown_line("one" + chr(10) + "<b>")
+        'one &lt;b>'
+    """
+    return " ".join(text.split()).replace("<", "&lt;")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    r"""A table in Markdown.
+
+    Args:
+        head: names of the columns.
+        rows: cells as text; a bar in one is escaped.
+
+    Example:
+        >>> print(markdown_table(("name", "value"), [("a|b", "1")]))
+        | name | value |
+        | --- | --- |
+        | a\|b | 1 |
+    """
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(markdown_line(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
