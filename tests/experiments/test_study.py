@@ -182,8 +182,10 @@ def test_a_damaged_result_is_named(tmp_path):
     study.run(InlineExecutor())
     file = study.trial(study.plan.trials[0]).folder / "result.json"
     file.write_text(file.read_text()[:30])
+    assert study.status().counts == {"damaged": 1}
+    assert "result.json is damaged" in next(iter(study.status().errors.values()))
     with pytest.raises(ConfigError, match=r"result\.json is damaged"):
-        study.status()
+        study.run(InlineExecutor())
 
 
 @pytest.mark.slow

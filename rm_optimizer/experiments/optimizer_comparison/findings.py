@@ -10,18 +10,20 @@ from statistics import fmean, median
 
 import numpy as np
 
+from rm_optimizer.core.metrics.calibration import ReliabilityBin, fold, reliability_curve
 from rm_optimizer.core.metrics.effects import SCORES, paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.optimizer_comparison.arm_trial import CURVE_FILE, FINAL, MARGINS_FILE, TUNE
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.measured_trials import FinalRun, MeasuredTrials
 from rm_optimizer.experiments.optimizer_comparison.options import Budget
 from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, rate_grid
 from rm_optimizer.experiments.optimizer_comparison.recorder import CurvePoint, LearningCurve
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
 from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.experiments.study.trial import WORK, Trial, TrialResult
+from rm_optimizer.experiments.study.trial import TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
 from rm_optimizer.records.codec import JsonRecord
 
@@ -32,6 +34,8 @@ COSTS = (
 )
 """Numbers of a final trial whose means over seeds are reported without a verdict."""
 FEW_SEEDS = 5
+_PER_SEED = {"nll": "test_nll", "accuracy": "test_accuracy", "top_eigenvalue": "top_eigenvalue"}
+"""Numbers of a final trial that are kept for each seed, by their names in a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,8 @@ class ArmFinding(JsonRecord):
         seeds: final seeds that finished.
         diverged: final seeds that diverged.
         scores: test scores, over seeds and prompts.
-        per_seed: test NLL and accuracy of each finished seed.
+        per_seed: test NLL, accuracy and top eigenvalue of each finished seed.
+        reliability: reliability on the test pairs of each finished seed.
         means: means over seeds of `COSTS`.
         target: time to the target NLL.
         curves: evaluations of each finished seed.
@@ -92,6 +97,7 @@ class ArmFinding(JsonRecord):
     diverged: int
     scores: dict[str, Estimate]
     per_seed: dict[str, tuple[float, ...]]
+    reliability: tuple[tuple[ReliabilityBin, ...], ...]
     means: dict[str, float]
     target: TimeToTarget
     curves: tuple[LearningCurve, ...]
@@ -124,32 +130,34 @@ class ComparisonFindings(JsonRecord, indent=1):
     commit: str | None
 
 
-@dataclass(frozen=True)
-class _Final:
-    """A final trial with a result."""
-
-    seed: int
-    trial: Trial
-    result: TrialResult
+class NotFinished(ConfigError):
+    """An optimizer of a comparison has no finished final run yet."""
 
 
 def findings(folder: Path) -> ComparisonFindings:
     """Findings of the finished trials of a comparison.
 
+    A trial whose files are missing or damaged is left out, and named in the warnings.
+
     Raises:
-        ConfigError: if the folder holds none, no final trial is finished, or arms differ in what must be equal.
+        ConfigError: if the folder holds none, or arms differ in what must be equal.
+        NotFinished: if an optimizer has no finished final run.
     """
     frozen, study = Stages(folder).frozen, Study(folder)
-    rates = tuple(_rate_points(study))
-    finals = {arm: list(_finals(study, arm, frozen.options.seeds)) for arm in frozen.options.optimizers}
-    finished = {arm: [run for run in runs if run.result.status == "finished"] for arm, runs in finals.items()}
-    if missing := [arm for arm, runs in finished.items() if not runs]:
-        raise ConfigError(f"no final run of {', '.join(missing)} is finished yet; rm-opt compare run {folder} goes on")
-    _require_paired(finished)
     test = PreferenceDataset.load(str(pairs_file(folder, "test")))
+    trials = MeasuredTrials(study, len(test))
+    rates = tuple(_rate_points(trials))
+    finals = {arm: trials.finals(arm, frozen.options.seeds) for arm in frozen.options.optimizers}
+    finished = {arm: runs for arm, (runs, _) in finals.items()}
+    if missing := [arm for arm, runs in finished.items() if not runs]:
+        unread = "".join(f"; {line}" for line in trials.unread)
+        raise NotFinished(
+            f"no final run of {', '.join(missing)} is finished yet{unread}; rm-opt compare run {folder} goes on"
+        )
+    _require_paired(finished)
     target = _target(rates, frozen.options.reference)
     arms = tuple(
-        _arm(frozen, arm, finals[arm], [point for point in rates if point.arm == arm], test, target) for arm in finals
+        _arm(frozen, arm, *finals[arm], [point for point in rates if point.arm == arm], test, target) for arm in finals
     )
     return ComparisonFindings(
         frozen=frozen,
@@ -157,29 +165,20 @@ def findings(folder: Path) -> ComparisonFindings:
         rates=rates,
         verdicts=_verdicts(frozen, finished, test),
         target=target,
-        warnings=tuple(_warnings(frozen, arms)),
+        warnings=(*_warnings(frozen, arms), *trials.unread),
         versions=study.plan.versions,
         machine=study.plan.machine,
         commit=study.plan.commit,
     )
 
 
-def _rate_points(study: Study) -> Iterator[RatePoint]:
-    for planned in study.plan.trials:
-        result, spec = study.trial(planned).result, planned.spec
-        if result is not None and spec["stage"] == TUNE:
+def _rate_points(trials: MeasuredTrials) -> Iterator[RatePoint]:
+    for planned, result in trials.results:
+        spec = planned.spec
+        if spec["stage"] == TUNE:
             nll, accuracy = (_number(result, name) for name in ("val_nll", "val_accuracy"))
             seed = int(spec["options"]["seed"])
             yield RatePoint(arm=spec["arm"], rate=spec["rate"], seed=seed, nll=nll, accuracy=accuracy)
-
-
-def _finals(study: Study, arm: str, num_seeds: int) -> Iterator[_Final]:
-    """Final trials of an arm that have a result, seed by seed."""
-    for planned in study.plan.trials:
-        trial, spec = study.trial(planned), planned.spec
-        seed, result = int(spec["options"]["seed"]), trial.result
-        if result is not None and (spec["stage"], spec["arm"]) == (FINAL, arm) and seed < num_seeds:
-            yield _Final(seed, trial, result)
 
 
 def _number(result: TrialResult, name: str) -> float:
@@ -201,7 +200,7 @@ def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
     }
 
 
-def _require_paired(finished: Mapping[str, Sequence[_Final]]) -> None:
+def _require_paired(finished: Mapping[str, Sequence[FinalRun]]) -> None:
     """Refuse runs of one seed that did not start from the same weights, or saw other pairs or another order."""
     for name, what in (
         ("train_fingerprint", "training pairs"),
@@ -222,34 +221,30 @@ def _require_paired(finished: Mapping[str, Sequence[_Final]]) -> None:
 def _arm(
     frozen: Frozen,
     name: str,
-    runs: Sequence[_Final],
+    finished: Sequence[FinalRun],
+    diverged: int,
     points: Sequence[RatePoint],
     test: PreferenceDataset,
     target: float,
 ) -> ArmFinding:
-    finished = [run for run in runs if run.result.status == "finished"]
     margins = _margins(finished)
     label, weight = _labels(test)
     scores: dict[str, Estimate] = {
         score: paired_effect(margins, None, test.prompt_ids, score, label=label, weight=weight, num_bootstrap=1000)
         for score in SCORES
     }
-    curves = tuple(
-        LearningCurve.from_json((run.trial.folder / WORK / CURVE_FILE).read_text(encoding="utf-8")) for run in finished
-    )
     grid = rate_grid(frozen.options.config(name).optimizer.lr, frozen.options.rates)
     return ArmFinding(
         name=name,
         chosen=chosen_rate(_mean_scores(points), grid),
         seeds=tuple(run.seed for run in finished),
-        diverged=len(runs) - len(finished),
+        diverged=diverged,
         scores=scores,
-        per_seed={
-            score: tuple(_number(run.result, f"test_{score}") for run in finished) for score in ("nll", "accuracy")
-        },
+        per_seed={score: tuple(_number(run.result, value) for run in finished) for score, value in _PER_SEED.items()},
+        reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
         means={cost: fmean(_number(run.result, cost) for run in finished) for cost in COSTS},
-        target=_time_to(target, curves),
-        curves=curves,
+        target=_time_to(target, [run.curve for run in finished]),
+        curves=tuple(run.curve for run in finished),
     )
 
 
@@ -272,15 +267,17 @@ def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
     )
 
 
-def _margins(runs: Sequence[_Final]) -> np.ndarray:
-    return np.stack([np.load(run.trial.folder / WORK / MARGINS_FILE)["test"] for run in runs])
+def _margins(runs: Sequence[FinalRun]) -> np.ndarray:
+    return np.stack([run.margins for run in runs])
 
 
 def _labels(test: PreferenceDataset) -> tuple[np.ndarray, np.ndarray]:
     return np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
 
 
-def _verdicts(frozen: Frozen, finished: Mapping[str, Sequence[_Final]], test: PreferenceDataset) -> tuple[Verdict, ...]:
+def _verdicts(
+    frozen: Frozen, finished: Mapping[str, Sequence[FinalRun]], test: PreferenceDataset
+) -> tuple[Verdict, ...]:
     """Verdicts over the seeds that every arm finished; none for the smoke budget, which only shows that all works."""
     common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
     if len(common) < 2 or frozen.options.budget == Budget.smoke:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.errors import Interrupted
+from rm_optimizer.errors import ConfigError, Interrupted
 from rm_optimizer.experiments.study.executors import Executor
 from rm_optimizer.experiments.study.plan import PlannedTrial, StudyPlan
 from rm_optimizer.experiments.study.trial import (
@@ -29,6 +29,8 @@ from rm_optimizer.records.files import write_text
 TRIALS = "trials"
 """In the folder of the study: a folder for each trial."""
 WAIT_SECONDS = 1.0
+DAMAGED = "damaged"
+"""State of a trial whose result cannot be read."""
 OnTrial = Callable[[PlannedTrial, TrialResult | None], None]
 """Called with each trial that ended; its result is None where it failed for good."""
 
@@ -38,9 +40,9 @@ class StudyStatus:
     """Trials of a study by state.
 
     Args:
-        states: state of each trial by name: finished, diverged, failed, running or waiting.
+        states: state of each trial by name: finished, diverged, failed, running, waiting or damaged.
         seconds: wall seconds of each finished or diverged trial.
-        errors: last error of each failed trial.
+        errors: last error of each failed trial, and why a damaged one cannot be read.
     """
 
     states: dict[str, str]
@@ -81,28 +83,30 @@ class Study:
         states: dict[str, str] = {}
         seconds: list[float] = []
         errors: dict[str, str] = {}
-        for planned in self.plan.trials:
-            trial = self.trial(planned)
-            if (result := trial.result) is not None:
-                states[planned.name] = result.status
-                seconds.append(result.seconds)
-                continue
-            states[planned.name] = trial.state
-            if states[planned.name] == "failed" and (failure := trial.failure) is not None:
-                errors[planned.name] = failure.error
+        for row in self.rows():
+            states[row["trial"]] = row["state"]
+            if "seconds" in row:
+                seconds.append(row["seconds"])
+            elif row["state"] in ("failed", DAMAGED):
+                errors[row["trial"]] = row["error"]
         return StudyStatus(states, tuple(seconds), errors)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows of one table: each trial's label, state, values, seconds and attempts."""
         for planned in self.plan.trials:
             trial = self.trial(planned)
-            result, failure = trial.result, trial.failure
             about = {"trial": planned.name, "label": planned.label}
+            try:
+                result, failure = trial.result, trial.failure
+                state = trial.state if result is None else result.status
+            except ConfigError as error:
+                yield about | {"state": DAMAGED, "error": str(error)}
+                continue
             if result is None:
-                yield about | {"state": trial.state, "error": failure.error if failure else None}
+                yield about | {"state": state, "error": failure.error if failure else None}
             else:
                 spent = {"seconds": result.seconds, "attempts": result.attempts}
-                yield about | {"state": result.status, "error": result.error} | spent | result.values
+                yield about | {"state": state, "error": result.error} | spent | result.values
 
     def forget_failures(self) -> int:
         """Let failed trials run again, and return how many there are."""
