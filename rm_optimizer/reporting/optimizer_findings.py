@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
 from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_curves, plot_rate_sensitivity
 from rm_optimizer.reporting.style import save_figure
-from rm_optimizer.reporting.tables import new_table, output_console
+from rm_optimizer.reporting.tables import output_console
+from rm_optimizer.reporting.text_table import TextTable
 
 FINDINGS_FILE, TEXT_FILE = "findings.json", "report.md"
 PICTURES = {"rates.png": "Learning-rate sensitivity", "differences.png": "Differences", "curves.png": "Learning curves"}
 _BYTES_OF_MB = 1e6
-
-
-@dataclass(frozen=True)
-class FindingTable:
-    """A table of text, for a terminal or a Markdown file.
-
-    Args:
-        title: its heading.
-        header: names of the columns.
-        rows: cells.
-    """
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def markdown(self) -> str:
-        """The table in Markdown."""
-        lines = [self.header, tuple("---" for _ in self.header), *self.rows]
-        return f"**{self.title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def print_findings(found: ComparisonFindings, console: Console | None = None) -> None:
@@ -50,10 +29,7 @@ def print_findings(found: ComparisonFindings, console: Console | None = None) ->
     """
     console = console or output_console()
     for table in finding_tables(found):
-        shown = new_table(table.title, *table.header)
-        for row in table.rows:
-            shown.add_row(*map(Text, row))
-        console.print(shown)
+        console.print(table.drawn())
     for sentence in found.warnings:
         console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
 
@@ -95,12 +71,12 @@ def methods(found: ComparisonFindings) -> str:
     )
 
 
-def finding_tables(found: ComparisonFindings) -> list[FindingTable]:
-    """Verdicts, tuning and costs."""
-    return [_verdict_table(found), _rate_table(found), _cost_table(found)]
+def finding_tables(found: ComparisonFindings) -> list[TextTable]:
+    """Verdicts, tuning, costs and every seed."""
+    return [_verdict_table(found), _rate_table(found), _cost_table(found), _seed_table(found)]
 
 
-def _verdict_table(found: ComparisonFindings) -> FindingTable:
+def _verdict_table(found: ComparisonFindings) -> TextTable:
     frozen = found.frozen
     title = f"Test scores on {frozen.sizes['test']:,} pairs of {frozen.prompts['test']:,} prompts, 95 % intervals"
     primary = {item.arm: item for item in found.verdicts if item.is_primary}
@@ -116,7 +92,7 @@ def _verdict_table(found: ComparisonFindings) -> FindingTable:
             judged = ["reference", "", "", ""]
         rows.append((arm.name, _rate(arm), str(len(arm.seeds)), *scores, *judged))
     header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL less reference", "Holm p", "verdict")
-    return FindingTable(title, (*header, "detectable"), tuple(rows))
+    return TextTable(title, (*header, "detectable"), tuple(rows))
 
 
 def _rate(arm: ArmFinding) -> str:
@@ -124,17 +100,17 @@ def _rate(arm: ArmFinding) -> str:
     return "none" if rate is None else f"{rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
 
 
-def _rate_table(found: ComparisonFindings) -> FindingTable:
+def _rate_table(found: ComparisonFindings) -> TextTable:
     rows = []
     for arm in found.arms:
         points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
         cells = [f"{point.rate:g}: {_known(point.nll, '.4f', 'diverged')}" for point in points]
         rows.append((arm.name, ", ".join(cells)))
     title = f"Tuning: validation NLL on {found.frozen.sizes['val']:,} pairs by learning rate"
-    return FindingTable(title, ("arm", "learning rate: NLL"), tuple(rows))
+    return TextTable(title, ("arm", "learning rate: NLL"), tuple(rows))
 
 
-def _cost_table(found: ComparisonFindings) -> FindingTable:
+def _cost_table(found: ComparisonFindings) -> TextTable:
     rows = []
     for arm in found.arms:
         means, target = arm.means, arm.target
@@ -159,7 +135,18 @@ def _cost_table(found: ComparisonFindings) -> FindingTable:
         )
     header = ("arm", "s/step", "tokens/s", "passes", "state MB", "memory MB", "clipped", "top eigenvalue", "trace")
     title = f"Cost, curvature, and first evaluation at or below validation NLL {found.target:.4f}"
-    return FindingTable(title, (*header, "steps to it", "tokens to it", "seconds to it"), tuple(rows))
+    return TextTable(title, (*header, "steps to it", "tokens to it", "seconds to it"), tuple(rows))
+
+
+def _seed_table(found: ComparisonFindings) -> TextTable:
+    forms = {"nll": ".4f", "accuracy": ".4f", "top_eigenvalue": ".1f"}
+    rows = tuple(
+        (arm.name, str(seed), *(_known(arm.per_seed[name][at], form, "n/a") for name, form in forms.items()))
+        for arm in found.arms
+        for at, seed in enumerate(arm.seeds)
+    )
+    head = ("arm", "seed", "NLL", "accuracy", "top eigenvalue")
+    return TextTable("Test scores and curvature of the final runs", head, rows)
 
 
 def _trace(means: Mapping[str, float]) -> str:

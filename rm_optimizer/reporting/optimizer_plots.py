@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from rm_optimizer.core.metrics.calibration import ReliabilityBin
 from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
 from rm_optimizer.reporting.plots import CHANCE_LOSS
 from rm_optimizer.reporting.style import GRAY, INK, SERIES, captioned_figure, count_ticks, draw_legend, two_panels
@@ -69,6 +70,66 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
         axes.set_yticks(range(len(arms)), [f"{arm}: {items[arm].verdict}" for arm in arms])
         axes.set(ylim=(len(arms) - 0.5, -0.5), xlabel=f"difference in {label}")
         axes.margins(x=0.15)
+    return figure
+
+
+def plot_reliabilities(found: ComparisonFindings) -> Figure:
+    """Frequency against confidence on the test pairs: each seed, and all seeds of an optimizer together.
+
+    Args:
+        found: findings of the comparison.
+    """
+    count = found.frozen.sizes["test"]
+    caption = f"n = {count:,} test pairs a run; pale: each seed; strong: all seeds of an optimizer together"
+    figure, (axes,) = captioned_figure("Reliability", caption)
+    axes.plot([0.5, 1.0], [0.5, 1.0], color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="perfectly calibrated")
+    for index, arm in enumerate(found.arms):
+        for bins in arm.reliability:
+            points = [(item.mean_confidence, item.frequency) for item in bins]
+            axes.plot(*zip(*points, strict=True), color=_color(index), linewidth=0.8, alpha=0.3)
+        joined = _joined_bins(arm)
+        axes.plot(*zip(*joined, strict=True), label=arm.name, marker="o", markersize=3.5, **_line(index))
+    axes.set(
+        xlim=(0.495, 1.005), xlabel="probability of the preferred side", ylabel="how often that side was the better one"
+    )
+    draw_legend(axes, "lower right")
+    return figure
+
+
+def _joined_bins(arm: ArmFinding) -> list[tuple[float, float]]:
+    """Mean confidence and frequency of each bin over all seeds, each by its number of pairs."""
+    bins: dict[float, list[ReliabilityBin]] = {}
+    for item in sorted((item for seed in arm.reliability for item in seed), key=lambda item: item.low):
+        bins.setdefault(item.low, []).append(item)
+    points = []
+    for items in bins.values():
+        pairs = [item.num_pairs for item in items]
+        means = [np.average([getattr(item, name) for item in items], weights=pairs) for name in _BIN_MEANS]
+        points.append((float(means[0]), float(means[1])))
+    return points
+
+
+_BIN_MEANS = ("mean_confidence", "frequency")
+
+
+def plot_sharpness(found: ComparisonFindings) -> Figure:
+    """Test accuracy against the top eigenvalue of the Hessian, a point for each final run where it was measured.
+
+    Args:
+        found: findings of the comparison.
+    """
+    caption = "a point for each final run; runs that differ in sharpness differ in much else: no cause is shown"
+    figure, (axes,) = captioned_figure("Sharpness and accuracy", caption)
+    for index, arm in enumerate(found.arms):
+        points = [
+            (sharpness, accuracy)
+            for sharpness, accuracy in zip(arm.per_seed["top_eigenvalue"], arm.per_seed["accuracy"], strict=True)
+            if math.isfinite(sharpness) and sharpness > 0
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=_color(index), markersize=5, label=arm.name)
+    axes.set(xscale="log", xlabel="top eigenvalue of the Hessian", ylabel="test accuracy")
+    draw_legend(axes)
     return figure
 
 

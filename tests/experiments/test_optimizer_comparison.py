@@ -30,7 +30,7 @@ from rm_optimizer.experiments.study.executors import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer
-from rm_optimizer.reporting.pages.study_page import write_study_page
+from rm_optimizer.reporting.pages.study_page import comparison_document
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
 from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
@@ -279,23 +279,63 @@ def test_a_damaged_setting_is_named(tmp_path):
 def test_the_page_of_a_comparison_begins_with_its_cautions_and_shows_every_seed(finished, tmp_path):
     run, found = finished
     folder = shutil.copytree(run.folder, tmp_path / "study")
-    page = re.sub(r'base64,[^"]*', "", write_study_page(folder).read_text(encoding="utf-8"))
+    document = comparison_document(folder)
+    whole = document.write(tmp_path / "page").read_bytes()
+    page = re.sub(r'base64,[^"]*', "", whole.decode())
     assert page.index(found.warnings[0][1:]) < page.index("<h2>Verdicts</h2>")
     for arm in found.arms:
         for seed in arm.seeds:
             assert f'<th scope="row">{arm.name}</th><td>{seed}</td>' in page
     assert "explains none of them" in page
     assert "http" not in page
-    assert write_study_page(folder).read_bytes() == write_study_page(folder, tmp_path / "again").read_bytes()
+    assert {"reliability.png", "sharpness.csv"} <= {each.name for each in (tmp_path / "page").iterdir()}
+    assert comparison_document(folder).write(tmp_path / "again").read_bytes() == whole
     done = CliRunner().invoke(app, ["report", str(folder), "--format", "md"])
-    assert (done.exit_code, "rm-opt compare report" in done.stderr) == (2, True)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == document.markdown()
+    assert done.stdout.startswith("# Comparison of adamw, sgd\n\n**")
+    assert "| arm | seed | NLL | accuracy | top eigenvalue |" in done.stdout
+
+
+def final_trial(folder: Path, arm: str, seed: int) -> Path:
+    study = Study(folder)
+    by_label = {re.sub(r", lr [^,]*", "", each.label): study.trial(each).folder for each in study.plan.trials}
+    return by_label[f"final {arm}, seed {seed}"]
+
+
+@pytest.mark.parametrize("file", ["work/curve.json", "work/margins.npz", "result.json"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_final_run_that_cannot_be_read_is_left_out_and_named(finished, tmp_path, file, is_cut):
+    folder = shutil.copytree(finished[0].folder, tmp_path / "study")
+    damaged = final_trial(folder, "sgd", 1) / file
+    if is_cut:
+        damaged.write_bytes(damaged.read_bytes()[:20])
+    else:
+        damaged.unlink()
+    found = findings(folder)
+    assert {arm.name: arm.seeds for arm in found.arms} == {"adamw": (0, 1), "sgd": (0,)}
+    assert not found.verdicts
+    is_waiting = file == "result.json" and not is_cut
+    assert any(file in warning and "left out" in warning for warning in found.warnings) != is_waiting
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "Left out, final sgd" in (folder / "report" / "index.html").read_text(encoding="utf-8") or is_waiting
+
+
+def test_a_comparison_without_a_finished_final_run_shows_its_trials(finished, tmp_path):
+    folder = shutil.copytree(finished[0].folder, tmp_path / "study")
+    for seed in (0, 1):
+        (final_trial(folder, "sgd", seed) / "result.json").unlink()
+    text = comparison_document(folder).markdown()
+    assert "**No result yet.** No final run of sgd is finished yet" in text
+    assert "10 trials: 8 finished, 2 waiting." in text
 
 
 @NEEDS_BROWSER
 def test_the_page_of_a_comparison_fits_each_screen_and_loads_nothing(finished, tmp_path):
-    assert_sound(write_study_page(finished[0].folder, tmp_path))
+    assert_sound(comparison_document(finished[0].folder).write(tmp_path))
 
 
 @NEEDS_AXE
 def test_the_page_of_a_comparison_is_accessible(finished, tmp_path):
-    assert_accessible(write_study_page(finished[0].folder, tmp_path))
+    assert_accessible(comparison_document(finished[0].folder).write(tmp_path))

@@ -11,6 +11,7 @@ from rm_optimizer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rm_optimizer.experiments.study.plan import StudyKind
+    from rm_optimizer.reporting.pages.document import Document
 
 
 def report(
@@ -23,22 +24,21 @@ def report(
     """Write one page on a run or a study: results with intervals, pictures, settings, what is missing; no network."""
     from rm_optimizer.experiments.study.plan import PLAN_FILE, study_kind
     from rm_optimizer.reporting.model_card import markdown_report
-    from rm_optimizer.reporting.pages.run_page import write_run_page
+    from rm_optimizer.reporting.pages.run_page import REPORT_FOLDER, write_run_page
 
     kind = study_kind(folder)
     if kind is None and not (folder / PLAN_FILE).is_file():
         print(markdown_report(folder) if form == "md" else f"page: {write_run_page(folder, output)}")
-    elif form == "md":
-        raise ConfigError(
-            f"--format md is of a run, and {folder} holds a study; for a comparison of optimizers, rm-opt compare "
-            f"report {folder} writes report/report.md"
-        )
+        return
+    document = _study_document(kind, folder)
+    if form == "md":
+        print(document.markdown(), end="")
     else:
-        print(f"page: {_study_page(kind, folder, output)}")
+        print(f"page: {document.write(output or folder / REPORT_FOLDER)}")
 
 
-def _study_page(kind: StudyKind | None, folder: Path, output: Path | None) -> Path:
-    """Write the page of a study and return its file.
+def _study_document(kind: StudyKind | None, folder: Path) -> Document:
+    """The content of a study's page.
 
     Raises:
         ConfigError: if the study is of a kind that has none.
@@ -46,15 +46,15 @@ def _study_page(kind: StudyKind | None, folder: Path, output: Path | None) -> Pa
     from rm_optimizer.experiments.study.plan import StudyKind
     from rm_optimizer.reporting.pages import label_study_page, readiness_study_page, study_page
 
-    writers = {
-        StudyKind.optimizers: study_page.write_study_page,
-        StudyKind.readiness: readiness_study_page.write_readiness_study_page,
-        StudyKind.labels: label_study_page.write_savings_page,
-        StudyKind.cleaning: label_study_page.write_cleaning_page,
+    documents = {
+        StudyKind.optimizers: study_page.comparison_document,
+        StudyKind.readiness: readiness_study_page.readiness_study_document,
+        StudyKind.labels: label_study_page.savings_document,
+        StudyKind.cleaning: label_study_page.cleaning_document,
     }
-    if kind not in writers:
+    if kind not in documents:
         raise ConfigError(
             f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
             f"rm-opt study readiness, labels and cleaning; rm-opt compare report {folder} reports on other studies"
         )
-    return writers[kind](folder, output)
+    return documents[kind](folder)

@@ -8,18 +8,12 @@ from pathlib import Path
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.data_efficiency.cleaning.cleaning_study import CleaningRow
 from rm_optimizer.records.files import write_text
-from rm_optimizer.reporting.tables import cell_text, new_table, output_console
+from rm_optimizer.reporting.tables import cell_text, output_console
+from rm_optimizer.reporting.text_table import TextTable
 
 CLEANING_FILE = "cleaning.json"
 
 
-def write_cleaning(rows: Sequence[CleaningRow], folder: Path) -> None:
-    """Write `cleaning.json`."""
-    write_text(folder / CLEANING_FILE, "[" + ",\n".join(row.to_json() for row in rows) + "]\n")
-
-
-CLEANING_HEAD = ("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random")
-CLEANING_TITLE = "Training without suspected labels, by splits"
 CLEANING_LEGEND = (
     "AUROC: turned labels told from others by held-out probability; estimate: estimated share of turned labels; "
     "out: share of the pairs taken out; wrong: share of these that were turned; gain: points of test accuracy "
@@ -27,19 +21,22 @@ CLEANING_LEGEND = (
 )
 
 
+def write_cleaning(rows: Sequence[CleaningRow], folder: Path) -> None:
+    """Write `cleaning.json`."""
+    write_text(folder / CLEANING_FILE, "[" + ",\n".join(row.to_json() for row in rows) + "]\n")
+
+
 def print_cleaning(rows: Sequence[CleaningRow]) -> None:
     """Print a row for each pool and share of flips. Gains are in points of accuracy."""
-    table = new_table(CLEANING_TITLE, *CLEANING_HEAD)
-    for cells in cleaning_cells(rows):
-        table.add_row(*cells)
     console = output_console()
-    console.print(table)
+    console.print(cleaning_table(rows).drawn())
     console.print(CLEANING_LEGEND, soft_wrap=True)
 
 
-def cleaning_cells(rows: Sequence[CleaningRow]) -> list[tuple[str, ...]]:
-    """A row for each pool and share of flips under `CLEANING_HEAD`."""
-    return [
+def cleaning_table(rows: Sequence[CleaningRow]) -> TextTable:
+    """A row for each pool and share of flips, see `CLEANING_LEGEND`."""
+    head = ("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random")
+    cells = tuple(
         (
             row.pool,
             f"{row.num_splits} x {row.num_pairs:,}",
@@ -48,14 +45,16 @@ def cleaning_cells(rows: Sequence[CleaningRow]) -> list[tuple[str, ...]]:
             f"{row.estimated.value:.1%}",
             f"{row.suspected.value:.1%}",
             "" if row.precision is None else f"{row.precision.value:.0%}",
-            _points(row.gain),
-            _points(row.fewer_gain),
+            gain_text(row.gain),
+            gain_text(row.fewer_gain),
         )
         for row in rows
-    ]
+    )
+    return TextTable("Training without suspected labels, by splits", head, cells)
 
 
-def _points(gain: Estimate) -> str:
+def gain_text(gain: Estimate) -> str:
+    """A gain of accuracy in points, with its interval."""
     if gain.value == gain.standard_error == 0:
         return "0"
     interval = "" if gain.low is None or gain.high is None else f" [{100 * gain.low:+.2f}, {100 * gain.high:+.2f}]"

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.text import Text
 
 from rm_optimizer.data_efficiency.savings.label_savings import LabelSavings
 from rm_optimizer.data_efficiency.savings.label_study import PLACEBO, RANDOM, curves, savings_by_pool
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.style import BLUE, GRAY, SERIES, captioned_figure, draw_legend, save_figure
-from rm_optimizer.reporting.tables import new_table, output_console
+from rm_optimizer.reporting.tables import output_console
+from rm_optimizer.reporting.text_table import TextTable
 
 SAVINGS_FILE = "savings.json"
 _DRAWN = 4
@@ -61,25 +61,14 @@ def print_savings(found: Sequence[LabelSavings], console: Console | None = None)
     """
     console = console or output_console()
     for pool in found:
-        table = new_table(savings_title(pool), *SAVINGS_HEAD)
-        for row in savings_cells(pool):
-            table.add_row(*map(Text, row))
-        console.print(table)
+        console.print(savings_table(pool).drawn())
         if not pool.is_accepted:
             console.print(f"warning: {placebo_warning(pool)}", markup=False, highlight=False, soft_wrap=True)
 
 
-SAVINGS_HEAD = ("rule", "saving", "accuracy, points", "NLL, nats")
-
-
-def savings_title(pool: LabelSavings) -> str:
-    """Caption of the table of a pool."""
-    return f"{pool.pool}: labels saved at {pool.budget:,} labels, {pool.num_splits} splits"
-
-
-def savings_cells(pool: LabelSavings) -> list[tuple[str, str, str, str]]:
-    """A row for each rule under `SAVINGS_HEAD`."""
-    return [
+def savings_table(pool: LabelSavings) -> TextTable:
+    """A row for each rule of a pool: saved labels, and gains at the budget, with intervals."""
+    rows = tuple(
         (
             f"{rule.rule} (placebo)" if rule.rule == PLACEBO else rule.rule,
             f"{rule.saving:.0%}",
@@ -88,7 +77,9 @@ def savings_cells(pool: LabelSavings) -> list[tuple[str, str, str, str]]:
             f"{rule.nll_gain:+.4f}",
         )
         for rule in pool.rules
-    ]
+    )
+    title = f"{pool.pool}: labels saved at {pool.budget:,} labels, {pool.num_splits} splits"
+    return TextTable(title, ("rule", "saving", "accuracy, points", "NLL, nats"), rows)
 
 
 def placebo_warning(pool: LabelSavings) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from rm_optimizer.reporting.pages.figure_data import figure_rows
 from rm_optimizer.reporting.style import save_figure
 
 PAGE_FILE = "index.html"
+_META = "rm-opt-exhibits"
+"""Name of the page's list of the files beside it."""
 
 
 @dataclass
@@ -44,9 +49,30 @@ class Exhibits:
         return html.table(caption, head, cells)
 
     def write(self, folder: Path, content: str) -> Path:
-        """Write the files and, last, the page, each whole or not at all; return the page's file."""
+        """Write the files and, last, the page, each whole or not at all; return the page's file.
+
+        Files of an earlier page that this one does not have are removed; other files stay.
+        """
+        earlier = _names(folder / PAGE_FILE)
         for name, figure in self.figures.items():
             save_figure(figure, folder / f"{name}.png", svg=True)
         for name, rows in self.tables.items():
             write_csv(folder / f"{name}.csv", rows)
-        return write_text(folder / PAGE_FILE, content)
+        for name in earlier - self.figures.keys():
+            for kind in ("png", "svg"):
+                (folder / f"{name}.{kind}").unlink(missing_ok=True)
+        for name in earlier - self.tables.keys():
+            (folder / f"{name}.csv").unlink(missing_ok=True)
+        names = escape(json.dumps(sorted({*self.figures, *self.tables})))
+        listed = content.replace("</head>", f'<meta name="{_META}" content="{names}"></head>', 1)
+        return write_text(folder / PAGE_FILE, listed)
+
+
+def _names(page: Path) -> set[str]:
+    """Stems of the files that stand beside an earlier page, as it lists them; none where there is no page of ours."""
+    try:
+        found = re.search(rf'<meta name="{_META}" content="([^"]*)">', page.read_text(encoding="utf-8"))
+        names = json.loads(unescape(found[1])) if found else []
+    except (OSError, ValueError):
+        return set()
+    return {name for name in names if isinstance(name, str) and name == Path(name).name}

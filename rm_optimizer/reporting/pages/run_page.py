@@ -65,10 +65,14 @@ def run_page(run_dir: Path, exhibits: Exhibits) -> str:
     """
     result = RunResult.read(run_dir)
     if result is None:
-        state = "holds a run that has no result yet" if RunFolder(run_dir).is_used else "holds no run"
+        if not RunFolder(run_dir).is_used:
+            raise DataError(
+                f"{run_dir} holds no run ({RESULT_FILE} is missing) and no study; name the folder of a finished run, "
+                "of a comparison of optimizers, or of rm-opt study readiness, labels or cleaning"
+            )
         raise DataError(
-            f"{run_dir} {state} ({RESULT_FILE} is missing or torn); name the folder of a finished run, or finish this "
-            "one with resume=auto"
+            f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or torn); finish it with "
+            "resume=auto"
         )
     parts = _Parts(run_dir, result, exhibits)
     title = f"{result.model}, {result.optimizer}, seed {result.seed}"

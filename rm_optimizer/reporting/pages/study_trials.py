@@ -1,29 +1,97 @@
-"""The section of a study's page on its trials."""
+"""Parts that pages of studies share: the stored result, and the trials."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.reporting.pages.html import bullets, paragraph, section
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.study.driver import DAMAGED
+from rm_optimizer.experiments.study.plan import StudyPlan
+from rm_optimizer.records.codec import JsonRecord, from_values
+from rm_optimizer.reporting.pages.document import Part
+
+TrialRows = Sequence[Mapping[str, Any]]
+RecordT = TypeVar("RecordT", bound=JsonRecord)
 
 
-def trials_section(study: Study) -> str:
-    """Trials by state, errors of failed ones, versions and machine."""
-    rows = list(study.rows())
+def stored_record(path: Path, kind: type[RecordT], command: str) -> RecordT | None:
+    """A result of a study; None where it is not there yet.
+
+    Args:
+        path: its file.
+        kind: its type.
+        command: command that writes it.
+
+    Raises:
+        ConfigError: if it is damaged.
+    """
+    values = _values(path, command)
+    return None if values is None else _as(kind, values, path, command)
+
+
+def stored_records(path: Path, kind: type[RecordT], command: str) -> list[RecordT]:
+    """The results of a study, a list in one file.
+
+    Args:
+        path: the file.
+        kind: type of each result.
+        command: command that writes it.
+
+    Raises:
+        ConfigError: if it is missing or damaged.
+    """
+    values = _values(path, command)
+    if values is None:
+        raise ConfigError(f"{path} is missing: the study has no result yet; {command} goes on")
+    if not (isinstance(values, list) and values):
+        raise _damaged(path, command)
+    return [_as(kind, each, path, command) for each in values]
+
+
+def _values(path: Path, command: str) -> Any:
+    """The JSON of a file; None where there is no file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise _damaged(path, command) from error
+
+
+def _as(kind: type[RecordT], values: Any, path: Path, command: str) -> RecordT:
+    try:
+        return from_values(kind, values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, command) from error
+
+
+def _damaged(path: Path, command: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged; {command} writes it again")
+
+
+def trials_part(plan: StudyPlan, rows: TrialRows) -> Part:
+    """Trials by state, errors of failed ones, versions and machine.
+
+    Args:
+        plan: plan of the study.
+        rows: its trials, see `Study.rows`.
+    """
     counts = Counter(str(row["state"]) for row in rows)
     states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-    plan = study.plan
     about = [
         f"{len(rows)} trials: {states}.",
         f"Versions: {', '.join(f'{name} {version}' for name, version in plan.versions.items())}.",
         f"Machine: {', '.join(f'{name} {value}' for name, value in plan.machine.items())}.",
         *([f"Commit: {plan.commit}."] if plan.commit else []),
     ]
-    return section("Trials", *(paragraph(line) for line in about), bullets(failure_lines(study)))
+    return Part("Trials", (*about, failure_lines(rows)))
 
 
-def failure_lines(study: Study) -> list[str]:
-    """A line for each trial that failed or diverged, with its error."""
-    rows = [row for row in study.rows() if row["state"] in ("failed", "diverged")]
-    return [f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in rows]
+def failure_lines(rows: TrialRows) -> tuple[str, ...]:
+    """A line for each trial that failed, diverged or is damaged, with its error."""
+    bad = (row for row in rows if row["state"] in ("failed", "diverged", DAMAGED))
+    return tuple(f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in bad)

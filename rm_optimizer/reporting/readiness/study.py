@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from rich.text import Text
 
 from rm_optimizer.experiments.readiness.predictors import FrozenChoice
 from rm_optimizer.experiments.readiness.validation import EIGHTFOLD, JUDGED, MATCHED, SCORE, Validation
 from rm_optimizer.reporting.style import BLUE, GRAY, GREEN, VERMILION, save_figure, two_panels
-from rm_optimizer.reporting.tables import new_table, output_console
+from rm_optimizer.reporting.tables import output_console
+from rm_optimizer.reporting.text_table import TextTable
 
 PICTURE = "readiness_study.png"
-_SHOWN = (
-    "best_of_64",
-    "rloo_kl_3",
-    "rloo_kl_6",
-    "rloo_kl_12",
-    "grpo_kl_6",
-    "unpenalized_kl_6",
-    "unpenalized_final",
-)
+_SHOWN = tuple(name for name in JUDGED if name not in ("best_of_16", "best_of_256"))
 _TITLES = {
     "best_of_16": "best of 16",
     "best_of_64": "best of 64",
@@ -36,18 +27,9 @@ _TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class StudyTable:
-    """A table of the study: title, names of the columns, cells as text."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
 def print_choice(choice: FrozenChoice) -> None:
     """Print the candidates for each algorithm and the one that was chosen."""
-    _print_table(choice_table(choice))
+    output_console().print(choice_table(choice).drawn())
     for line in choice_lines(choice):
         output_console().print(line, markup=False, highlight=False)
 
@@ -55,22 +37,15 @@ def print_choice(choice: FrozenChoice) -> None:
 def print_validation(found: Validation) -> None:
     """Print tau of every predictor and outcome, and how far the score is above accuracy."""
     for table in validation_tables(found):
-        _print_table(table)
+        output_console().print(table.drawn())
     for line in validation_lines(found):
         output_console().print(line, markup=False, highlight=False)
 
 
-def _print_table(table: StudyTable) -> None:
-    printed = new_table(table.title, *table.head)
-    for row in table.rows:
-        printed.add_row(*map(Text, row))
-    output_console().print(printed)
-
-
-def choice_table(choice: FrozenChoice) -> StudyTable:
+def choice_table(choice: FrozenChoice) -> TextTable:
     """Tau of each candidate on the development worlds."""
     names = next(iter(choice.fits.values())).tau
-    return StudyTable(
+    return TextTable(
         "Development worlds: tau with each algorithm's gold",
         ("candidate", *choice.fits),
         tuple((name, *(f"{fit.tau[name]:.3f}" for fit in choice.fits.values())) for name in names),
@@ -85,7 +60,7 @@ def choice_lines(choice: FrozenChoice) -> list[str]:
     ]
 
 
-def validation_tables(found: Validation) -> tuple[StudyTable, StudyTable]:
+def validation_tables(found: Validation) -> tuple[TextTable, TextTable]:
     """Tau of every predictor and outcome, and the score's less accuracy's."""
     title = f"Kendall's tau with gold rewards, mean over {len(found.worlds)} worlds, {found.num_models} reward models"
     taus = tuple(
@@ -102,8 +77,8 @@ def validation_tables(found: Validation) -> tuple[StudyTable, StudyTable]:
     )
     head = ("outcome", "over", "models drawn anew", "over worlds")
     return (
-        StudyTable(title, ("predictor", *(_TITLES[name] for name in _SHOWN), "regret at 6 nats"), taus),
-        StudyTable("The score's tau less accuracy's", head, differences),
+        TextTable(title, ("predictor", *(_TITLES[name] for name in _SHOWN), "regret at 6 nats"), taus),
+        TextTable("The score's tau less accuracy's", head, differences),
     )
 
 

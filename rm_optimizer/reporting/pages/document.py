@@ -1,0 +1,134 @@
+"""The content of a study's page as values, and the page and the Markdown that are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from matplotlib.figure import Figure
+
+from rm_optimizer.records.quoting import markdown_line
+from rm_optimizer.reporting.pages import html
+from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.text_table import TextTable
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The one thing to know.
+
+    Args:
+        tone: how good it is.
+        headline: a few words.
+        sentences: what they mean; they get a capital and a full stop.
+    """
+
+    tone: Literal["good", "fair", "bad", "open"]
+    headline: str
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure.
+
+    Args:
+        name: stem of its files.
+        figure: the figure.
+        caption: what it shows, in one sentence.
+    """
+
+    name: str
+    figure: Figure
+    caption: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table.
+
+    Args:
+        name: stem of its file.
+        table: the table; one without rows is left out.
+    """
+
+    name: str
+    table: TextTable
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part under a heading.
+
+    Args:
+        title: the heading.
+        blocks: figures, tables, paragraphs as text and lists of sentences; a part without a block is left out.
+    """
+
+    title: str
+    blocks: tuple[Drawing | Listing | str | tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a study's page says.
+
+    Args:
+        title: its title.
+        answer: the one thing to know.
+        parts: the parts below.
+    """
+
+    title: str
+    answer: Answer
+    parts: Sequence[Part]
+
+    def write(self, folder: Path) -> Path:
+        """Write the page with its figures and tables beside it, and return the page's file."""
+        exhibits = Exhibits()
+        answer = html.answer(self.answer.tone, self.answer.headline, *self.answer.sentences)
+        content = [answer, *(html.section(part.title, *_html(part, exhibits)) for part in self.parts)]
+        return exhibits.write(folder, html.page(self.title, content))
+
+    def markdown(self) -> str:
+        """The same without figures, for a pull request."""
+        answer = " ".join([f"**{markdown_line(self.answer.headline)}.**", *map(_as_sentence, self.answer.sentences)])
+        parts = [text for part in self.parts if (text := _markdown(part))]
+        return "\n\n".join([f"# {markdown_line(self.title)}", answer, *parts]) + "\n"
+
+
+def _html(part: Part, exhibits: Exhibits) -> Iterator[str]:
+    for is_drawing, blocks in groupby(part.blocks, lambda block: isinstance(block, Drawing)):
+        shown = [_block(block, exhibits) for block in blocks]
+        yield html.figures(*shown) if is_drawing else "\n".join(shown)
+
+
+def _block(block: Drawing | Listing | str | tuple[str, ...], exhibits: Exhibits) -> str:
+    if isinstance(block, Drawing):
+        return exhibits.figure(block.name, block.figure, block.caption)
+    if isinstance(block, Listing):
+        table = block.table
+        return exhibits.table(block.name, table.title, table.head, table.rows) if table.rows else ""
+    if isinstance(block, str):
+        return html.paragraph(block) if block else ""
+    return html.bullets(block)
+
+
+def _markdown(part: Part) -> str:
+    shown = []
+    for block in part.blocks:
+        if isinstance(block, Listing) and block.table.rows:
+            shown.append(block.table.markdown())
+        elif isinstance(block, str):
+            shown.append(markdown_line(block))
+        elif isinstance(block, tuple):
+            shown.append("\n".join(f"- {markdown_line(line)}" for line in block))
+    content = "\n\n".join(text for text in shown if text)
+    return f"## {markdown_line(part.title)}\n\n{content}" if content else ""
+
+
+def _as_sentence(text: str) -> str:
+    return markdown_line(html.sentence(text))
