@@ -12,8 +12,7 @@ from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, C
 from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_curves, plot_rate_sensitivity
 from rm_optimizer.reporting.style import save_figure
-from rm_optimizer.reporting.tables import output_console
-from rm_optimizer.reporting.text_table import TextTable
+from rm_optimizer.reporting.tables import TextTable, output_console
 
 FINDINGS_FILE, TEXT_FILE = "findings.json", "report.md"
 PICTURES = {"rates.png": "Learning-rate sensitivity", "differences.png": "Differences", "curves.png": "Learning curves"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -15,6 +16,7 @@ from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.core.pairs.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.evaluation.saved_model import Evaluation
+from rm_optimizer.records.quoting import markdown_line, markdown_table
 
 Cell = str | int | float | Estimate | None
 
@@ -239,6 +241,32 @@ def new_table(title: str, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(Text(name), justify="right", overflow="fold")
     return table
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text.
+
+    Args:
+        title: its heading.
+        head: names of the columns.
+        rows: cells, the first of each row its name.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def drawn(self) -> Table:
+        """The table for a terminal."""
+        table = new_table(self.title, *self.head)
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        return f"**{markdown_line(self.title)}**\n\n{markdown_table(self.head, self.rows)}"
 
 
 def _percent(share: float) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.data_efficiency.cleaning.cleaning_study import CleaningRow
 from rm_optimizer.records.files import write_text
-from rm_optimizer.reporting.tables import cell_text, output_console
-from rm_optimizer.reporting.text_table import TextTable
+from rm_optimizer.reporting.tables import TextTable, cell_text, output_console
 
 CLEANING_FILE = "cleaning.json"
 

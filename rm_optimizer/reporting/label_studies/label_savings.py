@@ -14,8 +14,7 @@ from rm_optimizer.data_efficiency.savings.label_savings import LabelSavings
 from rm_optimizer.data_efficiency.savings.label_study import PLACEBO, RANDOM, curves, savings_by_pool
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.style import BLUE, GRAY, SERIES, captioned_figure, draw_legend, save_figure
-from rm_optimizer.reporting.tables import output_console
-from rm_optimizer.reporting.text_table import TextTable
+from rm_optimizer.reporting.tables import TextTable, output_console
 
 SAVINGS_FILE = "savings.json"
 _DRAWN = 4

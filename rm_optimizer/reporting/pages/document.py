@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rm_optimizer.records.quoting import markdown_line
 from rm_optimizer.reporting.pages import html
 from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.text_table import TextTable
+from rm_optimizer.reporting.tables import TextTable
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """What a study's page says.
+    """The content of a study's page.
 
     Args:
         title: its title.

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from rm_optimizer.experiments.readiness.predictors import FrozenChoice
 from rm_optimizer.experiments.readiness.validation import EIGHTFOLD, JUDGED, MATCHED, SCORE, Validation
 from rm_optimizer.reporting.style import BLUE, GRAY, GREEN, VERMILION, save_figure, two_panels
-from rm_optimizer.reporting.tables import output_console
-from rm_optimizer.reporting.text_table import TextTable
+from rm_optimizer.reporting.tables import TextTable, output_console
 
 PICTURE = "readiness_study.png"
 _SHOWN = tuple(name for name in JUDGED if name not in ("best_of_16", "best_of_256"))
