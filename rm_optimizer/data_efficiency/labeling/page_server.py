@@ -1,34 +1,25 @@
 """Server of the labeling page, for this machine alone; an answer is on the disk before it is confirmed.
 
-A request must name this server as its host and, for questions and answers, carry the token of the page's address. The
-token stands behind `#`, which browsers never send. So other sites and other users of the machine can neither read
-questions nor give answers.
+The token of the page's address stands behind `#`, which browsers never send; questions and answers need it.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
-import secrets
-import sys
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from threading import Lock
 from typing import Any
 
 from rm_optimizer.core.rows.messages import as_messages
 from rm_optimizer.data_efficiency.labeling.answer_log import AnswerLog
-from rm_optimizer.errors import ConfigError, DataError
-
-HOST = "127.0.0.1"
-"""Address that no other machine reaches."""
+from rm_optimizer.errors import DataError
+from rm_optimizer.serving.http.local_pages import HOST, LocalHandler, LocalServer, page_policy
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(LocalServer):
     """Labeling page on a port of this machine.
 
     Args:
@@ -38,34 +29,19 @@ class PageServer(ThreadingHTTPServer):
 
     Raises:
         ConfigError: if the port is taken.
-
-    Attributes:
-        token: secret of this server's page.
     """
-
-    daemon_threads = True
 
     def __init__(self, log: AnswerLog, name: str, port: int = 0) -> None:
         self.log, self.name = log, name
-        self.token = secrets.token_urlsafe(18)
         self.lock = Lock()
         self.page = files("rm_optimizer.data_efficiency.labeling").joinpath("page.html").read_bytes()
-        try:
-            super().__init__((HOST, port), _Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"--port {port} cannot be used ({error.strerror}); leave it out to take a free one"
-            ) from None
+        self.policy = page_policy(self.page, {"connect-src": "'self'"})
+        super().__init__(_Handler, port)
 
     @property
     def url(self) -> str:
         """Address of the page, its token behind `#`."""
         return f"http://{HOST}:{self.server_port}/#{self.token}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over a connection that the browser closed; report anything else."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
 
     def state(self) -> dict[str, Any]:
         """Progress and current question, as the page reads them."""
@@ -80,13 +56,11 @@ class PageServer(ThreadingHTTPServer):
         return {"name": self.name, **numbers, "can_undo": self.log.num_answered > 0, "question": shown}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LocalHandler):
     server: PageServer
-    protocol_version = "HTTP/1.1"
-    timeout = 60
 
     def do_GET(self) -> None:
-        if not self._is_ours():
+        if not self.is_own_request:
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers its own page alone")
         elif self.path == "/":
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
@@ -97,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self._body()
-        if not self._is_ours() or body is None:
+        if not self.is_own_request or body is None:
             self.close_connection = True
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers its own page alone")
         elif self.path == "/answer":
@@ -106,12 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.server.log.undo)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such address")
-
-    def _is_ours(self) -> bool:
-        """True if the request names this server as its host, and comes from no page of another origin."""
-        hosts = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
-        origin = self.headers.get("Origin")
-        return self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{host}" for host in hosts])
 
     def _body(self) -> dict[str, Any] | None:
         """Object of a JSON body; None where there is none."""
@@ -126,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, change: Callable[[], None]) -> None:
         """Make a change and send the state after it, if the page's token is there."""
-        if not secrets.compare_digest(self.headers.get("X-Label-Token", "").encode(), self.server.token.encode()):
+        if not self.server.is_token(self.headers.get("X-Label-Token", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "the address lacks its token; open the one that rm-opt label printed")
             return
         with self.server.lock:
@@ -146,26 +114,4 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, "application/json", json.dumps(value).encode())
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Content-Security-Policy", _policy(self.server.page))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the command prints its own lines."""
-
-
-def _policy(page: bytes) -> str:
-    """Content security policy that lets the page's own script and style run, and no other."""
-    found = {}
-    for tag in (b"script", b"style"):
-        inside = re.search(b"<%s>(.*?)</%s>" % (tag, tag), page, re.DOTALL)
-        assert inside is not None
-        found[tag] = base64.b64encode(hashlib.sha256(inside[1]).digest()).decode()
-    own = f"script-src 'sha256-{found[b'script']}'; style-src 'sha256-{found[b'style']}'"
-    return f"default-src 'none'; {own}; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        self.send_content(status, kind, content, self.server.policy)
