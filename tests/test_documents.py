@@ -286,6 +286,7 @@ WAYS: dict[str, Way] = {
     ),
     "rm-opt report outputs/run": Way(prints="page: outputs/run/report/index.html", slow=True),
     "rm-opt report outputs/optimizers": Way("rm-opt report --help", prints="--format"),
+    "rm-opt report outputs --serve": Way("rm-opt report --help", prints="--serve"),
     "rm-opt report outputs/run --format md": Way(prints="## Known weaknesses", slow=True),
     "rm-opt study cleaning outputs/cleaning": Way(
         "rm-opt study cleaning outputs/cleaning --splits 2 --pairs 60", prints="AUROC: turned labels"

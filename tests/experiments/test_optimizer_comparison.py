@@ -30,6 +30,7 @@ from rm_optimizer.experiments.study.executors import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer
+from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.reporting.pages.study_page import comparison_document
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
@@ -280,7 +281,7 @@ def test_the_page_of_a_comparison_begins_with_its_cautions_and_shows_every_seed(
     run, found = finished
     folder = shutil.copytree(run.folder, tmp_path / "study")
     document = comparison_document(folder)
-    whole = document.write(tmp_path / "page").read_bytes()
+    whole = write_page(folder, tmp_path / "page").read_bytes()
     page = re.sub(r'base64,[^"]*', "", whole.decode())
     assert page.index(found.warnings[0][1:]) < page.index("<h2>Verdicts</h2>")
     for arm in found.arms:
@@ -289,7 +290,7 @@ def test_the_page_of_a_comparison_begins_with_its_cautions_and_shows_every_seed(
     assert "explains none of them" in page
     assert "http" not in page
     assert {"reliability.png", "sharpness.csv"} <= {each.name for each in (tmp_path / "page").iterdir()}
-    assert comparison_document(folder).write(tmp_path / "again").read_bytes() == whole
+    assert write_page(folder, tmp_path / "again").read_bytes() == whole
     done = CliRunner().invoke(app, ["report", str(folder), "--format", "md"])
     assert done.exit_code == 0, done.output
     assert done.stdout == document.markdown()
@@ -333,9 +334,9 @@ def test_a_comparison_without_a_finished_final_run_shows_its_trials(finished, tm
 
 @NEEDS_BROWSER
 def test_the_page_of_a_comparison_fits_each_screen_and_loads_nothing(finished, tmp_path):
-    assert_sound(comparison_document(finished[0].folder).write(tmp_path))
+    assert_sound(write_page(finished[0].folder, tmp_path))
 
 
 @NEEDS_AXE
 def test_the_page_of_a_comparison_is_accessible(finished, tmp_path):
-    assert_accessible(comparison_document(finished[0].folder).write(tmp_path))
+    assert_accessible(write_page(finished[0].folder, tmp_path))

@@ -14,8 +14,9 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.surface.results import Slice, Surface
 from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph
-from rm_optimizer.reporting.pages.run_page import run_page, write_run_page
+from rm_optimizer.reporting.pages.run_page import run_page
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from rm_optimizer.training.folder.result import RunResult
@@ -50,7 +51,7 @@ def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup
 
 
 def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: Path, tmp_path: Path) -> None:
-    first, again = (write_run_page(trained, tmp_path / name).parent for name in ("first", "again"))
+    first, again = (write_page(trained, tmp_path / name).parent for name in ("first", "again"))
     names = sorted(path.name for path in first.iterdir())
     drawn = {
         f"{name}.{kind}" for name in ("accuracy", "loss", "margins", "reliability") for kind in ("csv", "png", "svg")
@@ -93,7 +94,7 @@ def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice
     folder = copied / "landscape" / f"{kind}-2"
     folder.mkdir(parents=True)
     (folder / f"{kind}.json").write_text(result.to_json())
-    page = write_run_page(copied).read_text(encoding="utf-8").partition("<h2>Loss landscape</h2>")[2]
+    page = write_page(copied).read_text(encoding="utf-8").partition("<h2>Loss landscape</h2>")[2]
     assert re.findall(r'<svg class="(drawing[^"]*)"', page)[0] == ("drawing fixed" if is_fixed else "drawing")
     assert f"({kind}-2)</figcaption>" in page
     assert f"Numbers of {kind}-2" in page
@@ -110,7 +111,7 @@ def test_an_ensemble_of_the_run_shows_its_members_and_where_they_agree(copied: P
     for row in rows[:20]:
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     (other / "pair_rewards.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = text_of(write_run_page(copied).read_text(encoding="utf-8"))
+    page = text_of(write_page(copied).read_text(encoding="utf-8"))
     tied = sum(row["chosen"] == row["rejected"] for row in rows[:20])
     assert f"All 2 members order {40 + tied} of the 60 validation pairs alike." in page
     assert "spread by more than 0.250: at most 5% of responses" in page
@@ -150,7 +151,7 @@ def test_a_folder_without_a_finished_run_is_refused(copied: Path, result: str | 
     else:
         (copied / "run.json").write_text(result)
     with pytest.raises(DataError, match=r"holds a run that has no result yet \(run\.json is missing or torn\)"):
-        write_run_page(copied)
+        write_page(copied)
     assert not (copied / "report").exists()
 
 
@@ -170,7 +171,7 @@ def test_the_command_writes_a_page_or_prints_markdown(copied: Path, tmp_path: Pa
 
 @NEEDS_BROWSER
 def test_nothing_overflows_on_phone_or_wide_screen_and_the_console_stays_empty(trained: Path, tmp_path: Path) -> None:
-    page = write_run_page(trained, tmp_path)
+    page = write_page(trained, tmp_path)
     assert_sound(page)
     with opened_browser() as browser:
         browser.open(page.as_uri())
@@ -182,7 +183,7 @@ def test_the_page_of_a_run_is_accessible(copied: Path, tmp_path: Path) -> None:
     for name, result in (("slices", SLICE), ("surface", SURFACE)):
         (copied / "landscape" / name).mkdir(parents=True)
         (copied / "landscape" / name / f"{name}.json").write_text(result.to_json())
-    assert_accessible(write_run_page(copied, tmp_path))
+    assert_accessible(write_page(copied, tmp_path))
 
 
 @NEEDS_BROWSER

@@ -32,8 +32,8 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.reporting.label_studies.cleaning import CLEANING_FILE, write_cleaning
 from rm_optimizer.reporting.label_studies.label_savings import SAVINGS_FILE
 from rm_optimizer.reporting.pages.document import Document
+from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.reporting.pages.label_study_page import cleaning_document, saved_answer, savings_document
-from rm_optimizer.reporting.pages.readiness_study_page import readiness_study_document
 from tests.browser import NEEDS_BROWSER, assert_sound
 
 TASKS = {
@@ -113,7 +113,7 @@ def test_a_comparison_killed_before_its_plan_is_told_by_its_setting(tmp_path: Pa
 
 
 def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: Path) -> None:
-    page = savings_document(savings).write(savings / "report")
+    page = write_page(savings)
     text = page.read_text()
     assert "Choosing pairs saves labels in 1 of 2 pools" in text
     assert "In &#x27;a&lt;b&gt;&#x27; d_optimal saves labels: 40% [30%, 50%] of 512." in text
@@ -122,7 +122,7 @@ def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: 
     assert {"savings_0.png", "savings_0.svg", "savings_0.csv", "rules_1.csv"} <= {
         each.name for each in page.parent.iterdir()
     }
-    assert savings_document(savings).write(savings / "again").read_bytes() == page.read_bytes()
+    assert write_page(savings, savings / "again").read_bytes() == page.read_bytes()
 
 
 def test_a_rule_whose_interval_holds_0_saves_nothing() -> None:
@@ -152,7 +152,7 @@ def test_cleaning_says_where_it_helps(cleaning: Path, gains: tuple[float, ...], 
     document = cleaning_document(cleaning)
     assert (document.answer.tone, document.answer.headline) == (tone, headline)
     if tone == "good":
-        text = document.write(cleaning / "report").read_text()
+        text = write_page(cleaning).read_text()
         assert "With 20% of the labels turned, &#x27;decided&#x27; gains: +1.80 [+1.60, +2.00] points" in text
 
 
@@ -164,18 +164,18 @@ def test_markdown_of_a_study_has_its_tables_and_no_figures(savings: Path) -> Non
 
 
 def test_files_of_an_earlier_page_go_and_others_stay(savings: Path) -> None:
-    folder = savings_document(savings).write(savings / "report").parent
+    folder = write_page(savings).parent
     (folder / "notes.csv").write_text("mine")
     assert (folder / "rules_1.csv").is_file()
     assert (folder / "savings_1.svg").is_file()
     pools = json.loads((savings / SAVINGS_FILE).read_text())
     (savings / SAVINGS_FILE).write_text(json.dumps(pools[:1]))
-    names = {path.name for path in savings_document(savings).write(folder).parent.iterdir()}
+    names = {path.name for path in write_page(savings, folder).parent.iterdir()}
     assert names == {"index.html", "notes.csv", "rules_0.csv", *(f"savings_0.{kind}" for kind in ("csv", "png", "svg"))}
 
 
 def test_a_readiness_study_without_a_test_says_so(readiness: Path) -> None:
-    text = readiness_study_document(readiness).write(readiness / "report").read_text()
+    text = write_page(readiness).read_text()
     assert "Not tested" in text
     assert "frozen for rloo_kl: probe_64@256, ridge 0.1" in text
 
@@ -183,7 +183,7 @@ def test_a_readiness_study_without_a_test_says_so(readiness: Path) -> None:
 @pytest.mark.parametrize(("gain", "said"), [(0.2, "better than accuracy"), (0.05, "not shown to rank better")])
 def test_the_test_of_readiness_is_told_by_its_interval(readiness: Path, gain: float, said: str) -> None:
     (readiness / "validation.json").write_text(validation(gain).to_json())
-    page = readiness_study_document(readiness).write(readiness / "report")
+    page = write_page(readiness)
     assert said in page.read_text()
     assert {"validation.png", "taus.csv", "differences.csv"} <= {each.name for each in page.parent.iterdir()}
 
@@ -212,7 +212,7 @@ def test_a_study_without_a_result_or_a_torn_one_is_one_sentence(
 def test_a_torn_result_of_readiness_is_one_sentence(readiness: Path, name: str) -> None:
     (readiness / name).write_text('{"worlds": [')
     with pytest.raises(ConfigError, match=f"{name} is damaged"):
-        readiness_study_document(readiness).write(readiness / "report")
+        write_page(readiness)
 
 
 def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readiness: Path, tmp_path: Path) -> None:
@@ -230,4 +230,4 @@ def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readi
 
 @NEEDS_BROWSER
 def test_the_page_of_savings_fits_each_screen_and_loads_nothing(savings: Path) -> None:
-    assert_sound(savings_document(savings).write(savings / "report"))
+    assert_sound(write_page(savings))

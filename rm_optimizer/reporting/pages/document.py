@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Literal
 
 from matplotlib.figure import Figure
@@ -86,12 +85,15 @@ class Document:
     answer: Answer
     parts: Sequence[Part]
 
-    def write(self, folder: Path) -> Path:
-        """Write the page with its figures and tables beside it, and return the page's file."""
-        exhibits = Exhibits()
+    def html(self, exhibits: Exhibits) -> str:
+        """The page as HTML.
+
+        Args:
+            exhibits: gains its figures and tables.
+        """
         answer = html.answer(self.answer.tone, self.answer.headline, *self.answer.sentences)
         content = [answer, *(html.section(part.title, *_html(part, exhibits)) for part in self.parts)]
-        return exhibits.write(folder, html.page(self.title, content))
+        return html.page(self.title, content)
 
     def markdown(self) -> str:
         """The same without figures, for a pull request."""

@@ -69,7 +69,8 @@ def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}{style}</style></head>\n<body><main>\n"
+        f'<link rel="icon" href="data:,"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}{style}</style></head>\n<body><main>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n"
     )
 

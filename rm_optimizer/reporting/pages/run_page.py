@@ -34,23 +34,7 @@ from rm_optimizer.reporting.tables import cell_text, metrics_rows
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 from rm_optimizer.training.folder.result import RunResult
 
-REPORT_FOLDER = "report"
-"""In the run folder."""
 _READINESS = Path("readiness", "readiness.json")
-
-
-def write_run_page(run_dir: Path, folder: Path | None = None) -> Path:
-    """Write the page of a run and return its file; the same folder gives the same bytes.
-
-    Args:
-        run_dir: the run folder.
-        folder: where to write; None takes `report/` of the run.
-
-    Raises:
-        DataError: if the folder holds no run, or one that has not ended.
-    """
-    exhibits = Exhibits()
-    return exhibits.write(folder or run_dir / REPORT_FOLDER, run_page(run_dir, exhibits))
 
 
 def run_page(run_dir: Path, exhibits: Exhibits) -> str:

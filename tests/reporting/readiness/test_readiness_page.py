@@ -73,9 +73,9 @@ class Text(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "line", "circle"):
+        if tag not in ("meta", "link", "line", "circle"):
             self.open.append(tag)
-        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        self.loaded += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
 
     def handle_startendtag(self, tag, attrs):
         pass

@@ -1,0 +1,74 @@
+"""The page of whatever a folder holds: a run or a study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyKind, study_kind
+from rm_optimizer.reporting.model_card import markdown_report
+from rm_optimizer.reporting.pages.document import Document
+from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.pages.label_study_page import cleaning_document, savings_document
+from rm_optimizer.reporting.pages.readiness_study_page import readiness_study_document
+from rm_optimizer.reporting.pages.run_page import run_page
+from rm_optimizer.reporting.pages.study_page import comparison_document
+
+REPORT_FOLDER = "report"
+"""In the folder of the run or study."""
+_DOCUMENTS: Mapping[StudyKind, Callable[[Path], Document]] = {
+    StudyKind.optimizers: comparison_document,
+    StudyKind.readiness: readiness_study_document,
+    StudyKind.labels: savings_document,
+    StudyKind.cleaning: cleaning_document,
+}
+
+
+def write_page(folder: Path, output: Path | None = None) -> Path:
+    """Write the page of a run or study and return its file; the same folder gives the same bytes.
+
+    Args:
+        folder: folder of the run or study.
+        output: where to write; None takes `report/` of the folder.
+
+    Raises:
+        ConfigError: if it holds a study without a page, or one without a result.
+        DataError: if it holds neither a study nor a finished run.
+    """
+    exhibits = Exhibits()
+    return exhibits.write(output or folder / REPORT_FOLDER, folder_page(folder, exhibits))
+
+
+def folder_page(folder: Path, exhibits: Exhibits) -> str:
+    """The page of a run or study as HTML; errors are those of `write_page`.
+
+    Args:
+        folder: folder of the run or study.
+        exhibits: gains the figures and tables of the page.
+    """
+    document = _study_document(folder)
+    return run_page(folder, exhibits) if document is None else document.html(exhibits)
+
+
+def folder_markdown(folder: Path) -> str:
+    """The numbers of a run or study as Markdown for a pull request; errors are those of `write_page`."""
+    document = _study_document(folder)
+    return markdown_report(folder) if document is None else document.markdown()
+
+
+def _study_document(folder: Path) -> Document | None:
+    """The content of a study's page; None where the folder holds no study.
+
+    Raises:
+        ConfigError: if the study is of a kind that has no page.
+    """
+    kind = study_kind(folder)
+    if kind is None and not (folder / PLAN_FILE).is_file():
+        return None
+    if kind is None or kind not in _DOCUMENTS:
+        raise ConfigError(
+            f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
+            f"rm-opt study readiness, labels and cleaning; rm-opt compare report {folder} reports on other studies"
+        )
+    return _DOCUMENTS[kind](folder)

@@ -1,0 +1,1 @@
+"""Index of a folder of runs and studies, for a browser on this machine."""

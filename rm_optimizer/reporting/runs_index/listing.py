@@ -1,0 +1,190 @@
+"""Runs and studies below a folder, read for a list: results are taken as they are stored, without their checks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.study.driver import TRIALS
+from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, StudyPlan, study_kind
+from rm_optimizer.experiments.study.trial import RESULT_FILE as TRIAL_RESULT
+from rm_optimizer.records.run_folder import METRICS_FILE, OPTIONS_FILE, RESULT_FILE, RunFolder
+
+DEEPEST = 6
+"""Levels below the folder that are searched."""
+_OF_A_RUN = frozenset(
+    ("best", "checkpoints", "evaluations", "plots", "landscape", "tensorboard", "report", "readiness", "wandb")
+)
+"""Folders in a run that hold no other run."""
+_SCORES = ("accuracy", "over_length", "nll", "ece")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number of a result with its 95 % interval; NaN where it is not known."""
+
+    value: float = math.nan
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedFolder:
+    """A run or a study in a list.
+
+    Args:
+        name: its path below the folder of the list, with slashes.
+        is_run: False for a study.
+        state: its end, or how far it is; of a study its kind too.
+        changed: time of its last result, in seconds since 1970.
+        model: model preset of a run.
+        optimizer: optimizer of a run.
+        seed: seed of a run.
+        accuracy: validation accuracy.
+        over_length: accuracy less that of "the longer response wins".
+        nll: validation NLL.
+        ece: expected calibration error.
+        minutes: duration of training.
+    """
+
+    name: str
+    is_run: bool
+    state: str
+    changed: float
+    model: str = ""
+    optimizer: str = ""
+    seed: int | None = None
+    accuracy: Score = Score()
+    over_length: Score = Score()
+    nll: Score = Score()
+    ece: Score = Score()
+    minutes: float = math.nan
+
+
+@dataclass
+class Listing:
+    """Runs and studies below a folder; what did not change since the last look is not read again.
+
+    Args:
+        root: the folder.
+        entries: the runs and studies of the last look by name.
+        num_passed: links, and folders deeper than `DEEPEST`, that the last look passed over.
+    """
+
+    root: Path
+    entries: dict[str, ListedFolder] = field(default_factory=dict)
+    num_passed: int = 0
+    _read: dict[str, tuple[object, ListedFolder]] = field(default_factory=dict)
+
+    def look(self) -> list[ListedFolder]:
+        """The runs and studies that are there now, the newest first.
+
+        Links are not followed. A run in a run (a member of an ensemble) is listed beside it; runs of a study are not.
+        """
+        self.num_passed = 0
+        found = {name: self._entry(name, kind, state) for name, kind, state in self._found(self.root, "", 0)}
+        self.entries = dict(sorted(found.items(), key=lambda item: (-item[1].changed, item[0])))
+        return list(self.entries.values())
+
+    def _found(self, folder: Path, name: str, depth: int) -> Iterator[tuple[str, str, object]]:
+        """Name, file that tells the kind, and version of each run and study in a folder."""
+        try:
+            with os.scandir(folder) as scan:
+                inside = {entry.name: entry for entry in scan}
+        except OSError:  # gone since, or not for this user
+            self.num_passed += 1
+            return
+        told_by = next((file for file in (PLAN_FILE, FROZEN_FILE, RESULT_FILE, OPTIONS_FILE) if file in inside), None)
+        if told_by is not None:
+            if told_by in (PLAN_FILE, FROZEN_FILE):
+                yield name, told_by, object()  # its results stand deeper, where no change shows here
+                return
+            watched = [inside[file].stat() for file in (told_by, METRICS_FILE) if file in inside]
+            yield name, told_by, [(stat.st_mtime_ns, stat.st_size) for stat in watched]
+        skipped = _OF_A_RUN if told_by is not None else ()
+        for child in sorted(inside):
+            entry = inside[child]
+            if child.startswith(".") or child in skipped or not entry.is_dir():
+                continue
+            if entry.is_symlink() or depth == DEEPEST:
+                self.num_passed += 1
+                continue
+            yield from self._found(folder / child, f"{name}/{child}" if name else child, depth + 1)
+
+    def _entry(self, name: str, told_by: str, version: object) -> ListedFolder:
+        known = self._read.get(name)
+        if known is None or known[0] != version:
+            folder = self.root / name
+            read = _study if told_by in (PLAN_FILE, FROZEN_FILE) else _run
+            known = self._read[name] = (version, read(folder, name, (folder / told_by).stat().st_mtime))
+        return known[1]
+
+
+def _run(folder: Path, name: str, changed: float) -> ListedFolder:
+    """A run, from `run.json` as it stands, or how far it is."""
+    try:
+        result = json.loads((folder / RESULT_FILE).read_bytes())
+        metrics = result["metrics"]
+        collapsed = ", collapsed" if metrics["collapse"]["collapsed"] else ""
+        accuracy, over_length, nll, ece = (_score(metrics.get(name)) for name in _SCORES)
+        return ListedFolder(
+            name=name,
+            is_run=True,
+            state=str(result["status"]).replace("_", " ") + collapsed,
+            changed=changed,
+            model=str(result["model"]),
+            optimizer=str(result["optimizer"]),
+            seed=int(result["seed"]),
+            accuracy=accuracy,
+            over_length=over_length,
+            nll=nll,
+            ece=ece,
+            minutes=float(result["wall_seconds"]) / 60,
+        )
+    except FileNotFoundError:
+        return _unfinished(folder, name, changed)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ListedFolder(name=name, is_run=True, state=f"{RESULT_FILE} is torn", changed=changed)
+
+
+def _unfinished(folder: Path, name: str, changed: float) -> ListedFolder:
+    options = RunFolder(folder).options
+    step = _last_step(folder / METRICS_FILE)
+    state = "no result" if step is None else f"no result, step {step:,}"
+    model, optimizer = (str(options.get(group, {}).get("name", "")) for group in ("model", "optimizer"))
+    about = ListedFolder(name=name, is_run=True, state=state, changed=changed)
+    return replace(about, model=model, optimizer=optimizer, seed=options.get("seed"))
+
+
+def _last_step(metrics: Path) -> int | None:
+    """Step of the last whole line of `metrics.csv`."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().split(b"\n")[:-1]
+        return int(lines[-1].split(b",")[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _study(folder: Path, name: str, changed: float) -> ListedFolder:
+    try:
+        kind = study_kind(folder)
+        trials = StudyPlan.read(folder).trials if (folder / PLAN_FILE).is_file() else ()
+    except ConfigError:
+        return ListedFolder(name=name, is_run=False, state=f"{PLAN_FILE} is damaged", changed=changed)
+    done = sum((folder / TRIALS / trial.name / TRIAL_RESULT).is_file() for trial in trials)
+    title = "study" if kind is None else f"study of {kind.name}"
+    return ListedFolder(name=name, is_run=False, state=f"{title}, {done:,} of {len(trials):,} trials", changed=changed)
+
+
+def _score(stored: Mapping[str, Any] | None) -> Score:
+    if not isinstance(stored, Mapping) or not isinstance(stored.get("value"), int | float):
+        return Score()
+    return Score(float(stored["value"]), stored.get("low"), stored.get("high"))
