@@ -133,7 +133,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     searches = config.method == SpectrumMethod.lanczos
     num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
-    is_cross_fitted, state_file = searches and config.num_sampled > 0, context.folder / STATE_FILE
+    is_cross_fitted, state_file = searches and config.num_sampled != 0, context.folder / STATE_FILE
     options = replace(context.solver_options, num_sampled=int(is_cross_fitted), state_file=state_file)
 
     def report(block: str, progress: Progress) -> None:
@@ -187,7 +187,6 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         trace_products=0 if is_density else config.num_probes,
         density_probes=config.num_probes if is_density else 0,
         density_steps=config.probe_steps,
-        num_sampled=_num_sampled(config),
         sam_rho=config.sam_rho,
         state_file=context.folder / STATE_FILE,
     )
@@ -214,13 +213,6 @@ def _by_pair(context: AnalysisContext, spectrum: HessianSpectrum) -> CurvatureBy
     if spectrum.pair_curvatures is None or not described:
         return None
     return curvature_by_pair(spectrum.pair_curvatures, described)
-
-
-def _num_sampled(config: LandscapeConfig) -> int:
-    """Eigenvalues to cross-fit, where the method can."""
-    if config.type in _MATRICES and config.method != SpectrumMethod.gauss_newton_exact:
-        return 0
-    return config.num_sampled if config.method == "full" else min(config.num_sampled, config.top_k)
 
 
 def _identity_of_directions(context: AnalysisContext, count: int) -> str:

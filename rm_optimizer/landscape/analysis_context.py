@@ -96,14 +96,16 @@ class AnalysisContext:
 
     @property
     def solver_options(self) -> SpectrumOptions:
-        """Accuracy, cost and trace of a spectrum."""
+        """Accuracy, cost, trace and error over pairs of a spectrum."""
         config = self.config
+        num_sampled = config.top_k if config.num_sampled is None else config.num_sampled
         options = SpectrumOptions(
             which=config.which.value,
             tolerance=config.tolerance,
             max_products=config.max_products,
             trace_products=config.num_probes,
             trace_method=config.trace_method,
+            num_sampled=num_sampled if config.method == "full" else min(num_sampled, config.top_k),
             product=config.product.value,
         )
         if config.memory_gib is None:

@@ -111,11 +111,9 @@ class HessianAnalyzer:
             if method != "lanczos":
                 operator.on_product = on_product
             vectors, seed = None if start is None else _start(start, operator, method), self.seed
-            found = solve(
-                operator, method, top_k, options, seed=seed, clusters=clusters, start=vectors, on_iteration=on_iteration
-            )
+            found = solve(operator, method, top_k, options, seed=seed, start=vectors, on_iteration=on_iteration)
             operator.on_product = on_product
-            add_estimates(operator, found, options, seed=seed, clusters=clusters)
+            add_estimates(operator, found, method, options, seed=seed, clusters=clusters)
             seconds = found.seconds_before + time.perf_counter() - began
             spectrum = self._spectrum(operator, kind, method, options.which, found, seconds)
         if options.state_file is not None and not found.is_interrupted:
@@ -153,6 +151,7 @@ class HessianAnalyzer:
             density=found.density,
             sampling=tuple(found.sampling),
             cross_fit=found.cross_fit,
+            not_cross_fitted=found.not_cross_fitted,
             pair_curvatures=found.pair_curvatures,
             geometry=found.geometry,
             matrix=matrix,

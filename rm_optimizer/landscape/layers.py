@@ -249,7 +249,7 @@ def _searched(
             operator, found.pairs, "largest", tolerance=options.tolerance, seed=sample.seed + 2
         )
         clusters = clusters_of(operator.objective.batches, sample.prompts)
-        add_estimates(operator, found, options, seed=sample.seed, clusters=clusters)
+        add_estimates(operator, found, "lanczos", options, seed=sample.seed, clusters=clusters)
     if found.is_interrupted:
         raise KeyboardInterrupt
     return found

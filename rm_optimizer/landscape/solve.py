@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.landscape.estimates.by_source import PairCurvatures, pair_indices
-from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
+from rm_optimizer.landscape.estimates.by_source import PairCurvatures
+from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputCurvature, OutputOperator
@@ -66,11 +65,11 @@ class SpectrumOptions:
         trace_method: one of `TraceMethod`; `deflated` takes the found eigenpairs out.
         density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
         density_steps: products of each.
-        num_sampled: eigenvalues from the top that are cross-fitted and get their error over pairs; of the Hessian by
-            any method, of the others by `gauss_newton_exact`.
+        num_sampled: eigenvalues from the top that are cross-fitted and get their error over pairs; of a Gauss-Newton or
+            Fisher matrix, whose trace then has its interval over pairs, from the gradients of single pairs.
         sam_rho: radius of the ascent step that `geometry` is measured with; 0 measures none.
         state_file: file of `lanczos`'s state, from which it continues after a kill; the caller removes it.
-        memory_bytes: most memory for the rows of `gauss_newton_exact`.
+        memory_bytes: most memory for the gradients of single pairs.
         product: Hessian-vector product method, or `auto`; see `choose_product`.
         graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
     """
@@ -106,6 +105,8 @@ class Solution:
         trace: trace of the pairs, with its interval over pairs where that was requested, or an estimate.
         sampling: the first eigenvalues with their spread over resampled pairs.
         cross_fit: the same eigenvalues cross-fitted.
+        not_cross_fitted: ranks that are not, and the reason; empty where all are.
+        gram: products of the rows of a Gauss-Newton or Fisher matrix, where the method computed them.
         pair_curvatures: curvature of each pair along the same vectors.
         density: estimated density.
         geometry: gradient and sharpness at the point.
@@ -120,6 +121,8 @@ class Solution:
     trace: Estimate | None = None
     sampling: Sequence[Estimate] = ()
     cross_fit: CrossFit | None = None
+    not_cross_fitted: str = ""
+    gram: GramSpectrum | None = None
     pair_curvatures: PairCurvatures | None = None
     density: SpectralDensity | None = None
     geometry: LocalGeometry | None = None
@@ -150,8 +153,6 @@ def check_choices(method: str, matrix: str, dtype: torch.dtype, options: Spectru
         )
     if method == "pyhessian" and matrix != "hessian":
         raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
-    if options.num_sampled and matrix != "hessian" and method != "gauss_newton_exact":
-        _warn(f"num_sampled={options.num_sampled}", f"matrix={matrix} by method={method}", "gauss_newton_exact has it")
     if method != "lanczos" and (options.max_basis is not None or not options.keep_vectors):
         _warn("max_basis" if options.keep_vectors else "keep_vectors=False", f"method={method}", "leave it out")
     if options.max_products is not None and method not in ("lanczos", "power_iteration"):
@@ -207,11 +208,10 @@ def solve(
     options: SpectrumOptions,
     *,
     seed: int,
-    clusters: Sequence[int] | None = None,
     start: Float[Tensor, "vectors parameters"] | None = None,
     on_iteration: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Eigenvalues by the method of that name; `clusters` numbers the prompts of the pairs, in the batches' order.
+    """Eigenvalues by the method of that name.
 
     Raises:
         ConfigError: if more are wanted than there are.
@@ -221,7 +221,7 @@ def solve(
         return Solution(found, is_exhaustive=True, trace=_exact(float(found.values.sum()), operator.objective))
     if method == "gauss_newton_exact":
         assert isinstance(operator, OutputOperator), "check_choices lets no other pass"
-        return _by_gram(operator, top_k, options, seed, clusters)
+        return _by_gram(operator, top_k, options)
     if method == "power_iteration":
         most = options.max_products or 2000
         return Solution(power_iteration(operator, top_k, tolerance=options.tolerance, max_products=most, seed=seed))
@@ -231,21 +231,12 @@ def solve(
     return _by_lanczos(operator, top_k, options, seed, start, on_iteration)
 
 
-def _by_gram(
-    operator: OutputOperator, top_k: int, options: SpectrumOptions, seed: int, clusters: Sequence[int] | None
-) -> Solution:
+def _by_gram(operator: OutputOperator, top_k: int, options: SpectrumOptions) -> Solution:
     gram = gauss_newton_exact(
         operator.objective, curvature=operator.curvature, num_vectors=top_k, memory_bytes=options.memory_bytes
     )
-    found = Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=_exact(gram.trace, operator.objective))
-    if options.num_sampled:
-        count = min(options.num_sampled, len(gram.values))
-        *found.sampling, found.trace = gram.bootstrap(count, clusters=clusters, seed=seed)
-        found.cross_fit = cross_fit_gram(gram, count, clusters=clusters, seed=seed)
-        everything = np.arange(gram.num_pairs)
-        along, indices = gram.curvatures(everything, everything, count), pair_indices(operator.objective.batches)
-        found.pair_curvatures = PairCurvatures(along, gram.pair_weights, indices, gram)
-    return found
+    trace = _exact(gram.trace, operator.objective)
+    return Solution(_gram_pairs(gram, operator), is_exhaustive=True, trace=trace, gram=gram)
 
 
 def _gram_pairs(gram: GramSpectrum, operator: OutputOperator) -> Eigenpairs:

@@ -46,6 +46,7 @@ class HessianSpectrum(JsonRecord, indent=2):
         density: of all eigenvalues; None where it was not estimated.
         sampling: the first eigenvalues with their spread over resampled pairs, as many as requested.
         cross_fit: the first eigenvalues cross-fitted; None where no error over pairs was requested, or of few prompts.
+        not_cross_fitted: ranks without a cross-fitted value and the reason; empty where all have one.
         geometry: gradient and sharpness at the point; None if not requested.
         matrix: `hessian`, `gauss_newton` or `fisher`.
         method: method of the eigenvalues.
@@ -97,6 +98,7 @@ class HessianSpectrum(JsonRecord, indent=2):
     status: SpectrumStatus = SpectrumStatus.complete
     by_pair: CurvatureByPair | None = None
     source: str = ""
+    not_cross_fitted: str = ""
     pair_curvatures: PairCurvatures | None = field(default=None, compare=False, repr=False, metadata=NOT_STORED)
     eigenvectors: Float[Tensor, "vectors parameters"] | None = field(
         default=None, compare=False, repr=False, metadata=NOT_STORED

@@ -36,6 +36,8 @@ SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_li
 """Columns of `metrics.csv` that a run with `training.hessian.enabled` has."""
 _FEW = 3
 """Eigenvalues beside which the inset needs room of its own."""
+_MOST_BELOW = 3
+"""Cross-fitted values that are drawn under a density."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,8 @@ def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
 
 def _draw_cross_fitted_below(axes: Axes, cross_fitted: Sequence[Estimate], height: float) -> None:
     """Cross-fitted values under a density, with their intervals along its axis."""
-    known = [(e.value, e.low, e.high) for e in cross_fitted if e.low is not None and e.high is not None]
+    first = cross_fitted[:_MOST_BELOW]
+    known = [(e.value, e.low, e.high) for e in first if e.low is not None and e.high is not None]
     if not known:
         return
     value, low, high = np.array(known, dtype=float).T

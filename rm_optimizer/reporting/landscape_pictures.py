@@ -30,7 +30,6 @@ from rm_optimizer.reporting.curvature_plots import (
     plot_layers,
     plot_spectrum,
     plot_training_curvature,
-    value_or_nan,
 )
 from rm_optimizer.reporting.landscape_plots import named, plot_contour, plot_slices, plot_surface, plot_trajectory
 from rm_optimizer.reporting.plots import History
@@ -258,6 +257,8 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
             rows["…"] = f"{len(result.eigenvalues) - 2 * _SHOWN:,} more in the JSON"
     if result.num_overlooked is not None:
         rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found beside the iteration"
+    if result.not_cross_fitted:
+        rows["not cross-fitted"] = result.not_cross_fitted
     rows |= _population_rows(result)
     if result.by_pair is not None:
         rows |= _origin_rows(result.by_pair)
@@ -355,11 +356,11 @@ def _trajectory_rows(result: Trajectory) -> dict[str, Cell]:
 
 
 def _block(item: BlockCurvature) -> str:
-    largest = f"Gauss-Newton {item.gauss_newton[0]:.4g} (cross-fitted {value_or_nan(item.crossed):.3g}), "
+    crossed = f"cross-fitted {item.crossed.value:.3g}" if item.crossed else "not cross-fitted: too few prompts"
+    largest = f"Gauss-Newton {item.gauss_newton[0]:.4g} ({crossed}), "
     traces = f"traces {item.gauss_newton_trace.value:.3g} and {item.trace.value:.3g} of the Hessian"
-    top = item.hessian_top
-    crossed = item.hessian_crossed
-    held = f" (cross-fitted {crossed.value:.3g})" if crossed else ""
+    top, half = item.hessian_top, item.hessian_crossed
+    held = f" (cross-fitted {half.value:.3g})" if half else ""
     return largest + traces + (f", its largest {top.value:.4g} ± {top.error_bound:.1g}{held}" if top else "")
 
 

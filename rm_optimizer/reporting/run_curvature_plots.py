@@ -83,8 +83,7 @@ def evolution_table(result: Evolution) -> dict[str, Cell]:
         ends = [f"largest {_value(spectrum, 0)}"]
         if spectrum.num_bottom:
             ends.append(f"smallest {_value(spectrum, len(spectrum.eigenvalues) - 1)}")
-        if spectrum.cross_fit is not None and spectrum.cross_fit.values:
-            ends.append(f"cross-fitted {spectrum.cross_fit.values[0].value:.3g}")
+        ends += _cross_fitted(spectrum)
         if spectrum.trace is not None:
             ends.append(f"trace {spectrum.trace.value:.4g}")
         if overlap is not None:
@@ -131,8 +130,7 @@ def between_table(result: BetweenModels) -> dict[str, Cell]:
     }
     for name, spectrum in zip(result.names, result.spectra, strict=False):
         top = f"largest {spectrum.eigenvalues[0]:.4g} ± {spectrum.error_bounds[0]:.1g}"
-        crossed = spectrum.cross_fit.values[0] if spectrum.cross_fit and spectrum.cross_fit.values else None
-        parts = [f"loss {spectrum.loss:.4f}", top, *([f"cross-fitted {crossed:.3g}"] if crossed else [])]
+        parts = [f"loss {spectrum.loss:.4f}", top, *_cross_fitted(spectrum)]
         rows[name] = ", ".join([*parts, *([f"trace {spectrum.trace:.4g}"] if spectrum.trace else [])])
     for path, overlap in zip(result.paths, result.overlaps, strict=True):
         shared = "" if overlap is None else f", subspace overlap {overlap:.2f}"
@@ -191,6 +189,13 @@ def _ranks(spectrum: HessianSpectrum) -> list[tuple[str, int, int]]:
 def _value(spectrum: HessianSpectrum, index: int) -> str:
     done = "" if spectrum.converged[index] else " (not converged)"
     return f"{spectrum.eigenvalues[index]:.4g} ± {spectrum.error_bounds[index]:.1g}{done}"
+
+
+def _cross_fitted(spectrum: HessianSpectrum) -> list[str]:
+    """The largest eigenvalue cross-fitted with its interval, or the reason that it is not."""
+    if spectrum.cross_fit is not None:
+        return [f"cross-fitted {spectrum.cross_fit.values[0]:.3g}"]
+    return [f"not cross-fitted: {spectrum.not_cross_fitted}"] if spectrum.not_cross_fitted else []
 
 
 def _draw_ends(axes: Axes, result: Evolution) -> None:

@@ -115,9 +115,9 @@ class LandscapeConfig(Options, group="landscape"):
     memory_gib: float | None = within("(0, inf)", None)
     """GiB at most for lanczos's vectors, as many for rows of pairs and for kept graphs; null is half of what is free,
     3.7, and half of what is free."""
-    num_sampled: int = within("[0, inf)", 3)
-    """Eigenvalues from the top that are cross-fitted, of a Hessian's block in `layers` one; the Hessian's need a model
-    with forward derivatives."""
+    num_sampled: int | None = within("[0, inf)", None)
+    """Eigenvalues from the top that are cross-fitted, null for `top_k`; of a Hessian's block in `layers` one. The
+    Hessian's need a model with forward derivatives."""
     tolerance: float = within("(0, 1)", 1e-3)
     """Residual, relative to the eigenvalue, at which it is done."""
     max_products: int | None = within("[1, inf)", None)
@@ -175,8 +175,6 @@ def _unread_defaults(config: LandscapeConfig) -> dict[str, Any]:
         read -= _UNREAD_BY_METHOD.get(config.method, frozenset())
     if config.type == AnalysisType.layers and config.method == SpectrumMethod.gauss_newton_exact:
         read -= _SOLVER | {"num_sampled"}
-    if config.type in _OF_OUTPUTS and config.method != SpectrumMethod.gauss_newton_exact:
-        read -= {"num_sampled"}
     if config.type in _SPECTRA and config.method != SpectrumMethod.lanczos:
         read -= {"which"}
     if config.type in _OF_OUTPUTS:

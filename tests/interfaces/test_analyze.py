@@ -106,6 +106,23 @@ def test_slices_end_in_the_run_folder_with_the_trained_loss_in_the_middle(run_di
     assert str(folder) in printed.replace("\n", "")
 
 
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_each_largest_eigenvalue_is_printed_beside_its_cross_fitted_value(kind, run_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ["landscape.method=lanczos", "landscape.top_k=3", "landscape.num_probes=2", "landscape.params=head"]
+    folder = analyzed(run_dir, f"landscape={kind}", *options, f"output_dir={tmp_path / 'out'}")
+    result = HessianSpectrum.from_json((folder / f"{kind}.json").read_text())
+    printed = capsys.readouterr().out.splitlines()
+    largest = [line for line in printed if any(f"largest {rank} " in line and "±" in line for rank in (1, 2, 3))]
+    assert result.cross_fit is not None
+    for line, value, crossed in zip(largest, result.eigenvalues[:3], result.cross_fit.values, strict=True):
+        assert f"{value:.5g} ± " in line
+        assert f"cross-fitted {crossed:.3g}" in line
+    reasons = [line for line in printed if "not cross-fitted" in line]
+    assert len(reasons) == (kind == "hessian")
+    assert all("smallest: only the largest are" in line for line in reasons)
+
+
 def test_changed_pairs_of_the_run_are_refused(run_dir, tmp_path):
     moved = Path(shutil.copytree(run_dir, tmp_path / "run"))
     identity = json.loads((moved / "identity.json").read_text())
@@ -302,11 +319,11 @@ def test_an_adapter_that_is_gone_is_said_with_what_is_left(lora_run, tmp_path):
 def test_what_a_type_ignores_is_said_once(run_dir, tmp_path, caplog):
     options = ["landscape.method=full", "landscape.top_k=7", "landscape.num_points=3", "landscape.num_directions=1"]
     analyzed(run_dir, "landscape=slices", *options, f"output_dir={tmp_path / 'slices'}")
-    others = ["landscape.method=lanczos", "landscape.top_k=1", "landscape.num_probes=2", "landscape.num_sampled=5"]
+    others = ["landscape.method=lanczos", "landscape.top_k=1", "landscape.num_probes=2", "landscape.product=forward"]
     analyzed(run_dir, "landscape=gauss_newton", *others, f"output_dir={tmp_path / 'spectrum'}")
     assert [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()] == [
         "landscape=slices (method=full) does not use landscape.method=full, landscape.top_k=7",
-        "landscape=gauss_newton (method=lanczos) does not use landscape.num_sampled=5",
+        "landscape=gauss_newton (method=lanczos) does not use landscape.product=forward",
     ]
 
 

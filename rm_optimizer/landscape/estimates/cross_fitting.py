@@ -71,6 +71,15 @@ class CrossFit:
     num_products: int
 
 
+@dataclass(frozen=True)
+class _Fit:
+    """Largest eigenvalue of a part of the pairs, number of those found, and products of the search."""
+
+    top: float
+    num_values: int
+    num_products: int
+
+
 def num_prompts(num_pairs: int, clusters: Sequence[int] | None) -> int:
     """Number of different prompts; None takes each pair as one."""
     return num_pairs if clusters is None else len(set(clusters))
@@ -124,26 +133,29 @@ def cross_fit_hessian(
     halves = halves_of(objective.num_pairs, clusters, seed)
     parts = [part_of(objective, half) for half in halves]
     files = [part_file(state_file, number) for number in range(4)]
-    fits = [top_of(part, num_values, file) for part, file in zip(parts, files[:2], strict=True)]
-    count = min(len(fit.values) for fit in fits)
-    columns = np.zeros((objective.num_pairs, count))
-    for fit, part, half in zip(fits, reversed(parts), reversed(halves), strict=True):
-        columns[half] = pair_curvatures(part, fit.vectors[:count]).cpu().numpy()
+    columns = np.zeros((objective.num_pairs, num_values))
+    fits: list[_Fit] = []
+    for part, other, held, file in zip(parts, reversed(parts), reversed(halves), files[:2], strict=True):
+        found = top_of(part, num_values, file)
+        columns[held, : len(found.values)] = pair_curvatures(other, found.vectors).cpu().numpy()
+        fits.append(_Fit(float(found.values[0]), len(found.values), found.num_products))
+        del found  # the memory that the other half's vectors take
     quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
-    tops = [
+    searched = (
         top_of(part_of(objective, quarter), 1, file)
         for quarter, file in zip(quarters, files[2:], strict=True)
         if len(quarter)
-    ]
+    )
+    tops = [_Fit(float(found.values[0]), 1, found.num_products) for found in searched]
     return combined(
-        columns,
+        columns[:, : min(fit.num_values for fit in fits)],
         weights_of(objective),
         clusters,
         seed,
         sampling,
         (
-            _sample(quarters, [float(fit.values[0]) for fit in tops]),
-            _sample(halves, [float(fit.values[0]) for fit in fits]),
+            _sample(quarters, [fit.top for fit in tops]),
+            _sample(halves, [fit.top for fit in fits]),
         ),
         TopOfSamples(objective.num_pairs, (top,)),
         sum(fit.num_products for fit in (*fits, *tops)),
@@ -167,6 +179,9 @@ def cross_fit_gram(
     if num_prompts(gram.num_pairs, clusters) < FEWEST_PROMPTS:
         return None
     halves, everything = halves_of(gram.num_pairs, clusters, seed), np.arange(gram.num_pairs)
+    num_values = min(num_values, *(gram.rank_of(half) for half in halves))
+    if num_values == 0:
+        return None
     columns = np.zeros((gram.num_pairs, num_values))
     for fitted, held in (halves, halves[::-1]):
         columns[held] = gram.curvatures(fitted, held, num_values)
@@ -187,6 +202,43 @@ def cross_fit_gram(
         TopOfSamples(gram.num_pairs, (float(gram.values[0]),)),
         0,
     )
+
+
+def not_cross_fitted(
+    num_top: int, num_asked: int, num_nonzero: int, prompts: int, crossed: CrossFit | None, *, lists_smallest: bool
+) -> str:
+    """Ranks of the listed eigenvalues that have no cross-fitted value, and the reason; empty where all have one.
+
+    Args:
+        num_top: largest eigenvalues that are listed.
+        num_asked: eigenvalues that were to be cross-fitted.
+        num_nonzero: first eigenvalues that lie further from 0 than their error bounds.
+        prompts: different prompts of the pairs.
+        crossed: values that are there.
+        lists_smallest: True if smallest eigenvalues are listed beside the largest.
+
+    Example:
+        >>> not_cross_fitted(20, 0, 20, 121, None, lists_smallest=True)
+        'largest 1 to 20: num_sampled=0; smallest: only the largest are'
+    """
+    found = 0 if crossed is None else len(crossed.values)
+    parts = []
+    if found < num_top:
+        ranks = f"largest {num_top}" if found + 1 == num_top else f"largest {found + 1} to {num_top}"
+        parts.append(f"{ranks}: {_why_not(found, num_asked, num_nonzero, prompts)}")
+    if lists_smallest:
+        parts.append("smallest: only the largest are")
+    return "; ".join(parts)
+
+
+def _why_not(found: int, num_asked: int, num_nonzero: int, prompts: int) -> str:
+    if prompts < FEWEST_PROMPTS and num_asked:
+        return f"{prompts} prompts, and halves of halves take at least {FEWEST_PROMPTS}"
+    if found == num_asked:
+        return f"num_sampled={num_asked}"
+    if found == num_nonzero:
+        return "0 within the error bound"
+    return f"halves of the pairs have {found} eigenvalues above 0"
 
 
 def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:

@@ -15,16 +15,15 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import load_forward_rules
 
 LARGEST_STEP = {torch.float32: 1e-2, torch.float64: 1e-4}
 """Distance to either side along a unit vector, from which smaller ones are tried."""
-SMALLEST_SHARE = 4**-5
-"""Smallest step tried, in largest ones."""
+_NUM_STEPS = 6
+"""Most steps tried, each a quarter of the one before."""
 ACCURATE = 1e-3
-"""Relative error of the mean over pairs at which a step is small enough."""
+"""Error of the mean over pairs at which a step is small enough, relative to the mean size of the pairs' curvatures."""
 
 
 def pair_curvatures(
@@ -34,13 +33,14 @@ def pair_curvatures(
 ) -> Float[Tensor, "pairs vectors"]:
     """Second derivative of each pair's loss along each vector, `v^T H_i v`, by differences of forward derivatives.
 
-    Their mean over pairs is `v^T H v`. The step of a difference is divided by 4 until the mean is within `ACCURATE` of
-    it, or becomes worse again as rounding grows.
+    Their mean over pairs is `v^T H v`. The step of a difference is divided by 4 until the error of the mean is within
+    `ACCURATE`, or becomes larger again as rounding grows. A central difference of step `h` has an error that is
+    proportional to `h^2`: without a known mean, it is a fifteenth of the difference to the step before.
 
     Args:
         objective: the loss.
         vectors: unit vectors.
-        quotients: `v^T H v` of each; None computes them, one product each.
+        quotients: `v^T H v` of each, which saves up to half of the differences; None where they are not known.
 
     Raises:
         ConfigError: if the model has no forward derivatives, or the pairs lie in several processes.
@@ -49,10 +49,8 @@ def pair_curvatures(
         raise ConfigError("the sampling error over pairs needs all pairs in one process; give it all and no group")
     objective.require_still()
     load_forward_rules()
-    if quotients is None:
-        images = HessianOperator(objective, product="reverse").apply(vectors)
-        quotients = (vectors.to(images).double() * images.double()).sum(dim=1).tolist()
-    columns = [_along_all(objective, vector, known) for vector, known in zip(vectors, quotients, strict=True)]
+    known = [None] * len(vectors) if quotients is None else quotients
+    columns = [_along_all(objective, vector, mean) for vector, mean in zip(vectors, known, strict=True)]
     return objective.checked(torch.stack(columns, dim=1))
 
 
@@ -112,20 +110,26 @@ def weighted_means(
     )
 
 
-def _along_all(objective: PairObjective, vector: Tensor, known: float) -> Tensor:
-    """Curvatures of all pairs along a vector, by the step whose mean is nearest to the known one."""
+def _along_all(objective: PairObjective, vector: Tensor, known: float | None) -> Tensor:
+    """Curvatures of all pairs along a vector, by the step with the smallest error of their mean."""
     weights = torch.cat([batch.weight for batch in objective.batches]).double()
-    step = LARGEST_STEP[objective.dtype]
-    best, least = torch.zeros_like(weights), math.inf
-    while step >= SMALLEST_SHARE * LARGEST_STEP[objective.dtype]:
+    share = weights / weights.sum()
+    best, least, before = None, math.inf, math.nan
+    for number in range(_NUM_STEPS):
+        step = LARGEST_STEP[objective.dtype] / 4**number
         found = torch.cat([_along(objective, batch, vector, step) for batch in objective.batches]).double()
-        error = abs(float((found * weights).sum() / weights.sum()) - known)
-        if not error < least:
+        mean = float((found * share).sum())
+        error = abs(mean - before) / 15 if known is None else abs(mean - known)
+        if best is not None and error >= least:
             break
-        best, least, step = found, error, step / 4
-        if error <= ACCURATE * abs(known):
+        best, before = found, mean
+        if math.isnan(error):  # the first step, whose mean there is nothing to compare with
+            continue
+        least = error
+        if error <= ACCURATE * float((found.abs() * share).sum()):
             break
-    return best if math.isfinite(least) else found
+    assert best is not None, "at least one step is tried"
+    return best
 
 
 def _along(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, step: float) -> Tensor:

@@ -20,6 +20,9 @@ from rm_optimizer.landscape.operators.pair_gradients import curvature_rows
 from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner, unit
 
+_ZERO = 1e-12
+"""Share of the largest eigenvalue up to which one counts as 0."""
+
 
 @dataclass(frozen=True)
 class GramSpectrum:
@@ -83,6 +86,11 @@ class GramSpectrum:
         """Eigenvalues of the matrix of some of the pairs, descending."""
         return np.asarray(np.linalg.eigvalsh(self._part(pairs)[0])[::-1])
 
+    def rank_of(self, pairs: Int[np.ndarray, " pairs"]) -> int:
+        """Number of eigenvalues above 0 of the matrix of some of the pairs."""
+        values = self.values_of(pairs)
+        return int((values > _ZERO * max(values.max(initial=0.0), np.finfo(np.float64).tiny)).sum())
+
     def curvatures(
         self, fitted: Int[np.ndarray, " fitted"], held: Int[np.ndarray, " held"], num_values: int
     ) -> Float[np.ndarray, "held values"]:
@@ -90,7 +98,7 @@ class GramSpectrum:
         matrix, rows = self._part(fitted)
         values, vectors = np.linalg.eigh(matrix)
         values, vectors = values[::-1][:num_values], vectors[:, ::-1][:, :num_values]
-        usable = values > 1e-12 * max(float(values[0]), np.finfo(np.float64).tiny)
+        usable = values > _ZERO * max(float(values[0]), np.finfo(np.float64).tiny)
         share = self.pair_weights / self.pair_weights.sum()
         scale = np.sqrt(1.0 / share[fitted].sum())
         along = np.zeros((len(self.gram), num_values))

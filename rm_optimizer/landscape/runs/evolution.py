@@ -138,7 +138,6 @@ def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> Hes
         options=replace(
             context.solver_options,
             trace_products=0 if is_exact else config.num_probes,
-            num_sampled=min(config.num_sampled, config.top_k),
         ),
         start=before if config.method == SpectrumMethod.lanczos else None,
         prompts=measured.sample.prompts,
