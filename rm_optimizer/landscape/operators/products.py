@@ -64,10 +64,12 @@ class ReverseOverReverse(ProductMethod):
     def over(self, batches: Sequence[AnyPairBatch], vectors: Vectors) -> Vectors:
         """Share of some of the objective's micro-batches in the products."""
         subset, parameters = self.objective.subset, self.objective.parameters
-        rows = [subset.unflatten(vector) for vector in vectors]
-        sums: list[tuple[Tensor, ...]] = [()] * len(rows)
+        totals = torch.zeros_like(vectors, memory_format=torch.contiguous_format)
+        rows = [
+            (subset.unflatten(vector), subset.unflatten(total)) for vector, total in zip(vectors, totals, strict=True)
+        ]
         for graph in filter(None, map(self.graph, batches)):
-            for row, parts in enumerate(rows):
+            for row, (parts, sums) in enumerate(rows):
                 products = torch.autograd.grad(
                     list(graph.values()),
                     parameters,
@@ -76,9 +78,9 @@ class ReverseOverReverse(ProductMethod):
                     allow_unused=True,
                     materialize_grads=True,
                 )
-                # not in place: a product may be a view of the vector, or of what the graph has saved
-                sums[row] = torch._foreach_add(sums[row], products) if sums[row] else products
-        return torch.stack([subset.flatten(total or [*map(torch.zeros_like, parameters)]) for total in sums])
+                torch._foreach_add_(sums, products)
+                del products  # the memory that the next micro-batch takes
+        return totals
 
     def graph(self, batch: AnyPairBatch) -> _GradientGraph:
         """Graph of the gradient of a micro-batch without its values, which products do not need."""

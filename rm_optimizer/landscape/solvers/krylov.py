@@ -61,7 +61,7 @@ class OrthonormalBasis:
         """
         for position in range(max(0, self._size - 2), self._size):
             row = self._blocks[position // _ROWS_OF_A_BLOCK][position % _ROWS_OF_A_BLOCK]
-            vector = vector - inner(row, vector) * row
+            vector = vector.sub(row, alpha=inner(row, vector))
         for _ in range(2):
             before = length(vector)
             for rows in self.rows():
