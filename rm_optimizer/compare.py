@@ -18,8 +18,11 @@ from rm_optimizer.experiments.study.driver import Study, StudyStatus
 from rm_optimizer.experiments.study.executors import executor_named
 from rm_optimizer.experiments.study.tasks import config_of
 from rm_optimizer.experiments.study.trial_lines import TrialLines
-from rm_optimizer.records.files import write_rows
-from rm_optimizer.reporting.optimizer_findings import print_findings, write_findings
+from rm_optimizer.records.files import write_rows, write_text
+from rm_optimizer.reporting.optimizer_findings import print_findings
+from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
+from rm_optimizer.reporting.pages.study_page import findings_document
 from rm_optimizer.schema.compose import model_overrides
 
 log = logging.getLogger("rm_optimizer")
@@ -117,7 +120,7 @@ class OptimizerComparison:
         return run_stages(self.folder, self.executor, self.workers)
 
     def generate_report(self) -> Path:
-        """Print the tables of the finished runs, and write text, JSON and pictures into `report/` of the folder.
+        """Print the tables of the finished runs, and write page, text, JSON and pictures into `report/` of the folder.
 
         Returns:
             The text, in Markdown, with the pictures beside it.
@@ -147,11 +150,18 @@ def run_stages(folder: Path, executor: str, workers: int | None, *, retries: int
 
 
 def report(folder: Path) -> Path:
-    """Print and write the findings of the comparison in a folder; return the text's file."""
-    found = findings(folder)
+    """Print the findings of the comparison in a folder, and write its page with text, numbers and trials beside it.
+
+    Returns:
+        The text, in Markdown.
+    """
+    found, rows = findings(folder), [*Study(folder).rows()]
     print_findings(found)
-    write_rows(folder / "report" / "trials.parquet", [*Study(folder).rows()])
-    return write_findings(found, folder / "report")[-1]
+    document, output, exhibits = findings_document(found, rows), folder / REPORT_FOLDER, Exhibits()
+    exhibits.write(output, document.html(exhibits))
+    write_text(output / "findings.json", found.to_json() + "\n")
+    write_rows(output / "trials.parquet", rows)
+    return write_text(output / "report.md", document.markdown(with_figures=True))
 
 
 def _require_done(status: StudyStatus, folder: Path) -> None:

@@ -1,21 +1,15 @@
-"""Tables, text and files of a comparison of optimizers."""
+"""Tables and methods of a comparison of optimizers, as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich.console import Console
 
 from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
-from rm_optimizer.records.files import write_text
-from rm_optimizer.reporting.optimizer_plots import plot_arm_differences, plot_curves, plot_rate_sensitivity
-from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import TextTable, output_console
 
-FINDINGS_FILE, TEXT_FILE = "findings.json", "report.md"
-PICTURES = {"rates.png": "Learning-rate sensitivity", "differences.png": "Differences", "curves.png": "Learning curves"}
 _BYTES_OF_MB = 1e6
 
 
@@ -31,27 +25,6 @@ def print_findings(found: ComparisonFindings, console: Console | None = None) ->
         console.print(table.drawn())
     for sentence in found.warnings:
         console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
-
-
-def write_findings(found: ComparisonFindings, folder: Path) -> list[Path]:
-    """Write `findings.json`, `report.md` and the pictures, each file whole or not at all.
-
-    Args:
-        found: the findings.
-        folder: folder of the files.
-    """
-    files = [write_text(folder / FINDINGS_FILE, found.to_json() + "\n")]
-    files += save_figure(plot_rate_sensitivity(found), folder / "rates.png")
-    files += save_figure(plot_curves(found), folder / "curves.png")
-    if found.verdicts:
-        files += save_figure(plot_arm_differences(found), folder / "differences.png")
-    else:
-        (folder / "differences.png").unlink(missing_ok=True)
-    shown = [f"![{PICTURES[file.name]}]({file.name})" for file in files if file.name in PICTURES]
-    notes = "\n".join(f"- {sentence}" for sentence in found.warnings)
-    parts = ["# Comparison of optimizers", methods(found), *([notes] if notes else [])]
-    parts += [table.markdown() for table in finding_tables(found)] + shown
-    return [*files, write_text(folder / TEXT_FILE, "\n\n".join(parts) + "\n")]
 
 
 def methods(found: ComparisonFindings) -> str:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.calibration import ReliabilityBin
@@ -80,15 +81,18 @@ def plot_reliabilities(found: ComparisonFindings) -> Figure:
         found: findings of the comparison.
     """
     count = found.frozen.sizes["test"]
-    caption = f"n = {count:,} test pairs a run; pale: each seed; strong: all seeds of an optimizer together"
+    caption = (
+        f"n = {count:,} test pairs a run; pale: each seed; strong: all seeds of an optimizer together, "
+        f"bins of at least {_LEAST_IN_BIN} pairs"
+    )
     figure, (axes,) = captioned_figure("Reliability", caption)
     axes.plot([0.5, 1.0], [0.5, 1.0], color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="perfectly calibrated")
     for index, arm in enumerate(found.arms):
         for bins in arm.reliability:
             points = [(item.mean_confidence, item.frequency) for item in bins]
             axes.plot(*zip(*points, strict=True), color=_color(index), linewidth=0.8, alpha=0.3)
-        joined = _joined_bins(arm)
-        axes.plot(*zip(*joined, strict=True), label=arm.name, marker="o", markersize=3.5, **_line(index))
+        confidence, frequency = _joined_bins(arm).T
+        axes.plot(confidence, frequency, label=arm.name, marker="o", markersize=3.5, **_line(index))
     axes.set(
         xlim=(0.495, 1.005), xlabel="probability of the preferred side", ylabel="how often that side was the better one"
     )
@@ -96,20 +100,21 @@ def plot_reliabilities(found: ComparisonFindings) -> Figure:
     return figure
 
 
-def _joined_bins(arm: ArmFinding) -> list[tuple[float, float]]:
-    """Mean confidence and frequency of each bin over all seeds, each by its number of pairs."""
+def _joined_bins(arm: ArmFinding) -> Float[np.ndarray, "bins 2"]:
+    """Mean confidence and frequency over all seeds in each bin that holds enough pairs."""
     bins: dict[float, list[ReliabilityBin]] = {}
     for item in sorted((item for seed in arm.reliability for item in seed), key=lambda item: item.low):
         bins.setdefault(item.low, []).append(item)
-    points = []
-    for items in bins.values():
-        pairs = [item.num_pairs for item in items]
-        means = [np.average([getattr(item, name) for item in items], weights=pairs) for name in _BIN_MEANS]
-        points.append((float(means[0]), float(means[1])))
-    return points
+    points = [
+        np.average([(item.mean_confidence, item.frequency) for item in items], axis=0, weights=pairs)
+        for items in bins.values()
+        if sum(pairs := [item.num_pairs for item in items]) >= _LEAST_IN_BIN
+    ]
+    return np.array(points).reshape(-1, 2)
 
 
-_BIN_MEANS = ("mean_confidence", "frequency")
+_LEAST_IN_BIN = 10
+"""Pairs of a bin whose frequency is worth a mark."""
 
 
 def plot_sharpness(found: ComparisonFindings) -> Figure:

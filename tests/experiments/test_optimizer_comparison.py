@@ -30,11 +30,12 @@ from rm_optimizer.experiments.study.executors import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer
+from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.folder_page import write_page
-from rm_optimizer.reporting.pages.study_page import comparison_document
+from rm_optimizer.reporting.pages.study_page import comparison_document, findings_document
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
-from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
+from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound, opened_browser
 from tests.training.conftest import SMALL
 
 SHARED = [option for option in SMALL if option.startswith(("hardware.", "hardware=", "model.", "batching."))]
@@ -131,9 +132,10 @@ def test_the_report_has_tables_pictures_and_methods(finished, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "200")
     run, found = finished
     text = run.generate_report()
-    assert {path.name for path in text.parent.iterdir()} == {
-        *("report.md", "findings.json", "trials.parquet", "rates.png", "curves.png", "differences.png")
-    }
+    names = {path.name for path in text.parent.iterdir()}
+    assert {"report.md", "findings.json", "trials.parquet", "index.html"} <= names
+    shown = re.findall(r"\]\((\w+\.png)\)", text.read_text())
+    assert {"rates.png", "curves.png", "reliability.png"} <= set(shown) <= names
     assert found.frozen.digest in text.read_text()
     printed = capsys.readouterr().out
     assert "NLL less reference" in printed
@@ -335,6 +337,39 @@ def test_a_comparison_without_a_finished_final_run_shows_its_trials(finished, tm
 @NEEDS_BROWSER
 def test_the_page_of_a_comparison_fits_each_screen_and_loads_nothing(finished, tmp_path):
     assert_sound(write_page(finished[0].folder, tmp_path))
+
+
+@NEEDS_BROWSER
+def test_the_page_of_fifty_trials_is_small_and_drawn_within_a_second(finished, tmp_path):
+    """Five optimizers with five rates and five seeds each, and forty evaluations a seed."""
+    found = finished[1]
+    whole, rows = found.arms[0], [{"label": "one", "state": "finished"}] * 50
+    points = whole.curves[0].points[:1] * 40
+    points = tuple(replace(point, step=at, seconds=0.1 * at, nll=0.7 - 0.001 * at) for at, point in enumerate(points))
+    arms = [
+        replace(
+            whole,
+            name=name,
+            seeds=tuple(range(5)),
+            per_seed={score: (values[0],) * 5 for score, values in whole.per_seed.items()},
+            reliability=whole.reliability[:1] * 5,
+            curves=(replace(whole.curves[0], points=points),) * 5,
+        )
+        for name in ("adamw", "adam", "sgd", "muon", "lion")
+    ]
+    first = found.rates[0]
+    rates = [replace(first, arm=arm.name, rate=first.rate * 3**k) for arm in arms for k in range(5)]
+    verdicts = [replace(item, arm=arm.name) for arm in arms[1:] for item in found.verdicts]
+    larger = replace(found, arms=tuple(arms), rates=tuple(rates), verdicts=tuple(verdicts))
+    exhibits, document = Exhibits(), findings_document(larger, rows)
+    page = exhibits.write(tmp_path, document.html(exhibits))
+    assert page.stat().st_size <= 2_000_000
+    painted = "return performance.getEntriesByName('first-contentful-paint').map(e => e.startTime)[0] || 0"
+    with opened_browser() as browser:
+        browser.screen(1280, 900, "light")
+        browser.open(page.as_uri())
+        browser.wait(f"return (() => {{ {painted} }})() > 0", True)
+        assert browser.run(painted) <= 1000
 
 
 @NEEDS_AXE

@@ -95,10 +95,15 @@ class Document:
         content = [answer, *(html.section(part.title, *_html(part, exhibits)) for part in self.parts)]
         return html.page(self.title, content)
 
-    def markdown(self) -> str:
-        """The same without figures, for a pull request."""
+    def markdown(self, *, with_figures: bool = False) -> str:
+        """The same as Markdown.
+
+        Args:
+            with_figures: name the PNG files of the figures, which stand beside the page; False leaves figures out, for
+                a pull request.
+        """
         answer = " ".join([f"**{markdown_line(self.answer.headline)}.**", *map(_as_sentence, self.answer.sentences)])
-        parts = [text for part in self.parts if (text := _markdown(part))]
+        parts = [text for part in self.parts if (text := _markdown(part, with_figures=with_figures))]
         return "\n\n".join([f"# {markdown_line(self.title)}", answer, *parts]) + "\n"
 
 
@@ -119,10 +124,12 @@ def _block(block: Drawing | Listing | str | tuple[str, ...], exhibits: Exhibits)
     return html.bullets(block)
 
 
-def _markdown(part: Part) -> str:
+def _markdown(part: Part, *, with_figures: bool) -> str:
     shown = []
     for block in part.blocks:
-        if isinstance(block, Listing) and block.table.rows:
+        if isinstance(block, Drawing) and with_figures:
+            shown.append(f"![{markdown_line(block.caption)}]({block.name}.png)")
+        elif isinstance(block, Listing) and block.table.rows:
             shown.append(block.table.markdown())
         elif isinstance(block, str):
             shown.append(markdown_line(block))

@@ -37,6 +37,16 @@ def comparison_document(folder: Path) -> Document:
     except NotFinished as error:
         title = f"Comparison of {', '.join(Stages(folder).frozen.options.optimizers)}"
         return Document(title, Answer("open", "No result yet", (str(error),)), [trials_part(study.plan, rows)])
+    return findings_document(found, rows)
+
+
+def findings_document(found: ComparisonFindings, rows: TrialRows) -> Document:
+    """The page of the findings of a comparison.
+
+    Args:
+        found: the findings.
+        rows: the comparison's trials, see `Study.rows`.
+    """
     return Document(f"Comparison of {', '.join(arm.name for arm in found.arms)}", _answer(found), _parts(found, rows))
 
 
