@@ -34,7 +34,7 @@ from rm_optimizer.reporting.label_studies.label_savings import SAVINGS_FILE
 from rm_optimizer.reporting.pages.document import Document
 from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.reporting.pages.label_study_page import cleaning_document, saved_answer, savings_document
-from tests.browser import NEEDS_BROWSER, assert_sound
+from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
 
 TASKS = {
     StudyKind.optimizers: "rm_optimizer.experiments.optimizer_comparison.arm_trial",
@@ -231,3 +231,13 @@ def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readi
 @NEEDS_BROWSER
 def test_the_page_of_savings_fits_each_screen_and_loads_nothing(savings: Path) -> None:
     assert_sound(write_page(savings))
+
+
+@NEEDS_AXE
+def test_pages_of_studies_are_accessible(savings: Path) -> None:
+    assert_accessible(write_page(savings))
+
+
+@NEEDS_AXE
+def test_the_page_of_cleaning_is_accessible(cleaning: Path) -> None:
+    assert_accessible(write_page(cleaning))

@@ -46,6 +46,7 @@ figure{margin:.6rem 0 0;max-width:52rem;min-width:0;border:1px solid var(--line)
 figure img,.drawing{display:block;width:100%;min-width:27rem;height:auto}
 figure img,.fixed{background:#fff}figure .wide{padding-bottom:.4rem}
 .drawing text{fill:var(--ink)}.drawing.fixed text{fill:#000}
+.figures+.wide,.wide+.figures{margin-top:1.2rem}
 figcaption{font-size:.9rem;padding-top:.3rem}
 ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
 details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
