@@ -64,6 +64,7 @@ class CleaningRow(JsonRecord, indent=1):
         accuracy: test accuracy after training on all pairs.
         gain: accuracy after training on the pairs that stay, less that.
         fewer_gain: the same after taking out as many pairs at random.
+        exact_gain: the same after taking out the turned labels and no others; None in results of earlier versions.
     """
 
     pool: str
@@ -77,6 +78,7 @@ class CleaningRow(JsonRecord, indent=1):
     accuracy: Estimate
     gain: Estimate
     fewer_gain: Estimate
+    exact_gain: Estimate | None = None
 
 
 def planned_cleanings(
@@ -152,7 +154,8 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
         return tested(model, scaled, split.test_chances)[0]
 
     whole = accuracy(np.ones(num, dtype=bool))
-    gains = {name: accuracy(~out) - whole if out.any() else 0.0 for name, out in (("", suspects), ("fewer_", fewer))}
+    taken_out = {"gain": suspects, "fewer_gain": fewer, "exact_gain": is_wrong}
+    gains = {name: accuracy(~out) - whole if out.any() else 0.0 for name, out in taken_out.items()}
     return {
         "pool": spec["pool"],
         "flips": spec["flips"],
@@ -162,8 +165,7 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
         "suspected": float(suspects.mean()),
         "precision": float(is_wrong[suspects].mean()) if is_wrong.any() and suspects.any() else None,
         "accuracy": whole,
-        "gain": gains[""],
-        "fewer_gain": gains["fewer_"],
+        **gains,
     }
 
 
@@ -179,10 +181,10 @@ def cleaning_rows(rows: Iterable[Mapping[str, Any]]) -> list[CleaningRow]:
             found[row["pool"], row["flips"]].append(row)
 
     def mean(splits: Sequence[Mapping[str, Any]], name: str) -> Estimate | None:
-        values = np.array([row[name] for row in splits if row[name] is not None])
+        values = np.array([row[name] for row in splits if row.get(name) is not None])
         return student_mean(values) if len(values) > 1 else None
 
-    names = ("auroc", "estimated", "suspected", "precision", "accuracy", "gain", "fewer_gain")
+    names = ("auroc", "estimated", "suspected", "precision", "accuracy", "gain", "fewer_gain", "exact_gain")
     measured = [
         CleaningRow(pool, flips, splits[0]["num_pairs"], len(splits), **{name: mean(splits, name) for name in names})  # type: ignore[arg-type]
         for (pool, flips), splits in found.items()

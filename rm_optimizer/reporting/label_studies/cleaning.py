@@ -16,7 +16,8 @@ CLEANING_FILE = "cleaning.json"
 CLEANING_LEGEND = (
     "AUROC: turned labels told from others by held-out probability; estimate: estimated share of turned labels; "
     "out: share of the pairs taken out; wrong: share of these that were turned; gain: points of test accuracy "
-    "without them; at random: the same without as many random pairs"
+    "without them; at random: the same without as many random pairs; exact: the same without the turned labels and no "
+    "others, which is the most that finding them could gain"
 )
 
 
@@ -34,7 +35,7 @@ def print_cleaning(rows: Sequence[CleaningRow]) -> None:
 
 def cleaning_table(rows: Sequence[CleaningRow]) -> TextTable:
     """A row for each pool and share of flips, see `CLEANING_LEGEND`."""
-    head = ("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random")
+    head = ("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random", "exact")
     cells = tuple(
         (
             row.pool,
@@ -46,6 +47,7 @@ def cleaning_table(rows: Sequence[CleaningRow]) -> TextTable:
             "" if row.precision is None else f"{row.precision.value:.0%}",
             gain_text(row.gain),
             gain_text(row.fewer_gain),
+            "" if row.exact_gain is None else gain_text(row.exact_gain),
         )
         for row in rows
     )
