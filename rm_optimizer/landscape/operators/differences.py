@@ -50,7 +50,8 @@ class GradientDifferences:
         """
         self.objective.require_still()
         self.num_products += len(vectors)
-        return torch.stack([self._product(vector) for vector in vectors.to(self.device, self.dtype)])
+        products = [self._product(vector) for vector in vectors.to(self.device, self.dtype)]
+        return products[0][None] if len(products) == 1 else torch.stack(products)
 
     @torch.no_grad()
     def along(self, vector: Float[Tensor, " parameters"]) -> float:

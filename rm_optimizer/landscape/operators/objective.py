@@ -18,7 +18,12 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import DataError, RMOptimizerError, TrainingDiverged
 from rm_optimizer.landscape.operators.frozen import frozen
-from rm_optimizer.landscape.operators.parameters import TRAINABLE, ParameterSubset, select_parameters
+from rm_optimizer.landscape.operators.parameters import (
+    ENTRIES_AT_ONCE,
+    TRAINABLE,
+    ParameterSubset,
+    select_parameters,
+)
 from rm_optimizer.schema import LossConfig
 
 
@@ -142,7 +147,9 @@ class PairObjective:
         Raises:
             TrainingDiverged: if they are not; names pairs whose loss is not finite.
         """
-        if bool(values.isfinite().all()):
+        if bool(
+            torch.stack([part.isfinite().all() for part in torch.split(values.reshape(-1), ENTRIES_AT_ONCE)]).all()
+        ):
             return values
         raise TrainingDiverged(
             f"the curvature of the loss is not finite {self._culprits()}; load an earlier checkpoint"

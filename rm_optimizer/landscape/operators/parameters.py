@@ -20,6 +20,8 @@ from rm_optimizer.optim.param_groups import partition
 
 TRAINABLE, HEAD, LORA = "trainable", "head", "lora"
 """Names of subsets; anything else is a pattern of parameter names such as `*.layer.0.*`."""
+ENTRIES_AT_ONCE = 1 << 17
+"""Entries of a long vector that stay in a processor's cache from one operation to the next."""
 _WILDCARDS = frozenset("*?[")
 _log = logging.getLogger("rm_optimizer")
 

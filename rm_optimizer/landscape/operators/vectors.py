@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.landscape.operators.base import SymmetricOperator
+from rm_optimizer.landscape.operators.parameters import ENTRIES_AT_ONCE
 
 RUN = 1 << 11
 """Entries that one float32 product adds up."""
@@ -21,7 +22,11 @@ RUN = 1 << 11
 
 def inner(left: Float[Tensor, " parameters"], right: Float[Tensor, " parameters"]) -> float:
     """`left^T right`."""
-    return float((left * right).sum())
+    parts = [
+        (a * b).sum()
+        for a, b in zip(torch.split(left, ENTRIES_AT_ONCE), torch.split(right, ENTRIES_AT_ONCE), strict=True)
+    ]
+    return float(torch.stack(parts).double().sum())
 
 
 def length(vector: Float[Tensor, " parameters"]) -> float:
