@@ -16,6 +16,7 @@ seconds. Memory is the growth of a fresh process's peak.
     python benchmarks/landscape.py --pairs hh_train.jsonl.gz --parts gradients gauss_newton --models encoder
     python benchmarks/landscape.py --pairs hh_train.jsonl.gz --minilm FOLDER              # top 20 of a real model
     python benchmarks/landscape.py --pairs hh_train.jsonl.gz --minilm FOLDER --callback   # cost while training
+    python benchmarks/landscape.py --pairs hh_train.jsonl.gz --minilm FOLDER --watch --steps 12 --num-pairs 32
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from unittest.mock import patch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from landscape_minilm import measure_callback, measure_minilm
+from landscape_minilm import measure_callback, measure_minilm, measure_watching
 from landscape_oracle import measure_oracle
 from landscape_subjects import SHAPES, Subject, ours, prepare, some, timed
 from transformers.utils import logging as transformers_logging
@@ -126,6 +127,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minilm", help="folder of a pretrained encoder; then nothing else is measured")
     parser.add_argument("--callback", action="store_true", help="with --minilm: the cost of watching while training")
+    parser.add_argument("--watch", action="store_true", help="with --minilm: runs with and without readings")
+    parser.add_argument(
+        "--batch-size", type=int, help="with --callback and --watch: pairs a step; the preset's if unset"
+    )
+    parser.add_argument("--precision", default="32-true", help="with --callback and --watch: that of the steps")
     parser.add_argument("--only", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -356,7 +362,8 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(memory_growth(args.only[0], Path(args.only[1]), args.top_k)))
         return
     if args.minilm:
-        rows = {"minilm": (measure_callback if args.callback else measure_minilm)(args)}
+        measured = measure_watching if args.watch else measure_callback if args.callback else measure_minilm
+        rows = {"minilm": measured(args)}
     else:
         rows = {name: measure(args, name) for name in args.models}
     for name, row in rows.items():

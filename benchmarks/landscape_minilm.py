@@ -24,11 +24,13 @@ from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.curvature import HessianCallback
+from rm_optimizer.training.callbacks.curvature import HessianCallback, ReadingPlan
 
 LEARNING_RATE = 5e-5
 EVERY = 50
 """Steps between two measurements that the share of training time is given for."""
+WATCHED_STEPS = (500, 1_000, 10_000)
+"""Lengths of runs that the share of default readings is given for."""
 
 
 def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
@@ -65,7 +67,7 @@ def measure_callback(args: argparse.Namespace) -> dict[str, float]:
     readings: list[tuple[float, CurvatureReading]] = []
     fits: list[float] = []
     with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", _timed(pl.Trainer.fit, fits)):
-        config = _training(args, Path(folder))
+        config = _training(args, Path(folder), **{"training.hessian.every": max(1, args.steps // 2)})
         train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, _watched(readings))])
     first, *later = [seconds for seconds, _ in readings]
     step = (fits[0] - first - sum(later)) / args.steps
@@ -80,7 +82,55 @@ def measure_callback(args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _training(args: argparse.Namespace, folder: Path) -> TrainConfig:
+def measure_watching(args: argparse.Namespace) -> dict[str, float]:
+    """Share of training time of the default readings by the clock, the preconditioned sharpness included.
+
+    Runs of `--steps` steps without and with four evenly spaced readings take turns, `--rounds` of each. The share is
+    that of a run of `WATCHED_STEPS` steps, whose readings `ReadingPlan` spaces by their count of gradients, at these
+    seconds of a step and of each reading.
+    """
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    rounds: list[list[tuple[float, CurvatureReading]]] = []
+    for _ in range(args.rounds):
+        for is_watched in seconds:
+            readings: list[tuple[float, CurvatureReading]] = []
+            fit = _timed(pl.Trainer.fit, seconds[is_watched])
+            every = {"training.hessian.every": args.steps // 3} if is_watched else {}
+            with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", fit):
+                config = _training(args, Path(folder), **every)
+                callback = HessianCallback(config.training.hessian, _watched(readings))
+                train_reward_model(config, callbacks=[callback] if is_watched else [])
+            print(f"  {'with' if is_watched else 'without'}: {seconds[is_watched][-1]:.1f} s", flush=True)
+        rounds.append(readings)
+    step = fmean(seconds[False]) / args.steps
+    steps_of = [fmean(taken for taken, _ in column) / step for column in zip(*rounds, strict=True)]
+    counts = [reading.num_gradients for _, reading in rounds[0]]
+    for number, (taken, count) in enumerate(zip(steps_of, counts, strict=True)):
+        print(f"  reading {number}: {taken:.1f} steps, counted as {count:.1f} gradients")
+    shares = {f"watching_share_{steps}": _share_of(steps, steps_of, rounds[0]) for steps in WATCHED_STEPS}
+    extra = fmean(w - o for o, w in zip(seconds[False], seconds[True], strict=True)) / step
+    return shares | {
+        "watching_step_seconds": step,
+        "watching_steps_first": steps_of[0],
+        "watching_steps_later": fmean(steps_of[2:]),
+        "watching_gradients_later": fmean(counts[2:]),
+        "watching_extra_steps_of_four": extra,
+        "watching_steps_of_four": sum(steps_of),
+    }
+
+
+def _share_of(num_steps: int, steps_of: Sequence[float], readings: Sequence[tuple[float, CurvatureReading]]) -> float:
+    """Share of a run's time, with the readings where `ReadingPlan` takes them; the last one stands for further ones."""
+    plan, taken, number = ReadingPlan(0, num_steps), 0.0, 0
+    while plan.due <= num_steps and number <= num_steps:
+        which = min(number, len(readings) - 1)
+        reading = readings[which][1]
+        plan.taken(plan.due, reading.num_gradients, reading.num_gradients_next)
+        taken, number = taken + steps_of[which], number + 1
+    return taken / (taken + num_steps)
+
+
+def _training(args: argparse.Namespace, folder: Path, **hessian: object) -> TrainConfig:
     """The preset of MiniLM, whose micro-token budget is the default one; evaluated on two pairs."""
     values: dict[str, Any] = {
         "model": "minilm",
@@ -91,14 +141,16 @@ def _training(args: argparse.Namespace, folder: Path) -> TrainConfig:
         "training.max_steps": args.steps,
         "training.evals_per_epoch": 1,
         "training.eval_at_start": "false",
-        "training.hessian.every": max(1, args.steps // 2),
+        "batching.batch_size": args.batch_size,
         "training.hessian.num_pairs": args.num_pairs,
         "training.num_bootstrap": 100,
         "training.progress": "false",
         "hardware.accelerator": "cpu",
         "hardware.num_threads": args.threads,
+        "hardware.precision": args.precision,
         "logger.tensorboard": "false",
         "output_dir": folder,
+        **hessian,
     }
     return typed(compose([f"{name}={value}" for name, value in values.items() if value is not None]), TrainConfig)
 
