@@ -20,8 +20,8 @@ from rm_optimizer.landscape.operators.products import load_forward_rules
 
 LARGEST_STEP = {torch.float32: 1e-2, torch.float64: 1e-4}
 """Distance to either side along a unit vector, from which smaller ones are tried."""
-_NUM_STEPS = 6
-"""Most steps tried, each a quarter of the one before."""
+_NUM_STEPS, _STEP_RATIO = 6, 4
+"""Most steps tried, and the ratio of each to the next."""
 ACCURATE = 1e-3
 """Error of the mean over pairs at which a step is small enough, relative to the mean size of the pairs' curvatures."""
 
@@ -34,7 +34,8 @@ def pair_curvatures(
     """Second derivative of each pair's loss along each vector, `v^T H_i v`, by differences of forward derivatives.
 
     Their mean over pairs is `v^T H v`. The step of a difference is divided by 4 until the error of the mean is within
-    `ACCURATE`, or becomes larger again as rounding grows. A central difference of step `h` has an error that is
+    `ACCURATE`, or becomes larger again as rounding grows. The first step of a vector is four times the last one of the
+    vector before, so that most vectors take two. A central difference of step `h` has an error that is
     proportional to `h^2`: without a known mean, it is a fifteenth of the difference to the step before.
 
     Args:
@@ -50,7 +51,12 @@ def pair_curvatures(
     objective.require_still()
     load_forward_rules()
     known = [None] * len(vectors) if quotients is None else quotients
-    columns = [_along_all(objective, vector, mean) for vector, mean in zip(vectors, known, strict=True)]
+    columns: list[Tensor] = []
+    first = LARGEST_STEP[objective.dtype]
+    for vector, mean in zip(vectors, known, strict=True):
+        found, step = _along_all(objective, vector, mean, first)
+        columns.append(found)
+        first = min(LARGEST_STEP[objective.dtype], _STEP_RATIO * step)
     return objective.checked(torch.stack(columns, dim=1))
 
 
@@ -110,26 +116,26 @@ def weighted_means(
     )
 
 
-def _along_all(objective: PairObjective, vector: Tensor, known: float | None) -> Tensor:
-    """Curvatures of all pairs along a vector, by the step with the smallest error of their mean."""
+def _along_all(objective: PairObjective, vector: Tensor, known: float | None, first: float) -> tuple[Tensor, float]:
+    """Curvatures of all pairs along a vector with the step that has the smallest error of their mean, and that step."""
     weights = torch.cat([batch.weight for batch in objective.batches]).double()
     share = weights / weights.sum()
-    best, least, before = None, math.inf, math.nan
+    best, used, least, before = None, first, math.inf, math.nan
     for number in range(_NUM_STEPS):
-        step = LARGEST_STEP[objective.dtype] / 4**number
+        step = first / _STEP_RATIO**number
         found = torch.cat([_along(objective, batch, vector, step) for batch in objective.batches]).double()
         mean = float((found * share).sum())
-        error = abs(mean - before) / 15 if known is None else abs(mean - known)
+        error = abs(mean - before) / (_STEP_RATIO**2 - 1) if known is None else abs(mean - known)
         if best is not None and error >= least:
             break
-        best, before = found, mean
+        best, used, before = found, step, mean
         if math.isnan(error):  # the first step, whose mean there is nothing to compare with
             continue
         least = error
         if error <= ACCURATE * float((found.abs() * share).sum()):
             break
     assert best is not None, "at least one step is tried"
-    return best
+    return best, used
 
 
 def _along(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, step: float) -> Tensor:
