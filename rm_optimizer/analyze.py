@@ -22,6 +22,7 @@ from rm_optimizer.interfaces.hydra_entry import launch
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from pytorch_lightning.loggers import Logger
     from torch import Tensor
 
     from rm_optimizer.landscape.analysis_context import AnalysisResult, AnalysisSubject
@@ -276,13 +277,12 @@ def _unmerged(checkpoint: str) -> Path | None:
 def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, files: Sequence[Path]) -> None:
     """Give TensorBoard and W&B the numbers, eigenvalues, pictures and tables of a result, at its step."""
     import numpy as np
-    import pyarrow.parquet as pq
 
     from rm_optimizer.landscape.runs.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
     from rm_optimizer.reporting.landscape_pictures import scalars_of
     from rm_optimizer.training.loggers.building import build_loggers, close_loggers
-    from rm_optimizer.training.loggers.media import log_figure, log_histogram, log_table
+    from rm_optimizer.training.loggers.media import log_histogram
 
     loggers = build_loggers(options.logger, folder)
     if not loggers:
@@ -296,15 +296,22 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
             logger.log_metrics({f"{kind}/{name}": value for name, value in scalars_of(measured).items()}, at)
         if isinstance(measured, HessianSpectrum):
             log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
-    last = max(by_step)
-    for path in files:
-        if path.suffix == ".png":
-            log_figure(loggers, f"{kind}/{path.stem}", path, last)
-        elif path.suffix == ".parquet":
-            log_table(loggers, f"{kind}/{path.stem}_table", pq.read_table(path).to_pylist(), last)
+    _log_files(loggers, kind, files, max(by_step))
     for logger in loggers:
         logger.finalize("success")
     close_loggers(loggers)
+
+
+def _log_files(loggers: Sequence[Logger], kind: str, files: Sequence[Path], step: int) -> None:
+    import pyarrow.parquet as pq
+
+    from rm_optimizer.training.loggers.media import log_figure, log_table
+
+    for path in files:
+        if path.suffix == ".png":
+            log_figure(loggers, f"{kind}/{path.stem}", path, step)
+        elif path.suffix == ".parquet":
+            log_table(loggers, f"{kind}/{path.stem}_table", pq.read_table(path).to_pylist(), step)
 
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:

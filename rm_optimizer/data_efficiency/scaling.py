@@ -227,8 +227,7 @@ def _more(reached: Float[np.ndarray, " draws"], size: int, gain: float) -> MoreP
 def _drawn(values: Float[np.ndarray, "seeds sizes"], num_draws: int, generator: np.random.Generator) -> np.ndarray:
     """Means over seeds, and below them such means with noise of their own."""
     num_seeds, num_sizes = values.shape
-    freedom = num_sizes * (num_seeds - 1)
-    means = values.mean(axis=0)
+    freedom, means = num_sizes * (num_seeds - 1), values.mean(axis=0)
     error = np.sqrt(((values - means) ** 2).sum() / freedom / num_seeds)
     noise = error * generator.standard_t(freedom, size=(num_draws, num_sizes))
     return np.concatenate([means[None], means + noise])
@@ -240,5 +239,4 @@ def _estimate(values: Float[np.ndarray, " draws"], num_seeds: int) -> Estimate:
     if np.isnan(values[0]) or len(drawn) < CONFIDENCE * (len(values) - 1):
         return Estimate(float("nan"), None, num_seeds)
     low, high = np.quantile(drawn, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-    spread = float(drawn.std())
-    return Estimate(float(values[0]), spread, num_seeds, float(low), float(high), IntervalKind.resampled)
+    return Estimate(float(values[0]), float(drawn.std()), num_seeds, float(low), float(high), IntervalKind.resampled)

@@ -54,9 +54,8 @@ def held_out_predictions(
 ) -> Float[np.ndarray, "pairs tasks"]:
     """Predictions of each fold by ridge regression on the others, for every column of targets.
 
-    Without intercept, `w = argmin ||X w - y||^2 + lambda ||w||^2`, solved in its dual form
-    `X' (X X' + lambda I)^-1 y`. Columns of X are in units of their root mean square, lambda is the mean of its
-    squared row lengths.
+    Without intercept, `w = argmin ||X w - y||^2 + lambda ||w||^2`, solved in its dual form `X' (X X' + lambda I)^-1 y`.
+    Columns of X are in units of their root mean square; lambda is the mean square of its rows' lengths.
 
     Args:
         differences: X.

@@ -101,15 +101,11 @@ class FoundRuns:
     left_out: tuple[str, ...]
 
 
-def read_runs(paths: Sequence[Path]) -> FoundRuns:
-    """Read the runs in these folders; a folder of runs, such as a sweep's, gives its finished ones.
-
-    Args:
-        paths: run folders, their `best/` folders, or folders of runs.
+def _finished(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Folders of finished runs, and sentences on the others.
 
     Raises:
-        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are not two runs.
-        DataError: if a file of a run is missing or damaged.
+        ConfigError: if a path holds no run, or one that has not finished.
     """
     folders: list[Path] = []
     left_out: list[str] = []
@@ -124,6 +120,20 @@ def read_runs(paths: Sequence[Path]) -> FoundRuns:
                 )
             else:
                 left_out.append(f"{folder} has not finished and is left out")
+    return folders, left_out
+
+
+def read_runs(paths: Sequence[Path]) -> FoundRuns:
+    """Read the runs in these folders; a folder of runs, such as a sweep's, gives its finished ones.
+
+    Args:
+        paths: run folders, their `best/` folders, or folders of runs.
+
+    Raises:
+        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are not two runs.
+        DataError: if a file of a run is missing or damaged.
+    """
+    folders, left_out = _finished(paths)
     twice = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
     if twice:
         raise ConfigError(f"each run must be named once, but {twice[0]} is named twice; leave one of them out")

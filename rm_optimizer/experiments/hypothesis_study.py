@@ -79,6 +79,14 @@ OWNED = MappingProxyType(
 
 _WRITTEN_ANEW = ("model.adamw_lr", "training.epochs")
 """Overrides that each arm writes anew: LoRA's rate is another one, and presets have epochs of their own."""
+_OF_ALL_ARMS = {
+    "optimizer.weight_decay": 0.0,
+    "training.eval_at_start": "false",
+    "training.num_bootstrap": 100,
+    "training.progress": "false",
+    "logger.tensorboard": "false",
+    "output_dir": "OUTPUT",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +211,7 @@ class HypothesisStudy:
         return [*distinct.values()]
 
     def run(
-        self,
-        executor: Executor | None = None,
-        *,
-        retries: int = 0,
-        on_trial: OnTrial | None = None,
+        self, executor: Executor | None = None, *, retries: int = 0, on_trial: OnTrial | None = None
     ) -> HypothesisReport:
         """Run or read every trial, and write `hypotheses.json` into the folder.
 
@@ -260,17 +264,12 @@ class HypothesisStudy:
             **({"model.lora_lr": 10 * rate} if arm.startswith("lora") else {"model.adamw_lr": rate}),
             "data.train": in_quotes(str(self.splits.train.resolve())),
             "data.val": in_quotes(str(self.splits.select.resolve())),
-            "optimizer.weight_decay": 0.0,
             "training.epochs": self._epochs,
             "training.max_steps": steps,
             "training.checkpoint_every": steps,
             "training.evals_per_epoch": 4 if arm == STOPPING_ARM else 1,  # evaluations change nothing but when to stop
-            "training.eval_at_start": "false",
-            "training.num_bootstrap": 100,
-            "training.progress": "false",
-            "logger.tensorboard": "false",
             "seed": seed,
-            "output_dir": "OUTPUT",
+            **_OF_ALL_ARMS,
         }
         own = [f"{name}={value}" for name, value in values.items()]
         return typed(compose([*shared, *own]), TrainConfig)

@@ -6,7 +6,7 @@ arm are paired by prompt, and by seed where there are several; `rm_optimizer.cor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -320,17 +320,22 @@ def _notes(
     ):
         if len(set(values)) > 1:
             notes.append(f"the runs have different {what}: {', '.join(dict.fromkeys(values))}")
+    return [*notes, *_notes_of_pairing(arms, paired), ALWAYS]
+
+
+def _notes_of_pairing(
+    arms: Mapping[str, Sequence[ComparedRun]], paired: Mapping[str, Sequence[tuple[ComparedRun, ComparedRun]]]
+) -> Iterator[str]:
     for name, both in paired.items():
         most = max(len(arms[name]), len(next(iter(arms.values()))))
         if both[0][0].result.seed != both[0][1].result.seed:
-            notes.append(f"{name} shares no seed with the baseline; its runs are paired in order")
+            yield f"{name} shares no seed with the baseline; its runs are paired in order"
         if len(both) < most:
-            notes.append(f"{name} is compared over {len(both)} of {most} seeds, those that it and the baseline have")
+            yield f"{name} is compared over {len(both)} of {most} seeds, those that it and the baseline have"
     if any(len(both) == 1 for both in paired.values()):
-        notes.append("a difference of one seed covers prompts alone: with another seed it may turn around")
+        yield "a difference of one seed covers prompts alone: with another seed it may turn around"
     if len(paired) > 1:
-        notes.append(f"{len(paired)} arms are compared, and intervals are not widened for that")
-    return [*notes, ALWAYS]
+        yield f"{len(paired)} arms are compared, and intervals are not widened for that"
 
 
 def _packages(runs: Sequence[ComparedRun]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,6 +46,15 @@ class PairOptions:
         float, Option("--label", min=0, max=1, help="P(chosen > rejected) of rows without a label; 0.5 for ties.")
     ] = 1.0
 
+    def _require_known(self) -> None:
+        """Refuse a word that is no choice of its flag."""
+        for flag, value, kind in (
+            ("--on-bad-row", self.on_bad_row, OnBadRow),
+            ("--kwise-rule", self.kwise_rule, KwiseRule),
+        ):
+            if value not in (known := [choice.value for choice in kind]):
+                raise ConfigError(did_you_mean(flag, value, known))
+
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set.
 
@@ -58,16 +67,9 @@ class PairOptions:
         """
         from rm_optimizer.core.pairs.dataset import PreferenceDataset
 
-        for flag, value, kind in (
-            ("--on-bad-row", self.on_bad_row, OnBadRow),
-            ("--kwise-rule", self.kwise_rule, KwiseRule),
-        ):
-            if value not in (known := [choice.value for choice in kind]):
-                raise ConfigError(did_you_mean(flag, value, known))
+        self._require_known()
         found = [item for name in ([source] if isinstance(source, str) else source) for item in _sources(name)]
-        files = Counter(file for _, _, own in found for file in own)
-        if twice := [file for file, count in files.items() if count > 1]:
-            raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
+        _require_once(file for _, _, own in found for file in own)
         shared = Counter(label for label, _, _ in found)
         parts = []
         for label, path, own in found:
@@ -144,3 +146,9 @@ def _sources(source: str) -> list[tuple[str, str, list[str]]]:
             raise DataError(f"{source}: no file matches this pattern")
         return [item for match in matches for item in _sources(match)]
     return [(source_name(source), source, [source])]
+
+
+def _require_once(files: Iterable[str]) -> None:
+    """Refuse a file that is named twice."""
+    if twice := [file for file, count in Counter(files).items() if count > 1]:
+        raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")

@@ -153,6 +153,10 @@ def check_choices(method: str, matrix: str, dtype: torch.dtype, options: Spectru
         )
     if method == "pyhessian" and matrix != "hessian":
         raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
+    _warn_of_unused(method, options)
+
+
+def _warn_of_unused(method: str, options: SpectrumOptions) -> None:
     if method != "lanczos" and (options.max_basis is not None or not options.keep_vectors):
         _warn("max_basis" if options.keep_vectors else "keep_vectors=False", f"method={method}", "leave it out")
     if options.max_products is not None and method not in ("lanczos", "power_iteration"):

@@ -156,9 +156,8 @@ def _sample_hessian(
     objective, pairs = operator.objective, found.pairs
     curvatures = pair_curvatures(objective, pairs.vectors[:count], pairs.values[:count].tolist())
     found.sampling = sampling_error(objective, curvatures, clusters=clusters, seed=seed)
-    found.pair_curvatures = PairCurvatures(
-        curvatures.cpu().numpy(), weights_of(objective), pair_indices(objective.batches)
-    )
+    weights, indices = weights_of(objective), pair_indices(objective.batches)
+    found.pair_curvatures = PairCurvatures(curvatures.cpu().numpy(), weights, indices)
     if is_top:
         found.cross_fit = cross_fit_hessian(
             operator,

@@ -15,7 +15,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
 from rm_optimizer.landscape.operators.differences import GradientDifferences
-from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.scaled import ScaledDifferences
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
 from rm_optimizer.landscape.solvers.lanczos import lanczos
@@ -73,23 +73,30 @@ def measure_curvature(
         num_products: products of each call after the first, 1 or 2, where these are enough.
         seed: of the first vector and of the probes.
     """
+    return _Measurement(model, micro_batches, loss, num_products, seed)
+
+
+@dataclass
+class _Measurement:
+    """Measurement that is called repeatedly, with the vectors of the last call."""
+
+    model: BradleyTerryRM
+    micro_batches: Sequence[AnyPairBatch]
+    loss: LossConfig
+    num_products: int
+    seed: int
     vectors: Tensor | None = None
     scaled_vectors: Tensor | None = None
 
-    def measure(scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
-        nonlocal vectors, scaled_vectors
-        dtype = torch.float64 if model.reward_head.weight.dtype == torch.float64 else torch.float32
-        with measuring(model, micro_batches, loss, dtype=dtype, twice=False) as objective:
+    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
+        """Curvature at the present weights; with a scale of each parameter, the preconditioned sharpness too."""
+        dtype = torch.float64 if self.model.reward_head.weight.dtype == torch.float64 else torch.float32
+        with measuring(self.model, self.micro_batches, self.loss, dtype=dtype, twice=False) as objective:
             hessian = GradientDifferences(objective)
-            top = _found(hessian, seed) if vectors is None else _followed(hessian, vectors[:num_products])
-            vectors = top.vectors
-            random = RandomVectors(hessian, seed + 1)
-            sharpness = None
-            if scales is not None:
-                scale = objective.subset.flatten([scales[name] for name in objective.subset.names])
-                scaled = ScaledDifferences(hessian, scale)
-                top_scaled = _found(scaled, seed) if scaled_vectors is None else _followed(scaled, scaled_vectors[:1])
-                scaled_vectors, sharpness = top_scaled.vectors, top_scaled.value
+            top = self._followed(hessian, self.vectors, self.num_products)
+            self.vectors = top.vectors
+            random = RandomVectors(hessian, self.seed + 1)
+            sharpness = None if scales is None else self._sharpness(objective, hessian, scales)
             return CurvatureReading(
                 top_eigenvalue=top.value,
                 residual=top.residual,
@@ -97,12 +104,19 @@ def measure_curvature(
                 num_products=hessian.num_products,
                 num_pairs=objective.num_pairs,
                 num_gradients=num_gradients(hessian.num_products, hessian.num_numbers),
-                num_gradients_next=num_gradients(num_products, 1 + NUM_PROBES)
+                num_gradients_next=num_gradients(self.num_products, 1 + NUM_PROBES)
                 + (0.0 if scales is None else num_gradients(1, 1) - 1),
                 preconditioned_sharpness=sharpness,
             )
 
-    return measure
+    def _sharpness(self, objective: PairObjective, hessian: GradientDifferences, scales: Mapping[str, Tensor]) -> float:
+        scale = objective.subset.flatten([scales[name] for name in objective.subset.names])
+        top = self._followed(ScaledDifferences(hessian, scale), self.scaled_vectors, 1)
+        self.scaled_vectors = top.vectors
+        return top.value
+
+    def _followed(self, matrix: Differences, vectors: Tensor | None, num_products: int) -> _Top:
+        return _found(matrix, self.seed) if vectors is None else _followed(matrix, vectors[:num_products])
 
 
 def num_gradients(num_products: int, num_numbers: int) -> float:

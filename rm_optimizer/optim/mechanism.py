@@ -106,9 +106,8 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
         raise ConfigError(f"optimizer={name} must compute {wanted} passes in a step, got {passes}; leave this arm out")
     with_gradient = 0
     for group, weights, rate in zip(optimizer.param_groups, before.weights, before.rates, strict=True):
-        steps = list(_first_steps(group, weights, rate))
+        steps, rule = list(_first_steps(group, weights, rate)), RULES.get(group["algorithm"])
         with_gradient += len(steps)
-        rule = RULES.get(group["algorithm"])
         if rule is not None and (lack := rule(steps)) is not None:
             raise ConfigError(
                 f"optimizer={name} did not take its own first step on the group {group['role']}: {lack}; leave this "

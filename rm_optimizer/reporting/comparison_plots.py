@@ -33,13 +33,8 @@ def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pai
     parts += ["pale: each seed; strong: mean over seeds"] if several else []
     figure, axes = two_panels("Learning curves", "; ".join(parts), ratios=(1, 1))
     for panel, column in zip(axes, ("eval_nll", "eval_acc"), strict=True):
-        panel.axhline(
-            CHANCE_LOSS if column == "eval_nll" else 0.5,
-            color=GRAY,
-            linestyle=(0, (2, 2)),
-            linewidth=1.2,
-            label="chance",
-        )
+        chance = CHANCE_LOSS if column == "eval_nll" else 0.5
+        panel.axhline(chance, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance")
         for index, (arm, runs) in enumerate(histories.items()):
             label = arm if index < _MOST_NAMED else None
             _draw_arm(panel, [_course(history, column, by_pairs) for history in runs], index, label)
@@ -74,6 +69,14 @@ def plot_differences(comparison: RunComparison) -> Figure:
     return figure
 
 
+def _draw_top(axes: Axes, spectrum: HessianSpectrum, index: int, label: str | None) -> None:
+    """The largest eigenvalues by rank, with their error bounds."""
+    values = np.array(spectrum.eigenvalues[: spectrum.num_top or None])
+    rank = np.arange(1, len(values) + 1)
+    errors = np.array(spectrum.error_bounds[: len(values)])
+    axes.errorbar(rank, values, yerr=errors, label=label, marker="o", markersize=4, capsize=2, **_line(index))
+
+
 def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
     """Largest eigenvalues by rank, and densities where all spectra have one.
 
@@ -90,11 +93,7 @@ def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
         two_panels(title, caption, ratios=(1, 1), shares_x=False) if has_density else captioned_figure(title, caption)
     )
     for index, (name, spectrum) in enumerate(spectra.items()):
-        values = np.array(spectrum.eigenvalues[: spectrum.num_top or None])
-        rank = np.arange(1, len(values) + 1)
-        errors = np.array(spectrum.error_bounds[: len(values)])
-        label = name if index < _MOST_NAMED else None
-        axes[0].errorbar(rank, values, yerr=errors, label=label, marker="o", markersize=4, capsize=2, **_line(index))
+        _draw_top(axes[0], spectrum, index, name if index < _MOST_NAMED else None)
         if has_density and spectrum.density is not None:
             curve = density_curve(spectrum.density)
             axes[1].plot(curve.grid, curve.density, **_line(index))

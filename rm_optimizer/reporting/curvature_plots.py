@@ -144,7 +144,7 @@ def plot_density(
         if members:
             axes.plot(
                 members, np.full(len(members), 2 * floor), color=color, marker="|", markersize=11, markeredgewidth=1.4,
-                linestyle="none", label=f"{len(members)} {word} eigenvalues, computed",
+                linestyle="none", label=f"{len(members)} {word} eigenvalues, computed"
             )  # fmt: skip
     _draw_cross_fitted_below(axes, cross_fitted, 5 * floor)
     axes.set_yscale("log")
@@ -180,6 +180,22 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
     return figure
 
 
+def _layer_columns(result: LayerCurvature) -> dict[str, list[float]]:
+    """Numbers of each block by the heading of their column."""
+    columns = {
+        "Gauss-Newton\nlargest": [item.gauss_newton[0] for item in result.blocks],
+        "cross-fitted": [value_or_nan(item.crossed) for item in result.blocks],
+        "Gauss-Newton\ntrace": [item.gauss_newton_trace.value for item in result.blocks],
+        "Hessian\ntrace": [item.trace.value for item in result.blocks],
+    }
+    found = [item.hessian_top for item in result.blocks]
+    if any(found):
+        columns["Hessian\nlargest"] = [top.value if top else math.nan for top in found]
+    if any(top.cross_fit for top in found if top):
+        columns["Hessian\ncross-fitted"] = [value_or_nan(item.hessian_crossed) for item in result.blocks]
+    return columns
+
+
 def plot_layers(result: LayerCurvature) -> Figure:
     """Heat map of each layer's block: Gauss-Newton and Hessian, numbers with their errors in the cells."""
     partial = f"PARTIAL, without the search in {', '.join(result.missing)}; " if result.missing else ""
@@ -190,17 +206,7 @@ def plot_layers(result: LayerCurvature) -> Figure:
     caption = f"{partial}{pairs}{errors}{starred}; color: within its column"
     caption += f"; {result.source}" if result.source else ""
     figure, (axes,) = captioned_figure("Curvature layer by layer", caption)
-    columns = {
-        "Gauss-Newton\nlargest": [item.gauss_newton[0] for item in result.blocks],
-        "cross-fitted": [value_or_nan(item.crossed) for item in result.blocks],
-        "Gauss-Newton\ntrace": [item.gauss_newton_trace.value for item in result.blocks],
-        "Hessian\ntrace": [item.trace.value for item in result.blocks],
-    }
-    if tops:
-        found = [item.hessian_top for item in result.blocks]
-        columns["Hessian\nlargest"] = [top.value if top else math.nan for top in found]
-        if any(top.cross_fit for top in tops):
-            columns["Hessian\ncross-fitted"] = [value_or_nan(item.hessian_crossed) for item in result.blocks]
+    columns = _layer_columns(result)
     figure.set_size_inches(1.2 + 1.45 * len(columns), max(3.2, 1.9 + 0.36 * len(result.blocks)))
     for position, values in enumerate(columns.values()):
         _draw_column(axes, position, np.array(values), [_cells(item)[position] for item in result.blocks])

@@ -128,8 +128,9 @@ def draw_training_curvature(history: History, folder: Path, caption: str) -> lis
     for row in history:
         if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
             rows.append({"step": int(row["step"] or 0), **values})
-    figure = plot_training_curvature(history, caption=caption)
-    return _written(Drawing("during_training", caption, rows, figure), folder)
+    return _written(
+        Drawing("during_training", caption, rows, plot_training_curvature(history, caption=caption)), folder
+    )
 
 
 def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:

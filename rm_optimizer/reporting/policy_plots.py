@@ -133,10 +133,15 @@ def plot_policy_run(result: RLHFResult) -> Figure:
     panels[1].set(xlabel="optimizer steps", ylabel="√KL (nats)", ylim=(0.0, None))
     spread = [each.disagreement.value for each in result.checkpoints if each.disagreement is not None]
     if spread:
-        right = panels[1].twinx()
-        right.plot(steps, spread, color=VERMILION, marker="s", markersize=4)
-        right.set_ylabel("disagreement", color=VERMILION)
-        right.set_ylim(0.0, None)
-        right.spines[["top", "left"]].set_visible(False)
-        right.tick_params(colors=GRAY, labelcolor=VERMILION, labelsize=9)
+        _draw_disagreement(panels[1], steps, spread)
     return figure
+
+
+def _draw_disagreement(axes: Axes, steps: Sequence[int], spread: Sequence[float]) -> None:
+    """Disagreement of an ensemble's members, on an axis of its own to the right."""
+    right = axes.twinx()
+    right.plot(steps, spread, color=VERMILION, marker="s", markersize=4)
+    right.set_ylabel("disagreement", color=VERMILION)
+    right.set_ylim(0.0, None)
+    right.spines[["top", "left"]].set_visible(False)
+    right.tick_params(colors=GRAY, labelcolor=VERMILION, labelsize=9)

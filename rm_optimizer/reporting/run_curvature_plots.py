@@ -112,13 +112,17 @@ def plot_between(result: BetweenModels) -> Figure:
         upper.set_yscale("log")
     count_ticks(upper.xaxis)
     draw_legend(upper)
+    _draw_paths(lower, result)
+    return figure
+
+
+def _draw_paths(axes: Axes, result: BetweenModels) -> None:
     for index, path in enumerate(result.paths):
         name = f"{result.names[path.first]} to {result.names[path.second]}"
-        lower.plot(path.positions, path.losses, color=SERIES[index % len(SERIES)], marker="o", markersize=4, label=name)
-    lower.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
+        axes.plot(path.positions, path.losses, color=SERIES[index % len(SERIES)], marker="o", markersize=4, label=name)
+    axes.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
     if result.paths:
-        draw_legend(lower)
-    return figure
+        draw_legend(axes)
 
 
 def between_table(result: BetweenModels) -> dict[str, Cell]:

@@ -141,13 +141,11 @@ def exact_divergence(
         >>> round(exact_divergence(np.array([0.5, 0.5]), np.array([0.0, 1.0]), 10**6), 6)
         0.693147
     """
-    groups = np.unique(rewards, return_inverse=True)[1]
-    share = np.bincount(groups, weights=probabilities)
+    share = np.bincount(np.unique(rewards, return_inverse=True)[1], weights=probabilities)
     below = np.concatenate([[0.0], np.minimum(np.cumsum(share), 1.0)])
     below[-1] = 1.0
     kept = share > 0
-    taken = (below[1:] ** n - below[:-1] ** n)[kept]
-    share = share[kept]
+    taken, share = (below[1:] ** n - below[:-1] ** n)[kept], share[kept]
     divergence = np.where(taken > 0, taken * np.log(np.where(taken > 0, taken, 1.0) / share), 0.0).sum()
     return max(float(divergence), 0.0)
 

@@ -57,6 +57,14 @@ class TransformersPolicy:
         return digest([weights_digest(self.model), template, self._options, self._samples_at_once, sorted(self._ends)])
 
     @torch.inference_mode()
+    def _require_room(self, num_tokens: int) -> None:
+        room, num_new = getattr(self.model.config, "max_position_embeddings", None), self._options["max_new_tokens"]
+        if room is not None and num_tokens + num_new > room:
+            raise DataError(
+                f"a prompt of {num_tokens} tokens and {num_new} new ones exceed the policy's {room} positions; shorten "
+                "the prompt or lower the new tokens"
+            )
+
     def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
         """Draw responses to a prompt.
 
@@ -64,12 +72,7 @@ class TransformersPolicy:
             DataError: if the prompt leaves no room for a response.
         """
         ids = prompt_ids(self.tokenizer, prompt)
-        room = getattr(self.model.config, "max_position_embeddings", None)
-        if room is not None and len(ids) + self._options["max_new_tokens"] > room:
-            raise DataError(
-                f"a prompt of {len(ids)} tokens and {self._options['max_new_tokens']} new ones exceed the policy's "
-                f"{room} positions; shorten the prompt or lower the new tokens"
-            )
+        self._require_room(len(ids))
         texts: list[str] = []
         batch = torch.tensor([ids], device=self.model.device)
         while len(texts) < num_samples:

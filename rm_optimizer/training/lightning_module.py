@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,7 @@ class RewardModelLightning(pl.LightningModule):
 
     def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
         """Take one optimizer step on a macro-batch and leave its metrics in `step_metrics`."""
-        optimizer = self.optimizers()
-        schedule = self.lr_schedulers()
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert not isinstance(optimizer, list), "one optimizer a run"
         assert isinstance(schedule, LRScheduler), "one schedule a run"
         learning_rate = max(group["lr"] for group in optimizer.param_groups)
@@ -127,10 +126,13 @@ class RewardModelLightning(pl.LightningModule):
         with torch.autocast(self.device.type, enabled=False):
             optimizer.step(closure=closure)
         schedule.step()
-        self.step_metrics = {f"train/{name}": value for name, value in passes[0].items()}
-        self.step_metrics["train/lr"] = learning_rate
-        self.step_metrics["train/num_pairs"] = len(batch.pair_index)
-        self.pairs_seen += len(batch.pair_index)
+        self._count(passes, learning_rate, len(batch.pair_index))
+
+    def _count(self, passes: Sequence[Mapping[str, float]], learning_rate: float, num_pairs: int) -> None:
+        """Leave the metrics of a step, and count its pairs and passes."""
+        metrics = {**passes[0], "lr": learning_rate, "num_pairs": num_pairs}
+        self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
+        self.pairs_seen += num_pairs
         self.passes_made += len(passes)
 
     def pair_losses(self, batch: AnyPairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:

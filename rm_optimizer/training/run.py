@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
@@ -29,7 +30,7 @@ from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
 from rm_optimizer.training.loggers.building import open_loggers, require_wandb_key
 from rm_optimizer.training.loggers.outcome import log_outcome
-from rm_optimizer.training.preparation import prepare
+from rm_optimizer.training.preparation import Run, prepare
 from rm_optimizer.training.processes import require_devices
 
 log = logging.getLogger("rm_optimizer")
@@ -89,13 +90,24 @@ def train_reward_model(
         run = prepare(config, start, data, order)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
-        with StopSignal() as stop, open_loggers(config.logger, run_dir, run.record.options) as loggers:
-            try:
-                fitted = fit(run, stop, start.checkpoint, callbacks, loggers)
-                result = finish(run, fitted)
-            except StopNow:
-                raise Interrupted(stopped_at_once(run_dir)) from None
-            if is_first_rank:
-                write_card(run_dir)
-                log_outcome(loggers, result, log_model=config.logger.log_model)
-            return result
+        return _fitted_and_finished(run, start.checkpoint, callbacks, run_dir, is_first_rank=is_first_rank)
+
+
+def _fitted_and_finished(
+    run: Run, checkpoint: Path | None, callbacks: Sequence[Callback], run_dir: Path, *, is_first_rank: bool
+) -> RunResult:
+    """Fit, evaluate and export, and tell the loggers.
+
+    Raises:
+        Interrupted: if the user stops the run.
+    """
+    options = run.config.logger
+    with StopSignal() as stop, open_loggers(options, run_dir, run.record.options) as loggers:
+        try:
+            result = finish(run, fit(run, stop, checkpoint, callbacks, loggers))
+        except StopNow:
+            raise Interrupted(stopped_at_once(run_dir)) from None
+        if is_first_rank:
+            write_card(run_dir)
+            log_outcome(loggers, result, log_model=options.log_model)
+        return result

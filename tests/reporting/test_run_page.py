@@ -133,6 +133,7 @@ TORN_PNG = b"\x89PNG\r\n"
         ("pair_rewards.jsonl", None, "pair_rewards.jsonl holds 1 of 60 pairs"),
         ("landscape/slices/slices.json", b"{", "landscape/slices/slices.json is torn"),
         ("landscape/hessian/spectrum.png", TORN_PNG, "landscape/hessian/spectrum.png is torn"),
+        ("landscape/hessian/lanczos.json", b"{}", "hessian has no result yet"),
     ],
 )
 def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: bytes | None, expected: str) -> None:

@@ -115,22 +115,24 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, s
     return trainable_count(model)
 
 
+def _chosen(config: AdapterConfig | LoraConfig) -> LoraConfig:
+    if not isinstance(config, AdapterConfig):
+        return copy.deepcopy(config)
+    return import_peft().LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.targets
+    )
+
+
 def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) -> LoraConfig:
     """The configuration peft is given: the user's choices and what a reward model needs.
 
     Raises:
         ConfigError: if a target names no layer, or the configuration asks for what could not be saved exactly.
     """
-    peft = import_peft()
-    if isinstance(config, AdapterConfig):
-        wanted = peft.LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.targets
-        )
-    else:
-        wanted = copy.deepcopy(config)
+    wanted = _chosen(config)
     _require_exact(wanted)
     head_side, beside = head_side_modules(model), parts_beside_text(model)
-    wanted.task_type = peft.TaskType.SEQ_CLS
+    wanted.task_type = import_peft().TaskType.SEQ_CLS
     wanted.modules_to_save = sorted({*(wanted.modules_to_save or ()), *head_side})
     linear = dict(_linear_layers(model))
     if wanted.target_modules is None or wanted.target_modules == "all-linear":

@@ -68,8 +68,7 @@ class PairedScores:
         values = _scores(totals.reshape(*totals.shape[:-1], arms, len(self.better), -1))[..., SCORES.index(score)]
         if self.worse is None:
             return np.asarray(values[..., 0, :])
-        sign = 1.0 if score == "accuracy" else -1.0
-        return np.asarray(sign * (values[..., 0, :] - values[..., 1, :]))
+        return np.asarray((1.0 if score == "accuracy" else -1.0) * (values[..., 0, :] - values[..., 1, :]))
 
     def per_seed(self, score: Score) -> Float[np.ndarray, " seeds"]:
         """Effect of each seed in a score."""

@@ -48,8 +48,7 @@ def epoch_order(num: int, seed: int, epoch: int, *window: int) -> NDArray[np.int
     Positions are sorted by raw 64-bit PCG64 words seeded with ``(seed, epoch, *window)``, none negative. NumPy promises
     the raw stream, unlike `Generator.permutation`, to stay the same from version to version (NEP 19).
     """
-    words = np.random.PCG64(np.random.SeedSequence([seed, epoch, *window])).random_raw(num)
-    return np.argsort(words, kind="stable")
+    return np.argsort(np.random.PCG64(np.random.SeedSequence([seed, epoch, *window])).random_raw(num), kind="stable")
 
 
 def random_positions(num: int, num_drawn: int, seed: int | Sequence[int]) -> NDArray[np.int64]:

@@ -43,14 +43,8 @@ def unread_note(path: str, rows: Sequence[Row], read: frozenset[str], spelling: 
     """
     texts_read = ["\0".join(_folded(text) for name in read for text in _texts(row.get(name))) for row in rows]
     names = dict.fromkeys(name for row in rows for name in row)
-    unread = [
-        name
-        for name in names
-        if name not in read
-        and name not in UNREAD_COLUMNS
-        and name != "metadata"
-        and _is_content(name, rows, texts_read)
-    ]
+    passed = {*read, *UNREAD_COLUMNS, "metadata"}
+    unread = [name for name in names if name not in passed and _is_content(name, rows, texts_read)]
     if not unread:
         return None
     option = spelling.columns(dict.fromkeys(unread, "null"))

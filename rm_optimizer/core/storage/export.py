@@ -204,12 +204,15 @@ def _plain_rewards(
     return rewards
 
 
-def _certified(
-    reward_model: Exportable, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
-) -> ParityCertificate:
-    prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
+def _require_same_tokens(
+    reward_model: Exportable,
+    folder: Path,
+    prompts: Sequence[Prompt],
+    responses: Sequence[str],
+    ids: Sequence[tuple[int, ...]],
+) -> None:
+    """Refuse a tokenizer that gives other tokens once it is saved and read back."""
     renderer = reward_model.renderer
-    ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=hasattr(reward_model.model.config, "auto_map"))
     again = ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
     if [encoding.ids for encoding in again.encode_batch(prompts, responses)] != ids:
@@ -217,6 +220,15 @@ def _certified(
             f"the tokenizer does not survive saving: reloaded by transformers as {type(tokenizer).__name__} it gives "
             "other tokens; use the tokenizer class that belongs to the model"
         )
+
+
+def _certified(
+    reward_model: Exportable, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
+) -> ParityCertificate:
+    prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
+    renderer = reward_model.renderer
+    ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
+    _require_same_tokens(reward_model, folder, prompts, responses, ids)
     device = reward_model.device
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,13 @@ from rm_optimizer.data_efficiency.cleaning.wrong_labels import (
     with_flips,
 )
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
-from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures, LabelSplit, SyntheticPool, synthetic_split
+from rm_optimizer.data_efficiency.savings.label_pools import (
+    LabeledFeatures,
+    LabelSplit,
+    SyntheticPool,
+    digest_of,
+    synthetic_split,
+)
 from rm_optimizer.data_efficiency.savings.label_study import tested
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
@@ -111,8 +116,7 @@ def planned_cleanings(
     source = None if features is None else LabeledFeatures.read(features)
     if (most := len(_split(pool, source, 0).labels)) < num_pairs:
         raise DataError(f"a split of '{pool}' has {most:,} training pairs, fewer than --pairs {num_pairs}; lower it")
-    content = None if features is None else hashlib.sha256(features.read_bytes()).hexdigest()
-    shared = {"num_pairs": num_pairs, "false_positive_rate": false_positive_rate, "content": content}
+    shared = {"num_pairs": num_pairs, "false_positive_rate": false_positive_rate, "content": digest_of(features)}
     path = None if features is None else str(features.resolve())
     return [
         planned_trial(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -103,6 +104,11 @@ def synthetic_split(pool: SyntheticPool, seed: int, *, margin_std: float = MARGI
     differences, test = drawn(NUM_POOL), tested(NUM_TEST)
     labels = (generator.random(NUM_POOL) < expit(differences @ weights)).astype(float)
     return LabelSplit(differences, labels, test, expit(test @ weights), np.zeros(NUM_POOL), np.arange(NUM_POOL))
+
+
+def digest_of(features: Path | None) -> str | None:
+    """SHA-256 of a file of `LabeledFeatures`, which tells a trial from one on other pairs; None without a file."""
+    return None if features is None else hashlib.sha256(features.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)

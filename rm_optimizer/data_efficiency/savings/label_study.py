@@ -5,7 +5,6 @@ Every rule begins with the same random pairs and asks for labels in batches. The
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,13 @@ from scipy.special import log_expit
 from rm_optimizer.data_efficiency.acquisition.pool import Pool
 from rm_optimizer.data_efficiency.acquisition.rules import RULES, acquisition_function
 from rm_optimizer.data_efficiency.linear_reward import LinearReward, fit_linear_reward
-from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures, LabelSplit, SyntheticPool, synthetic_split
+from rm_optimizer.data_efficiency.savings.label_pools import (
+    LabeledFeatures,
+    LabelSplit,
+    SyntheticPool,
+    digest_of,
+    synthetic_split,
+)
 from rm_optimizer.data_efficiency.savings.label_savings import LabelSavings, label_savings
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
@@ -79,9 +84,8 @@ def planned_splits(study: LabelStudy, pool: str, num_splits: int, features: Path
     Raises:
         DataError: if the pool is too small.
     """
-    content = None if features is None else hashlib.sha256(features.read_bytes()).hexdigest()
     name = f"{pool}, {study.flips:.0%} flipped" if study.flips else pool
-    shared = {"pool": pool, "name": name, **asdict(study), "content": content}
+    shared = {"pool": pool, "name": name, **asdict(study), "content": digest_of(features)}
     source = None if features is None else LabeledFeatures.read(features)
     largest = len(_split(pool, source, study.flips, 0).labels)
     if largest < 2 * study.budget:

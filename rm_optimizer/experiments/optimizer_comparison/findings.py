@@ -229,23 +229,27 @@ def _arm(
 ) -> ArmFinding:
     margins = _margins(finished)
     label, weight = _labels(test)
-    scores: dict[str, Estimate] = {
-        score: paired_effect(margins, None, test.prompt_ids, score, label=label, weight=weight, num_bootstrap=1000)
-        for score in SCORES
-    }
     grid = rate_grid(frozen.options.config(name).optimizer.lr, frozen.options.rates)
     return ArmFinding(
         name=name,
         chosen=chosen_rate(_mean_scores(points), grid),
         seeds=tuple(run.seed for run in finished),
         diverged=diverged,
-        scores=scores,
+        scores=_test_scores(margins, test),
         per_seed={score: tuple(_number(run.result, value) for run in finished) for score, value in _PER_SEED.items()},
         reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
         means={cost: fmean(_number(run.result, cost) for run in finished) for cost in COSTS},
         target=_time_to(target, [run.curve for run in finished]),
         curves=tuple(run.curve for run in finished),
     )
+
+
+def _test_scores(margins: np.ndarray, test: PreferenceDataset) -> dict[str, Estimate]:
+    label, weight = _labels(test)
+    return {
+        score: paired_effect(margins, None, test.prompt_ids, score, label=label, weight=weight, num_bootstrap=1000)
+        for score in SCORES
+    }
 
 
 def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:

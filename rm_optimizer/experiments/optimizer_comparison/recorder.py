@@ -124,16 +124,9 @@ class ArmRecorder(StepClock):
             self._state_bytes = _state_bytes(trainer.optimizers[0])
         latest = evaluation_of(trainer).latest
         if latest is not None and latest.step == trainer.global_step:
-            metrics = latest.metrics
-            self.points.append(
-                CurvePoint(
-                    step=latest.step,
-                    tokens=self._tokens,
-                    seconds=sum(self.steps),
-                    nll=metrics.nll.value,
-                    accuracy=metrics.accuracy.value,
-                )
-            )
+            scores = {"nll": latest.metrics.nll.value, "accuracy": latest.metrics.accuracy.value}
+            point = CurvePoint(step=latest.step, tokens=self._tokens, seconds=sum(self.steps), **scores)
+            self.points.append(point)
 
 
 def _memory_bytes() -> int:

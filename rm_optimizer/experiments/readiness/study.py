@@ -85,13 +85,8 @@ class ReadinessStudy:
         write_text(self.folder / FROZEN_FILE, choice.to_json() + "\n")
         return choice
 
-    def tested(self, executor: Executor, on_trial: OnTrial | None = None) -> Validation:
-        """Measure the test worlds under the frozen choice, and write `validation.json` and `fitted.json`.
-
-        Raises:
-            ConfigError: if there is no choice, it was made with other code or of another size, or a world failed.
-        """
-        choice = self._choice()
+    def _touch(self, choice: FrozenChoice) -> Touch:
+        """The record that the test worlds are measured under a choice, written before the first of them is."""
         touch = self._touched() or Touch(datetime.now(UTC).isoformat(timespec="seconds"), commit(), choice)
         if touch.choice != choice:
             raise ConfigError(
@@ -100,6 +95,16 @@ class ReadinessStudy:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / TOUCHED_FILE, touch.to_json() + "\n")
+        return touch
+
+    def tested(self, executor: Executor, on_trial: OnTrial | None = None) -> Validation:
+        """Measure the test worlds under the frozen choice, and write `validation.json` and `fitted.json`.
+
+        Raises:
+            ConfigError: if there is no choice, it was made with other code or of another size, or a world failed.
+        """
+        choice = self._choice()
+        touch = self._touch(choice)
         worlds = self._measured(self.test, executor, on_trial)
         developed = self._measured(self.development, executor, on_trial)
         fits = fitted_outcomes(developed, choice)

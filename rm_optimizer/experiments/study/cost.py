@@ -41,6 +41,15 @@ class StudyCost:
         return f"{self.runs} runs, about {hours} one after another, at {step} a step"
 
 
+def _measured(config: TrainConfig, scratch: str) -> TrainConfig:
+    """The first steps of a run, with one evaluation and no logger, in a folder of their own."""
+    short = replace(
+        config.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
+    )
+    logger = replace(config.logger, tensorboard=False, wandb=False)
+    return replace(config, training=short, output_dir=scratch, logger=logger)
+
+
 def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     """Cost of training with each of these options, from a few steps with the first.
 
@@ -55,13 +64,9 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     """
     clock = StepClock()
     first = configs[0]
-    short = replace(
-        first.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
-    )
     with tempfile.TemporaryDirectory() as scratch:
         before = time.monotonic()
-        logger = replace(first.logger, tensorboard=False, wandb=False)
-        train_reward_model(replace(first, training=short, output_dir=scratch, logger=logger), callbacks=[clock])
+        train_reward_model(_measured(first, scratch), callbacks=[clock])
         whole = time.monotonic() - before
     step, pairs = min(clock.steps), clock.steps_per_epoch * first.batching.batch_size
     evaluation = clock.evaluating / (1 + first.training.eval_at_start)  # the last one, and perhaps the first

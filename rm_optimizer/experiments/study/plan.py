@@ -117,6 +117,22 @@ def planned_trial(label: str, spec: Mapping[str, Any], identity: Mapping[str, An
     return PlannedTrial(name=hashlib.sha256(text.encode()).hexdigest()[:16], label=label, spec=dict(spec))
 
 
+def _distinct_names(trials: Sequence[PlannedTrial]) -> set[str]:
+    """Names of the trials.
+
+    Raises:
+        ConfigError: if two are the same.
+    """
+    labels: dict[str, str] = {}
+    for trial in trials:
+        if trial.name in labels:
+            raise ConfigError(
+                f"two trials have the same options: '{labels[trial.name]}' and '{trial.label}'; leave one out"
+            )
+        labels[trial.name] = trial.label
+    return set(labels)
+
+
 def publish(folder: Path, task: str, trials: Sequence[PlannedTrial], *, extends: bool = False) -> StudyPlan:
     """Write the plan of a study, or read it where the folder holds the same one.
 
@@ -129,17 +145,11 @@ def publish(folder: Path, task: str, trials: Sequence[PlannedTrial], *, extends:
     Raises:
         ConfigError: if two trials would give one result, or the folder holds another plan.
     """
-    labels: dict[str, str] = {}
-    for trial in trials:
-        if trial.name in labels:
-            raise ConfigError(
-                f"two trials have the same options: '{labels[trial.name]}' and '{trial.label}'; leave one out"
-            )
-        labels[trial.name] = trial.label
+    names = _distinct_names(trials)
     if (folder / PLAN_FILE).exists():
         plan = StudyPlan.read(folder)
         planned = {trial.name for trial in plan.trials}
-        if plan.task != task or not (extends or planned == labels.keys()):
+        if plan.task != task or not (extends or planned == names):
             raise ConfigError(f"{folder} holds another study, of {len(plan.trials)} trials; choose another folder")
         more = tuple(trial for trial in trials if trial.name not in planned)
         if not more:

@@ -17,10 +17,12 @@ from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
     import numpy as np
+    from jaxtyping import Float
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
+    from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
 WORLD_PROMPTS = 64
@@ -101,28 +103,37 @@ def _report(
     seed: int,
 ) -> None:
     """Write, draw and print the curve."""
-    import numpy as np
-
     from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization
+    from rm_optimizer.reporting.policy_plots import plot_best_of_n
     from rm_optimizer.reporting.style import save_figure
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 
-    gold = None
-    if judge is not None:
-        scores = judge.score_groups([row.prompt for row in ranked], [row.responses for row in ranked])
-        gold = np.array([score.tolist() for score in scores])
+    gold = None if judge is None else _gold(judge, ranked)
     curve = BestOfNCurve.measure(proxy, gold, num_bootstrap=num_bootstrap, seed=seed)
     write_text(curve_file, curve.to_json() + "\n")
     save_figure(plot_best_of_n(curve), curve_file.with_suffix(".png"))
     _print(curve)
-    if gold is None or len(curve.points) < FEWEST_POINTS or len(ranked) < FEWEST_POINTS:
-        return
-    over = OveroptimizationCurve.of_best_of_n(proxy, gold, num_bootstrap=num_bootstrap, seed=seed)
-    over_file = curve_file.with_suffix("").with_suffix(".overoptimization.json")
-    write_text(over_file, over.to_json() + "\n")
-    save_figure(plot_overoptimization(over), over_file.with_suffix(".png"))
+    if gold is not None and len(curve.points) >= FEWEST_POINTS and len(ranked) >= FEWEST_POINTS:
+        over = OveroptimizationCurve.of_best_of_n(proxy, gold, num_bootstrap=num_bootstrap, seed=seed)
+        _report_overoptimization(over, curve_file.with_suffix("").with_suffix(".overoptimization.json"))
+
+
+def _gold(judge: Scorer, ranked: Sequence[RankedResponses]) -> Float[np.ndarray, "prompts samples"]:
+    import numpy as np
+
+    scores = judge.score_groups([row.prompt for row in ranked], [row.responses for row in ranked])
+    return np.array([score.tolist() for score in scores])
+
+
+def _report_overoptimization(over: OveroptimizationCurve, file: Path) -> None:
+    """Write, draw and print the curve against the gold reward."""
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.reporting.policy_plots import plot_overoptimization
+    from rm_optimizer.reporting.style import save_figure
+
+    write_text(file, over.to_json() + "\n")
+    save_figure(plot_overoptimization(over), file.with_suffix(".png"))
     print(over.verdict("the largest n"))
 
 

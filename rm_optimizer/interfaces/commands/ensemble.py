@@ -105,8 +105,7 @@ def _join(members: Sequence[str], pairs: Sequence[PreferencePair], output: Path,
     from rm_optimizer.rl_coupling.ensemble_folder import reference_responses, save_ensemble
 
     ensemble = RewardModelEnsemble(members, load=lambda source: replace(how, checkpoint=source).load())
-    prompts, responses = reference_responses(pairs, seed=0)
-    reference = ensemble.fit_reference(prompts, responses, false_positive_rate=rate)
+    reference = ensemble.fit_reference(*reference_responses(pairs, seed=0), false_positive_rate=rate)
     written = save_ensemble(output, members, reference)
     print(f"{len(members)} members, standardized on {reference.num_responses} responses: {written}")
     print(

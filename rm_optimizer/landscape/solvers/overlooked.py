@@ -115,14 +115,13 @@ def _merged(found: Eigenpairs, missed: Eigenpairs, which: End, tolerance: float)
     def joined(old: Tensor, new: Tensor) -> Tensor:
         return torch.cat([old, new])[chosen.to(old.device)]
 
-    both = (*found.converged, *converged)
     return replace(
         found,
         values=values[chosen],
         vectors=joined(found.vectors, missed.vectors),
         residuals=joined(found.residuals, residuals),
         error_bounds=joined(found.residuals, residuals),
-        converged=tuple(both[i] for i in chosen.tolist()),
+        converged=tuple((*found.converged, *converged)[place] for place in chosen.tolist()),
         num_products=num_products,
         num_overlooked=(found.num_overlooked or 0) + len(missed.values),
     )

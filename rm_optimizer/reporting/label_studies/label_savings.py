@@ -43,12 +43,19 @@ def write_savings(rows: Sequence[Mapping[str, Any]], folder: Path, *, num_bootst
     ]
     write_rows(folder / "savings.parquet", table)
     for pool in found:
-        own = [row for row in rows if row["state"] == "finished" and row["pool"] == pool.pool]
-        labels, accuracy = curves(own, "accuracy")
-        stem = "".join(letter if letter.isalnum() else "_" for letter in pool.pool)
-        save_figure(plot_learning_curves(pool, labels, accuracy), folder / f"{stem}.curves.png")
-        save_figure(plot_savings(pool), folder / f"{stem}.savings.png")
+        _draw_pool(pool, rows_of_pool(rows, pool), folder)
     return found
+
+
+def _draw_pool(pool: LabelSavings, rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    stem = "".join(letter if letter.isalnum() else "_" for letter in pool.pool)
+    save_figure(plot_learning_curves(pool, *curves(rows, "accuracy")), folder / f"{stem}.curves.png")
+    save_figure(plot_savings(pool), folder / f"{stem}.savings.png")
+
+
+def rows_of_pool(rows: Sequence[Mapping[str, Any]], pool: LabelSavings) -> list[Mapping[str, Any]]:
+    """Rows of a study that belong to a pool and are finished."""
+    return [row for row in rows if row["state"] == "finished" and row["pool"] == pool.pool]
 
 
 def print_savings(found: Sequence[LabelSavings], console: Console | None = None) -> None:

@@ -15,6 +15,7 @@ from rm_optimizer.reporting.label_studies.label_savings import (
     placebo_warning,
     plot_learning_curves,
     plot_savings,
+    rows_of_pool,
     savings_table,
 )
 from rm_optimizer.reporting.pages.document import Answer, Document, Drawing, Listing, Part
@@ -38,7 +39,7 @@ def savings_document(folder: Path) -> Document:
 
 
 def _pool(number: int, pool: LabelSavings, rows: TrialRows) -> Part:
-    own = [row for row in rows if row["state"] == "finished" and row["pool"] == pool.pool]
+    own = rows_of_pool(rows, pool)
     drawings = [Drawing(f"savings_{number}", plot_savings(pool), f"Labels saved by each rule: {pool.pool}")]
     if own:
         learning = plot_learning_curves(pool, *curves(own, "accuracy"))

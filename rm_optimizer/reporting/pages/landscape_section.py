@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rm_optimizer.landscape.layers import LayerCurvature
@@ -47,10 +48,15 @@ def landscape_section(run_dir: Path, result: RunResult, exhibits: Exhibits, miss
     if not folders:
         missing.append("loss landscape: rm-opt analyze RUN --type hessian measures it")
     during = _during_training(run_dir, result, exhibits)
-    analyses = [_analysis(run_dir, folder, exhibits, missing) for folder in folders]
-    return figures(*(each for drawn, _ in analyses for each in drawn), during) + "".join(
-        tables for _, tables in analyses
-    )
+    drawn: list[str] = []
+    tables = ""
+    for folder in folders:
+        known = len(missing)
+        own, numbers = _analysis(run_dir, folder, exhibits, missing)
+        if not own and len(missing) == known:
+            missing.append(f"loss landscape: {folder.name} has no result yet; the same rm-opt analyze goes on")
+        drawn, tables = [*drawn, *own], tables + numbers
+    return figures(*drawn, during) + tables
 
 
 def _during_training(run_dir: Path, result: RunResult, exhibits: Exhibits) -> str:
@@ -86,14 +92,19 @@ def _analysis(run_dir: Path, folder: Path, exhibits: Exhibits, missing: list[str
         rows = [(key, cell_text(value).plain) for key, value in summary_rows(result).items()]
         numbers = exhibits.table(name, f"Measured by rm-opt analyze --type {kind}", ("", "value"), rows)
         tables.append(details(f"Numbers of {label}", numbers))
+    known = drawn.keys() | {_DURING_TRAINING} & exhibits.figures.keys()
+    return [*drawn.values(), *_pictures(run_dir, folder, known, missing)], "".join(tables)
+
+
+def _pictures(run_dir: Path, folder: Path, known: Collection[str], missing: list[str]) -> Iterator[str]:
+    """Pictures of an analysis that no stored result draws again."""
     for png in sorted(folder.glob("*.png")):
-        if png.stem in drawn or (png.stem == _DURING_TRAINING and png.stem in exhibits.figures):
+        if png.stem in known:
             continue
         if png.read_bytes().endswith(_PNG_END):
-            drawn[png.stem] = picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}")
+            yield picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}")
         else:
             missing.append(f"picture of the loss landscape: {png.relative_to(run_dir).as_posix()} is torn")
-    return list(drawn.values()), "".join(tables)
 
 
 def _read(file: Path, kind: AnalysisType) -> LandscapeResult | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rm_optimizer.experiments.readiness.predictors import FrozenChoice
@@ -115,15 +116,19 @@ def plot_study(found: Validation) -> Figure:
     upper.set_xlabel("Kendall's tau")
     upper.axvline(0, color=GRAY, linewidth=0.8)
     upper.legend(loc="lower right", fontsize=8)
+    _draw_labels(lower, found)
+    return figure
+
+
+def _draw_labels(axes: Axes, found: Validation) -> None:
     for field, (label, color) in _CURVES.items():
         points = [(point.labels, getattr(point, field)) for point in found.curve if getattr(point, field) is not None]
         if points:
-            lower.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=label)
-    lower.set_xscale("log", base=2)
-    lower.set_xlabel("labels a reward model")
-    lower.set_ylabel("tau, RLOO to 6 nats")
-    lower.legend(loc="lower right", fontsize=8)
-    return figure
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("labels a reward model")
+    axes.set_ylabel("tau, RLOO to 6 nats")
+    axes.legend(loc="lower right", fontsize=8)
 
 
 _COLORS = {SCORE: BLUE, MATCHED: VERMILION, EIGHTFOLD: GRAY}

@@ -44,27 +44,30 @@ def index_page(root: Path, entries: Sequence[ListedFolder], num_passed: int) -> 
         entries: its runs and studies.
         num_passed: links and deep folders that were passed over.
     """
+    title = f"Runs and studies in {_shown(str(root))}"
+    passed = f"{num_passed:,} links, folders deeper than {DEEPEST} levels and unreadable ones were passed over."
+    script = files("rm_optimizer.reporting.runs_index").joinpath("table.js").read_text(encoding="utf-8")
+    parts = [
+        '<div class="tools"><label>Filter <input type="search" id="filter" autocomplete="off"></label>'
+        f'<span id="count" role="status">{len(entries):,} of {len(entries):,}</span></div>',
+        _table(entries) if entries else paragraph("There is no run and no study yet; reload when one has begun."),
+        paragraph(passed) if num_passed else "",
+        f"<script>{script}</script>",
+    ]
+    return page(title, parts, style=_STYLE)
+
+
+def _table(entries: Sequence[ListedFolder]) -> str:
     head = "".join(
         f'<th scope="col" aria-sort="{"descending" if name == _HEAD[-1] else "none"}"><button>{escape(name)}</button>'
         "</th>"
         for name in _HEAD
     )
     body = "\n".join(map(_row, entries))
-    title = f"Runs and studies in {_shown(str(root))}"
-    table = (
+    return (
         f'<div class="wide" tabindex="0" role="region" aria-label="Runs and studies"><table id="runs">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-    passed = f"{num_passed:,} links, folders deeper than {DEEPEST} levels and unreadable ones were passed over."
-    script = files("rm_optimizer.reporting.runs_index").joinpath("table.js").read_text(encoding="utf-8")
-    parts = [
-        '<div class="tools"><label>Filter <input type="search" id="filter" autocomplete="off"></label>'
-        f'<span id="count" role="status">{len(entries):,} of {len(entries):,}</span></div>',
-        table if entries else paragraph("There is no run and no study yet; reload when one has begun."),
-        paragraph(passed) if num_passed else "",
-        f"<script>{script}</script>",
-    ]
-    return page(title, parts, style=_STYLE)
 
 
 def sparkline(run_dir: Path) -> str:

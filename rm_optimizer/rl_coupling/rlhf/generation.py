@@ -148,22 +148,12 @@ class TrainedPolicy:
         """
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         keep = sequences.shape[1] - start + 1
-        own, other = (
-            (
-                model(
-                    input_ids=sequences,
-                    attention_mask=mask.long(),
-                    position_ids=positions,
-                    logits_to_keep=keep,
-                    use_cache=False,
-                )
-                .logits[:, -keep:-1]
-                .float()
-                .div(self.temperature)
-                .log_softmax(dim=-1)
-            )
+        inputs = {"input_ids": sequences, "attention_mask": mask.long(), "position_ids": positions}
+        logits = (
+            model(**inputs, logits_to_keep=keep, use_cache=False).logits[:, -keep:-1]
             for model in (self.model, self.reference)
         )
+        own, other = (each.float().div(self.temperature).log_softmax(dim=-1) for each in logits)
         each: Tensor = (own.exp() * (own - other)).sum(dim=-1)
         return (each * mask[:, start:]).sum(dim=1).double()
 

@@ -47,21 +47,26 @@ def serve_with_vllm(options: ServeOptions) -> None:
     print("rm-opt serve: stopped", flush=True)
 
 
+_OF_EVERY_SERVER = {
+    "runner": "pooling",
+    "pooler-config": json.dumps({"use_activation": False}),
+    "hf-overrides": json.dumps({"problem_type": "regression"}),
+    "worker-extension-cls": "rm_optimizer.serving.vllm.worker.RewardWorkerExtension",
+    "middleware": "rm_optimizer.serving.vllm.plugin.RewardApplication",
+    "uvicorn-log-level": "warning",
+}
+
+
 def command(options: ServeOptions, model: VllmModel) -> list[str]:
     """Command line of the server, without the API key, since every user of the machine can read it."""
     arguments = {
         "model": str(model.folder),
-        "runner": "pooling",
         "served-model-name": options.model_name,
         "host": options.host,
         "port": str(options.port),
         "dtype": options.dtype,
         "max-model-len": str(model.description.max_length),
-        "pooler-config": json.dumps({"use_activation": False}),
-        "hf-overrides": json.dumps({"problem_type": "regression"}),
-        "worker-extension-cls": "rm_optimizer.serving.vllm.worker.RewardWorkerExtension",
-        "middleware": "rm_optimizer.serving.vllm.plugin.RewardApplication",
-        "uvicorn-log-level": "warning",
+        **_OF_EVERY_SERVER,
     }
     if options.token_budget is not None:
         arguments["max-num-batched-tokens"] = str(options.token_budget)

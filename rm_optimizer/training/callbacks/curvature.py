@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -170,8 +170,7 @@ class HessianCallback(RunCallback):
             "curvature/seconds": seconds,
             "curvature/share_of_training_time": self._share(),
         }
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+        _log(trainer, values)
 
     def _drawn(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
         """Training pairs, drawn by the run's seed and no global generator."""
@@ -236,3 +235,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         for module, training in modes:
             module.training = training
+
+
+def _log(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=trainer.global_step)

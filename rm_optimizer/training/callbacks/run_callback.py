@@ -39,6 +39,16 @@ class RunCallback(pl.Callback):
         """
 
 
+def _require_foreign(callback: object) -> None:
+    """Refuse what is no callback, and one whose work the run does itself."""
+    if not isinstance(callback, Callback):
+        raise TypeError(f"callbacks must be Lightning callbacks, got {callback!r}")
+    for kind, options in OWN.items():
+        if isinstance(callback, kind):
+            name = type(callback).__name__
+            raise ConfigError(f"a run does the work of {name} itself; set {options}, and leave out the callback")
+
+
 def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> None:
     """Refuse callbacks that do not go with the run, and options whose callback was not passed.
 
@@ -47,12 +57,7 @@ def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> Non
         ConfigError: naming the option.
     """
     for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(f"callbacks must be Lightning callbacks, got {callback!r}")
-        for kind, options in OWN.items():
-            if isinstance(callback, kind):
-                name = type(callback).__name__
-                raise ConfigError(f"a run does the work of {name} itself; set {options}, and leave out the callback")
+        _require_foreign(callback)
     ours = [callback for callback in callbacks if isinstance(callback, RunCallback)]
     passed = {callback.option for callback in ours}
     for option, is_on in (

@@ -18,7 +18,7 @@ from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
-from rm_optimizer.training.folder.result import TOY_WARNING, RunResult, is_toy
+from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunResult, is_toy
 
 CARD_FILE = "README.md"
 """In the folder of the exported model, where the hub shows it."""
@@ -160,7 +160,7 @@ def _weaknesses(run_dir: Path, result: RunResult) -> str:
 
 
 def _measured_weaknesses(result: RunResult) -> Iterator[str]:
-    metrics, data = result.metrics, result.data
+    metrics = result.metrics
     if metrics.collapse.collapsed:
         yield f"The rewards do not tell responses apart: {metrics.collapse.reason}."
     if is_toy(result.config["model"]["path"], result.config["data"]["train"]):
@@ -177,6 +177,10 @@ def _measured_weaknesses(result: RunResult) -> Iterator[str]:
             name, worst = min(large.items(), key=lambda item: item[1].accuracy.value)
             accuracy = _shown(worst.accuracy)
             yield f"Lowest accuracy of {len(large)} by {column}: {name}, {accuracy} on {worst.num_pairs} pairs."
+    yield from _losses_of_data(result.data)
+
+
+def _losses_of_data(data: DataSummary) -> Iterator[str]:
     for split, cut in data.truncation.items():
         if cut["num_prompt_cut"] or cut["num_response_cut"]:
             yield (

@@ -81,6 +81,18 @@ class Start:
         return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 
+def _extensions(before: RunRecord, step: int, num_steps: int) -> tuple[dict[str, int], ...]:
+    """Changes of a run's length, with that of the resumption at a step."""
+    if num_steps < before.num_steps:
+        raise ConfigError(
+            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
+            f"{before.num_steps} steps, give {num_steps}; set them back, or choose another hydra.run.dir"
+        )
+    if num_steps == before.num_steps:
+        return before.extensions
+    return (*before.extensions, {"after_step": step, "from_steps": before.num_steps, "to_steps": num_steps})
+
+
 def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
     """The record of the run that starts now, which its checkpoints carry.
 
@@ -88,17 +100,6 @@ def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: i
         ConfigError: if a resumed run would be shorter than planned.
     """
     before = start.before
-    extensions: tuple[dict[str, int], ...] = ()
-    if before is not None:
-        extensions = before.extensions
-        if num_steps < before.num_steps:
-            raise ConfigError(
-                f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
-                f"{before.num_steps} steps, give {num_steps}; set them back, or choose another hydra.run.dir"
-            )
-        if num_steps > before.num_steps:
-            change = {"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps}
-            extensions = (*extensions, change)
     train, val = data.fingerprints
     return RunRecord(
         run_id=before.run_id if before else secrets.token_hex(8),
@@ -106,7 +107,7 @@ def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: i
         val_fingerprint=val,
         num_steps=num_steps,
         options=start.options,
-        extensions=extensions,
+        extensions=() if before is None else _extensions(before, start.step, num_steps),
         order=identity_of(order),
     )
 

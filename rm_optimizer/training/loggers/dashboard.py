@@ -40,6 +40,18 @@ GROUPED_BY = "optimizer.name"
 """Option that groups the runs."""
 
 
+def _workspaces_and_panels() -> tuple[Any, Any]:
+    """Modules of wandb-workspaces."""
+    try:
+        with warnings.catch_warnings():  # it still writes pydantic's first API
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from wandb_workspaces import workspaces
+            from wandb_workspaces.reports import v2 as panels
+    except ImportError as error:
+        raise MissingExtra("wandb-workspaces", "dashboards") from error
+    return workspaces, panels
+
+
 def dashboard(entity: str, project: str, *, name: str = "RM-Optimizer") -> Any:
     """The workspace as `wandb_workspaces.workspaces.Workspace`; its `save()` publishes it, and needs an account.
 
@@ -55,13 +67,7 @@ def dashboard(entity: str, project: str, *, name: str = "RM-Optimizer") -> Any:
         >>> dashboard("team", "rm-optimizer").sections[0].name  # doctest: +SKIP
         'Best weights'
     """
-    try:
-        with warnings.catch_warnings():  # it still writes pydantic's first API
-            warnings.simplefilter("ignore", DeprecationWarning)
-            from wandb_workspaces import workspaces
-            from wandb_workspaces.reports import v2 as panels
-    except ImportError as error:
-        raise MissingExtra("wandb-workspaces", "dashboards") from error
+    workspaces, panels = _workspaces_and_panels()
     bars = [panels.BarPlot(title=metric, metrics=[metric], orientation="h") for metric in COMPARED]
     sections = [workspaces.Section(name="Best weights", panels=bars, is_open=True)]
     for section, plots in SECTIONS.items():

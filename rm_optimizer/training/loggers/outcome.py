@@ -7,11 +7,18 @@ from pathlib import Path
 
 from pytorch_lightning.loggers import Logger, WandbLogger
 
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.loggers.media import log_table
 
 SUMMARY_METRICS = ("accuracy", "nll", "brier", "ece", "mean_margin")
+
+
+def _scores(group: PairwiseMetrics) -> dict[str, float | int | None]:
+    accuracy = group.accuracy
+    interval = {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
+    return {"pairs": group.num_pairs, **interval, "nll": group.nll.value}
 
 
 def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool) -> None:
@@ -24,17 +31,7 @@ def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool
     """
     loggers = list(loggers)
     for column, groups in result.metrics.groups.items():
-        rows = [
-            {
-                column: name,
-                "pairs": group.num_pairs,
-                "accuracy": group.accuracy.value,
-                "low": group.accuracy.low,
-                "high": group.accuracy.high,
-                "nll": group.nll.value,
-            }
-            for name, group in groups.items()
-        ]
+        rows = [{column: name} | _scores(group) for name, group in groups.items()]
         log_table(loggers, f"best/by_{column}", rows, result.best_step)
     for logger in loggers:
         if isinstance(logger, WandbLogger):

@@ -62,8 +62,7 @@ def status(study: Folder) -> None:
 
 
 def report(
-    study: Folder,
-    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+    study: Folder, bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000
 ) -> None:
     """Compare the finished trials, and write tables and pictures into `report/` of the study."""
     if _is_of_optimizers(study):
@@ -75,6 +74,10 @@ def report(
         _require_done(study)
         _hypotheses(study, "inline", None, 0)
         return
+    _report_runs(study, bootstrap)
+
+
+def _report_runs(study: Path, bootstrap: int) -> None:
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
     from rm_optimizer.experiments.study.driver import Study

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from rm_optimizer.data_efficiency.labeling.answer_log import AnswerLog
 
 
 def label(
@@ -21,23 +24,23 @@ def label(
     from rm_optimizer.data_efficiency.labeling.page_server import PageServer
     from rm_optimizer.data_efficiency.labeling.questions import read_questions
 
-    found = {
-        question.pair_id: question
-        for question, chances in read_questions(questions)
-        if all(chance is None for chance in chances)
-    }
+    read = read_questions(questions)
+    found = {item.pair_id: item for item, chances in read if all(chance is None for chance in chances)}
     with (
         open_answer_log(questions, [*found.values()], seed=seed) as log,
         PageServer(log, questions.name, port) as server,
     ):
         print(f"{log.num_questions - log.num_answered:,} of {log.num_questions:,} questions are open")
-        print(f"open {server.url}", flush=True)
-        print("Ctrl-C stops; the same command goes on", flush=True)
+        print(f"open {server.url}\nCtrl-C stops; the same command goes on", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
-        print(f"{log.num_answered:,} of {log.num_questions:,} questions are answered")
-        if (share := log.first_share) is not None:
-            print(f"the response shown first was preferred in {share} of the answers; half means no habit of a side")
-        print(f"rm-opt label-import {questions} --out FILE reads the answers")
+        _print_end(log, questions)
+
+
+def _print_end(log: AnswerLog, questions: Path) -> None:
+    print(f"{log.num_answered:,} of {log.num_questions:,} questions are answered")
+    if (share := log.first_share) is not None:
+        print(f"the response shown first was preferred in {share} of the answers; half means no habit of a side")
+    print(f"rm-opt label-import {questions} --out FILE reads the answers")

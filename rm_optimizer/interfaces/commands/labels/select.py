@@ -123,6 +123,14 @@ def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
     return source.load(pool)
 
 
+def _refuse_features(cache: Path | None, workers: int) -> None:
+    """Refuse options of features with an ensemble."""
+    if cache is not None:
+        raise ConfigError("--cache keeps the features of one model, and an ensemble has none; leave it out")
+    if workers:
+        raise ConfigError("--ray-workers compute the features of one model, and an ensemble has none; leave it out")
+
+
 def _read(
     pairs: PreferenceDataset,
     is_labeled: np.ndarray,
@@ -136,10 +144,8 @@ def _read(
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
     scorer = _scorer(model, max_length)
-    if cache is not None and isinstance(scorer, RewardModelEnsemble):
-        raise ConfigError("--cache keeps the features of one model, and an ensemble has none; leave it out")
-    if workers and isinstance(scorer, RewardModelEnsemble):
-        raise ConfigError("--ray-workers compute the features of one model, and an ensemble has none; leave it out")
+    if isinstance(scorer, RewardModelEnsemble):
+        _refuse_features(cache, workers)
     try:
         with progress("reading the pool", "pairs") as show:
             return read_pool(
