@@ -48,10 +48,8 @@ class PairOptions:
 
     def _require_known(self) -> None:
         """Refuse a word that is no choice of its flag."""
-        for flag, value, kind in (
-            ("--on-bad-row", self.on_bad_row, OnBadRow),
-            ("--kwise-rule", self.kwise_rule, KwiseRule),
-        ):
+        choices = {"--on-bad-row": (self.on_bad_row, OnBadRow), "--kwise-rule": (self.kwise_rule, KwiseRule)}
+        for flag, (value, kind) in choices.items():
             if value not in (known := [choice.value for choice in kind]):
                 raise ConfigError(did_you_mean(flag, value, known))
 

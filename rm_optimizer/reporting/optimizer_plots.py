@@ -161,8 +161,7 @@ def _draw_curves(axes: Any, arm: ArmFinding, name: str, index: int) -> None:
     courses = [[(getattr(point, name), point.nll) for point in curve.points] for curve in arm.curves if curve.points]
     for course in courses:
         axes.plot(*zip(*course, strict=True), color=_color(index), linewidth=0.8, alpha=0.3)
-    shortest = min(map(len, courses), default=0)
-    if shortest:
+    if shortest := min(map(len, courses), default=0):
         mean = np.mean([course[:shortest] for course in courses], axis=0)
         axes.plot(mean[:, 0], mean[:, 1], label=arm.name, marker="o", markersize=3.5, **_line(index))
 

@@ -178,8 +178,7 @@ def _draw_validation(axes: Axes, history: History, name: str) -> None:
 
 def _history_caption(history: History, name: str) -> str:
     steps, values = _column(history, name)
-    half_width = _half_width(len(values))
-    last = int(steps[-1]) if len(steps) else 0
+    half_width, last = _half_width(len(values)), int(steps[-1]) if len(steps) else 0
     pairs = _column(history, "eval_pairs")[1]
     validation = f"; validation on n = {int(pairs[-1]):,} pairs" if len(pairs) else ""
     window = f"; training: mean of {2 * half_width + 1} batches (pale: each)" if half_width else ""

@@ -361,8 +361,7 @@ class ConversationRenderer:
         return starts
 
     def _cut(self, ids: list[int], response_start: int) -> Encoding:
-        excess = len(ids) - self.max_length
-        lead = self._lead_width(ids)
+        excess, lead = len(ids) - self.max_length, self._lead_width(ids)
         prompt_cut = min(excess, max(0, response_start - lead))
         kept = ids[:lead] + ids[lead + prompt_cut :]
         tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]

@@ -67,9 +67,8 @@ class ArmRecorder(StepClock):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self._optimizer, self.initial = optimizer, ""
         self._before: StartingPoint | None = None
-        self.initial = ""
         self.points: list[CurvePoint] = []
         self._order = hashlib.sha256()
         self._tokens = self._peak = self._clipped = self._state_bytes = self._passes = 0
