@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from rm_optimizer.records.run_folder import METRICS_FILE, OPTIONS_FILE, RESULT_F
 
 DEEPEST = 6
 """Levels below the folder that are searched."""
+_TELLING = (PLAN_FILE, FROZEN_FILE, RESULT_FILE, OPTIONS_FILE)
+"""Files by which a folder is told to be a study or a run."""
 _OF_A_RUN = frozenset(
     ("best", "checkpoints", "evaluations", "plots", "landscape", "tensorboard", "report", "readiness", "wandb")
 )
@@ -87,8 +89,12 @@ class Listing:
 
         Links are not followed. A run in a run (a member of an ensemble) is listed beside it; runs of a study are not.
         """
-        self.num_passed = 0
-        found = {name: self._entry(name, kind, state) for name, kind, state in self._found(self.root, "", 0)}
+        self.num_passed, found = 0, {}
+        for name, told_by, version in self._found(self.root, "", 0):
+            try:
+                found[name] = self._entry(name, told_by, version)
+            except OSError:  # gone since
+                self.num_passed += 1
         self.entries = dict(sorted(found.items(), key=lambda item: (-item[1].changed, item[0])))
         return list(self.entries.values())
 
@@ -97,17 +103,21 @@ class Listing:
         try:
             with os.scandir(folder) as scan:
                 inside = {entry.name: entry for entry in scan}
+            told_by = next((file for file in _TELLING if file in inside), None)
+            watched = [inside[file].stat() for file in (told_by, METRICS_FILE) if file is not None and file in inside]
         except OSError:  # gone since, or not for this user
             self.num_passed += 1
             return
-        told_by = next((file for file in (PLAN_FILE, FROZEN_FILE, RESULT_FILE, OPTIONS_FILE) if file in inside), None)
+        if told_by in (PLAN_FILE, FROZEN_FILE):
+            yield name, told_by, object()  # its results stand deeper, where no change shows here
+            return
         if told_by is not None:
-            if told_by in (PLAN_FILE, FROZEN_FILE):
-                yield name, told_by, object()  # its results stand deeper, where no change shows here
-                return
-            watched = [inside[file].stat() for file in (told_by, METRICS_FILE) if file in inside]
             yield name, told_by, [(stat.st_mtime_ns, stat.st_size) for stat in watched]
-        skipped = _OF_A_RUN if told_by is not None else ()
+        yield from self._below(folder, name, depth, inside, () if told_by is None else _OF_A_RUN)
+
+    def _below(
+        self, folder: Path, name: str, depth: int, inside: Mapping[str, os.DirEntry[str]], skipped: Collection[str]
+    ) -> Iterator[tuple[str, str, object]]:
         for child in sorted(inside):
             entry = inside[child]
             if child.startswith(".") or child in skipped or not entry.is_dir():
