@@ -125,6 +125,14 @@ def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: 
     assert write_page(savings, savings / "again").read_bytes() == page.read_bytes()
 
 
+@pytest.mark.parametrize(("splits", "tone"), [(40, "fair"), (100, "good")])
+def test_few_splits_are_said(splits: int, tone: str) -> None:
+    gain = interval(0.3, 0.2, 0.4)
+    rules = (LabelSaving("badge", gain, gain, gain), LabelSaving(PLACEBO, interval(0.0, -0.1, 0.1), gain, gain))
+    answer = saved_answer([LabelSavings("iid", 512, splits, rules, is_accepted=True)])
+    assert (answer.tone, any("40 splits are few" in line for line in answer.sentences)) == (tone, splits == 40)
+
+
 def test_a_rule_whose_interval_holds_0_saves_nothing() -> None:
     gain = interval(0.0, -0.1, 0.1)
     rules = (LabelSaving("badge", interval(0.2, -0.1, 0.4), gain, gain), LabelSaving(PLACEBO, gain, gain, gain))

@@ -21,6 +21,9 @@ from rm_optimizer.reporting.label_studies.label_savings import (
 from rm_optimizer.reporting.pages.document import Answer, Document, Drawing, Listing, Part
 from rm_optimizer.reporting.pages.study_trials import TrialRows, stored_records, trials_part
 
+ENOUGH_SPLITS = 100
+"""Splits from which the placebo of most pools stays near 0."""
+
 
 def savings_document(folder: Path) -> Document:
     """The page of a study of saved labels.
@@ -61,10 +64,15 @@ def saved_answer(found: Sequence[LabelSavings]) -> Answer:
     if refuted:
         said.append(f"the placebo refutes what is measured in {', '.join(refuted)}")
     said.append("the interval of the best of several rules is somewhat too narrow, since it was picked")
+    fewest = min(pool.num_splits for pool in found)
+    if fewest < ENOUGH_SPLITS:
+        said.append(f"{fewest} splits are few: below {ENOUGH_SPLITS}, other splits may turn the order around")
     if not num_saving:
         return Answer("bad", "No saving is shown", tuple(said))
     where = "" if num_saving == len(found) else f" in {num_saving} of {len(found)} pools"
-    return Answer("fair" if where else "good", f"Choosing pairs saves labels{where}", tuple(said))
+    return Answer(
+        "fair" if where or fewest < ENOUGH_SPLITS else "good", f"Choosing pairs saves labels{where}", tuple(said)
+    )
 
 
 def cleaning_document(folder: Path) -> Document:
