@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 @contextmanager
@@ -114,7 +114,25 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """
     columns = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        table = csv_table(file, [*columns])
         table.writeheader()
         table.writerows(rows)
     return path
+
+
+def csv_table(file: IO[str], columns: Sequence[str]) -> csv.DictWriter[str]:
+    """Writer of CSV rows that end in a line feed; what a row lacks is an empty cell.
+
+    A cell with a carriage return is quoted, which `csv` does only for the characters that end its rows.
+    """
+    return csv.DictWriter(_LineFeeds(file), columns, restval="", lineterminator="\r\n")
+
+
+class _LineFeeds:
+    """Text file that ends each row in a line feed alone."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, row: str) -> int:
+        return self._file.write(row.removesuffix("\r\n") + "\n")

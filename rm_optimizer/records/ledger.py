@@ -30,11 +30,13 @@ class Ledger:
         self._path, self._file, self._header = path, file, header
 
     def values(self) -> Iterator[Any]:
-        """The pieces as JSON values, first to last."""
+        """The pieces as JSON values, first to last.
+
+        Raises:
+            DataError: if a line is damaged.
+        """
         if self._file.tell():
-            with self._path.open("rb") as lines:
-                next(lines)
-                yield from map(json.loads, whole_lines(lines))
+            yield from read_ledger(self._path)
 
     def append(self, value: Any) -> None:
         """Add a piece, a dataclass or JSON values; it is on the disk when this returns."""
@@ -81,7 +83,7 @@ def open_ledger(
             file.seek(first + sum(sizes))
             file.truncate()
         elif 0 < len(sizes) < _num_wanted(found):
-            raise DataError(f"{path}: holds part of {other}; {remedy}")
+            raise DataError(f"{path}: holds {other}; {remedy}")
         else:
             file.seek(0)
         try:
@@ -90,6 +92,26 @@ def open_ledger(
             if not os.fstat(file.fileno()).st_size:  # nothing was measured
                 with suppress(PermissionError):  # Windows keeps open files
                     path.unlink(missing_ok=True)
+
+
+def read_ledger(path: Path) -> Iterator[Any]:
+    """Pieces of a ledger as JSON values, first to last, whether or not a process holds it.
+
+    Raises:
+        DataError: if the file cannot be read, is no ledger, or has a damaged line.
+    """
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(whole_lines(lines), start=1):
+                value = json.loads(line)
+                if number > 1:
+                    yield value
+                elif not (isinstance(value, dict) and "identity" in value):
+                    raise DataError(f"{path}, line 1: expected the header of a file that rm-opt keeps; name another")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: is damaged; bring back a copy of the file, or remove it") from error
 
 
 def whole_lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ import torch
 
 from rm_optimizer import PreferencePair, RewardModelEnsemble
 from rm_optimizer.core.pairs.pair import Scorer
-from rm_optimizer.data_efficiency import Pool, UncertaintySampling, acquisition_function, read_pool
+from rm_optimizer.data_efficiency import Pool, acquisition_function, read_pool
 from rm_optimizer.data_efficiency.acquisition import pool
 from rm_optimizer.data_efficiency.acquisition.functions import BALD, LengthStratified, StochasticBALD
 from rm_optimizer.data_efficiency.acquisition.optimal_design import DOptimal, LastLayerInformation, VOptimal
@@ -124,24 +124,28 @@ def test_powered_bald_draws_in_proportion_to_its_scores():
     assert firsts == pytest.approx(scores / scores.sum(), abs=4 * 0.5 / 4000**0.5)
 
 
-def test_badge_takes_no_copy_while_something_else_is_left():
-    z = np.repeat(np.eye(3), 5, axis=0)
-    found = Pool(np.zeros((1, 15)), np.zeros(15), np.zeros(15, dtype=bool), z)
-    chosen = acquisition_function("badge").select(found, 3)
-    assert sorted(chosen // 5) == [0, 1, 2]
-
-
 def test_length_strata_give_the_same_number_each():
     found = Pool(np.zeros((1, 100)), np.arange(100.0), np.zeros(100, dtype=bool))
     chosen = LengthStratified(10).select(found, 20)
     assert np.bincount(chosen // 10).tolist() == [2] * 10
 
 
-def test_equal_scores_are_drawn_and_said(caplog):
-    found = Pool(np.ones((2, 50)), np.zeros(50), np.zeros(50, dtype=bool))
-    chosen = UncertaintySampling().select(found, 5)
-    assert "every pair the same score" in caplog.text
-    assert chosen.tolist() != UncertaintySampling().select(found, 5, seed=1).tolist()
+@pytest.mark.parametrize("scale", [0.0, 0.3])
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"random", "length_stratified"}))
+def test_equal_scores_are_drawn_and_said(name, scale, caplog):
+    alike = np.full((50, 7), scale)
+    found = Pool(np.full((2, 50), scale), np.zeros(50), np.zeros(50, dtype=bool), alike)
+    chosen = acquisition_function(name).select(found, 5)
+    assert caplog.text.count("every pair the same score, so these pairs are a random draw") == 1
+    assert chosen.tolist() != acquisition_function(name).select(found, 5, seed=1).tolist()
+
+
+@pytest.mark.parametrize("name", ["v_optimal", "d_optimal", "coreset", "badge"])
+def test_batches_that_differ_are_no_random_draw_though_each_pair_alone_is_worth_the_same(name, caplog):
+    z = np.repeat(np.eye(3), 5, axis=0)
+    chosen = acquisition_function(name).select(Pool(np.zeros((1, 15)), np.zeros(15), np.zeros(15, dtype=bool), z), 3)
+    assert sorted(chosen // 5) == [0, 1, 2]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("name", ["uncertainty", "bald", "stochastic_bald"])
@@ -186,7 +190,7 @@ class Lengths(Scorer):
 def test_uncertainty_is_of_margins_and_a_members_constant_changes_nothing():
     plain = RewardModelEnsemble([Lengths(1.0, 0.0), Lengths(2.0, 0.0)])
     shifted = RewardModelEnsemble([Lengths(1.0, 0.0), Lengths(2.0, 64.0)])
-    rule = UncertaintySampling()
+    rule = acquisition_function("uncertainty")
     gaps = np.array([len(pair.chosen) - len(pair.rejected) for pair in PAIRS])
     assert rule.score(PAIRS, plain) == pytest.approx(gaps**2 / 2)
     assert rule.score(PAIRS, plain).tolist() == rule.score(PAIRS, shifted).tolist()
@@ -213,7 +217,7 @@ def test_a_pool_goes_on_after_a_kill_and_computes_nothing_again(tmp_path, monkey
 
     with pytest.raises(KeyboardInterrupt):
         read_pool(PAIRS, model, folder=tmp_path / "pool", on_progress=stop)
-    with pytest.raises(DataError, match="holds part of features of other pairs or another model"):
+    with pytest.raises(DataError, match="holds features of other pairs or another model"):
         read_pool(PAIRS[1:], model, folder=tmp_path / "pool")
     found = read_pool(PAIRS, model, folder=tmp_path / "pool", on_progress=done.append)
     whole = read_pool(PAIRS, model)

@@ -57,6 +57,15 @@ def test_nothing_is_kept_of_answers_that_cannot_be_read(tmp_path):
     assert not learner(tmp_path).answers().pairs
 
 
+def test_a_damaged_line_of_the_state_is_one_sentence(tmp_path):
+    learner(tmp_path).tell({learner(tmp_path).ask(1)[0].pair_id: "A"})
+    path = tmp_path / active_learning.LEDGER_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
+    with pytest.raises(DataError, match=r"questions\.jsonl, line 2: is damaged"):
+        learner(tmp_path).open()
+
+
 def _hold(folder, ready, done):
     with learner(folder)._state():
         ready.set()

@@ -92,8 +92,17 @@ def test_answers_belong_to_their_questions_and_to_one_process(ask):
         assert result.exit_code == 2
         assert "another process is writing it" in result.stderr
     write_questions(questions_of(PAIRS[1:], np.arange(5), seed=0), ask)
-    with pytest.raises(DataError, match="holds part of the answers to other questions; move it away"), opened(ask):
+    with pytest.raises(DataError, match="holds the answers to other questions; move it away"), opened(ask):
         pass
+
+
+def test_answers_in_the_file_itself_are_not_asked_and_change_no_identity(ask):
+    with opened(ask) as log:
+        first = answer(log, "A")
+    answered = {question.pair_id for question, _ in read_questions(ask)[:3]}
+    with open_answer_log(ask, [question for question, _ in read_questions(ask)], answered=answered) as log:
+        assert (log.num_questions, log.num_answered) == (4, 1)  # the first one stays, since it was answered here
+        assert log.current.pair_id not in answered | {first.pair_id}
 
 
 @pytest.mark.parametrize(("word", "message"), [("C", "label must be one of A, B, tie, skip"), ("", "label must be")])

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer import Message, PreferenceDataset, PreferencePair
-from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, write_questions
+from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, read_questions, write_questions
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
@@ -110,6 +110,87 @@ def test_what_is_no_answer_is_refused_with_its_line(tmp_path, change, message):
         read_answers(path)
 
 
+def test_an_argilla_draft_is_no_answer_and_a_discarded_one_a_skip(tmp_path):
+    path = tmp_path / "ask.jsonl"
+    rows = [question.row() for question in questions()]
+    states = [["draft", "submitted"], ["discarded", "draft"], ["draft", None]]
+    for row, state in zip(rows, states, strict=True):
+        row |= {"label": None, "label.responses": ["A", "B"], "label.responses.status": state}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_answers(path)
+    assert [pair.chosen for pair in found.pairs] == [rows[0]["response_b"], rows[2]["response_b"]]
+    assert (found.num_answers, found.num_skipped, found.num_open) == (2, 1, 0)
+    rows[0]["label.responses.status"] = ["submitted"]
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(DataError, match=r"line 1: label\.responses has 2 answers and 1 states"):
+        read_answers(path)
+
+
+def test_the_export_of_label_studio_without_tasks_is_refused(tmp_path):
+    path = tmp_path / "ask.json"
+    path.write_text(json.dumps([{**questions()[0].row(), "preference": "A", "annotator": 1}]))
+    with pytest.raises(DataError, match="row 1: this is Label Studio's JSON-MIN; export the project as JSON"):
+        read_answers(path)
+
+
+def test_a_spreadsheet_may_round_an_identity_that_looks_like_a_number(tmp_path):
+    found = (questions_of([PreferencePair(f"ask {n}", "a", "b")], np.arange(1), seed=0)[0] for n in range(100_000))
+    question = next(one for one in found if one.pair_id.isdigit())
+    path = tmp_path / "ask.jsonl"
+    for cell in (f"{float(question.pair_id):.5E}", int(question.pair_id)):
+        path.write_text(json.dumps({**question.row(), "pair_id": cell, "label": "A"}) + "\n")
+        assert read_answers(path).pairs[0].metadata["id"] == question.pair_id
+    for cell in (f"{float(question.pair_id) * 1.01:.5E}", "nan", "x"):
+        path.write_text(json.dumps({**question.row(), "pair_id": cell, "label": "A"}) + "\n")
+        with pytest.raises(DataError, match="pair_id is not that of its texts"):
+            read_answers(path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".json"])
+def test_carriage_returns_and_letters_of_all_kinds_pass_through_every_form(tmp_path, suffix):
+    texts = ("one\rtwo", "one\r\ntwo", "\rx", 'a, "b"', " ÜŇ 🙂 ")
+    pairs = [PreferencePair((Message("user", text),), text, "other " + text) for text in texts]
+    path = tmp_path / f"ask{suffix}"
+    write_questions(questions_of(pairs, np.arange(len(pairs)), seed=0), path)
+    assert "🙂" in path.read_text(encoding="utf-8")
+    assert "\\u" not in path.read_text(encoding="utf-8")
+    read = [question for question, _ in read_questions(path)]
+    assert [{one.response_a, one.response_b} for one in read] == [{text, "other " + text} for text in texts]
+    assert [one.prompt[0].content for one in read] == [*texts]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("my notes\nand more\n", "line 1: is damaged"),
+        ('{"a": 1}\n{"b": 2}\n', "line 1: expected the header"),
+        ('{"identity": "x"}\n{"b": 2}\n', "expected the answers that rm-opt label keeps"),
+        ('{"identity": "x"}\n[1\n{"b": 2}\n', "line 2: is damaged"),
+        ('{"identity": "x"}\n{"pair_id": "1", "label": "A"}\n', "prompt is missing"),
+    ],
+)
+def test_what_the_labeling_page_did_not_write_is_one_sentence(tmp_path, content, message):
+    log = tmp_path / "ask.labels.jsonl"
+    if content is not None:
+        log.write_text(content)
+    result = run("label-import", log, "--out", tmp_path / "out.jsonl")
+    assert result.exit_code == 2, result.output
+    assert "ask.labels.jsonl" in result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_answers_to_other_questions_beside_a_file_are_refused(tmp_path):
+    path = tmp_path / "ask.csv"
+    row = questions()[2].row() | {"label": "A"}
+    path.with_suffix(".labels.jsonl").write_text(f'{{"identity": "x"}}\n{json.dumps(row)}\n')
+    write_questions(questions()[:2], path)
+    with pytest.raises(DataError, match=r"ask.labels.jsonl: holds answers to questions that ask.csv does not ask"):
+        read_answers(path)
+
+
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     root = tmp_path_factory.mktemp("pool")
@@ -155,6 +236,7 @@ def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choic
         (("--k", 3, "--out", "x.csv", "--rule", "bald"), "rule 'bald' needs an ensemble"),
         (("--k", 3, "--out", "x.csv", "--rule", "badges"), "did you mean 'badge'"),
         (("--k", 3, "--out", "no/x.csv"), "its folder does not exist"),
+        (("--k", 3, "--out", "x.labels.jsonl"), "--out must not end in .labels.jsonl"),
         (
             ("--k", 3, "--out", "x.csv", "--model", "ensemble", "--cache", "c"),
             "--cache keeps the features of one model",
@@ -169,3 +251,31 @@ def test_what_cannot_be_chosen_is_one_sentence_and_leaves_nothing(pool, tmp_path
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pair_that_the_pool_holds_twice_is_one_question(pool, tmp_path):
+    rows = [json.loads(line) for line in (pool / "pool.jsonl").read_text().splitlines()][:6]
+    turned = [{**row, "response_a": row["response_b"], "response_b": row["response_a"]} for row in rows[:2]]
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[3], *turned]))
+    ask = tmp_path / "ask.jsonl"
+    result = run("select", twice, "--model", pool / "model", "--k", 6, "--out", ask)
+    assert result.exit_code == 0, result.output
+    assert "3 pairs of the pool repeat another one" in result.stdout
+    assert len({json.loads(line)["pair_id"] for line in ask.read_text().splitlines()}) == 6
+    result = run("select", twice, "--model", pool / "model", "--k", 7, "--out", tmp_path / "more.csv")
+    assert "--k must be at most 6" in result.stderr
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:200])])
+def test_a_cache_without_its_features_is_one_sentence(pool, tmp_path, damage):
+    def select(name: str):
+        options = ("--model", pool / "model", "--k", 3, "--cache", tmp_path / "cache", "--out", tmp_path / name)
+        return run("select", pool / "pool.jsonl", *options)
+
+    assert select("a.csv").exit_code == 0
+    damage(tmp_path / "cache/differences.npy")
+    result = select("b.csv")
+    assert result.exit_code == 2, result.output
+    assert "differences.npy: is gone or damaged" in result.stderr
+    assert not (tmp_path / "b.csv").exists()

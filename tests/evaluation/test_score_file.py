@@ -157,7 +157,7 @@ def test_rewards_of_another_model_are_not_continued(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ROWS)
     with pytest.raises(RuntimeError):
         score_file(LengthScorer(die_at_call=2), source, tmp_path / "out.jsonl", scorer_name="a", chunk_rows=4)
-    with pytest.raises(DataError, match=r"out\.jsonl\.partial: holds part of scores of another input, model, length"):
+    with pytest.raises(DataError, match=r"out\.jsonl\.partial: holds scores of another input, model, length"):
         score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="b", chunk_rows=4)
 
 

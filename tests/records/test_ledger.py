@@ -45,7 +45,7 @@ def test_a_file_without_a_whole_piece_is_started_anew(tmp_path, first):
 def test_part_of_another_computation_is_refused_and_kept(tmp_path, num_wanted):
     path = tmp_path / "a.jsonl"
     pieces(path, "one", 1, num_wanted=num_wanted)
-    with pytest.raises(DataError, match=r"a\.jsonl: holds part of another sum; remove it to start again"):
+    with pytest.raises(DataError, match=r"a\.jsonl: holds another sum; remove it to start again"):
         pieces(path, "another", num_wanted=num_wanted)
     assert pieces(path, "one", num_wanted=num_wanted) == [1]
 
@@ -62,7 +62,7 @@ def test_a_finished_computation_makes_room_for_the_first_piece_of_another(tmp_pa
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("my notes\nand more\n")
-    with pytest.raises(DataError, match="holds part of"):
+    with pytest.raises(DataError, match="holds another sum"):
         pieces(path, "one", num_wanted=1)
     assert path.read_text() == "my notes\nand more\n"
 

@@ -97,7 +97,7 @@ def test_a_repeated_call_trains_nothing_and_another_is_refused(whole, policy, mo
     monkeypatch.setattr(optimization, "train_policy", None)
     again = run(policy, folder, config=whole.config, num_bootstrap=100)
     assert again.checkpoints == whole.checkpoints
-    with pytest.raises(DataError, match="holds part of another optimization"):
+    with pytest.raises(DataError, match="holds another optimization"):
         run(policy, folder, config=replace(whole.config, temperature=0.5))
 
 

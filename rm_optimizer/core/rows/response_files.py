@@ -20,6 +20,7 @@ from rm_optimizer.core.rows.messages import Prompt, is_empty, require_characters
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.core.rows.row_context import row_prompt
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.files import csv_table
 
 REWARD = "reward"
 BATCH_ROWS = 512
@@ -169,7 +170,7 @@ def _write_csv(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
     writer: csv.DictWriter[str] | None = None
     for row in rows:
         if writer is None:
-            writer = csv.DictWriter(text, fieldnames=list(row), lineterminator="\n")
+            writer = csv_table(text, list(row))
             writer.writeheader()
         writer.writerow(row)
     text.flush()

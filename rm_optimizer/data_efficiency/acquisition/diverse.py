@@ -7,7 +7,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction
+from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction, are_equal
 from rm_optimizer.data_efficiency.acquisition.pool import Pool, blocks
 
 
@@ -35,14 +35,11 @@ class Coreset(AcquisitionFunction):
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
         differences = pool.require_differences(self.name)
         squares, nearest = _square_norms(differences), self.scores(pool) ** 2
-        order = generator.permutation(len(pool))
-        is_taken, chosen = pool.is_labeled.copy(), []
-        for _ in range(k):
-            best = int(order[np.argmax(np.where(is_taken, -1.0, nearest)[order])])
-            is_taken[best] = True
-            chosen.append(best)
-            nearest = np.minimum(nearest, _square_distances(differences, squares, best, up_to_sign=True))
-        return np.array(chosen)
+
+        def cover(best: int) -> None:
+            np.minimum(nearest, _square_distances(differences, squares, best, up_to_sign=True), out=nearest)
+
+        return self._greedy(pool, k, generator, lambda: nearest, cover)
 
 
 class BADGE(AcquisitionFunction):
@@ -67,7 +64,9 @@ class BADGE(AcquisitionFunction):
         for _ in range(k):
             left = np.where(is_taken, 0.0, nearest)
             if not chosen:
-                best = int(np.argmax(np.where(is_taken, -1.0, squares)))
+                longest = np.where(is_taken, -1.0, squares)
+                first = np.flatnonzero(longest == longest.max())
+                best = int(first[0] if len(first) == 1 else generator.choice(first))
             elif left.sum() > 0:
                 best = int(generator.choice(len(left), p=left / left.sum()))
             else:  # every gradient left is one that was chosen
@@ -75,6 +74,8 @@ class BADGE(AcquisitionFunction):
             is_taken[best] = True
             chosen.append(best)
             nearest = np.minimum(nearest, _square_distances(differences, squares, best, factors))
+            if len(chosen) == 1 and are_equal(squares[pool.unlabeled]) and are_equal(nearest, float(squares.max())):
+                self._warn_of_chance()
         return np.array(chosen)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from jaxtyping import Float
@@ -18,6 +18,7 @@ from rm_optimizer.data_efficiency.acquisition.pool import Pool, read_pool
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
+Gains: TypeAlias = Callable[[], Float[np.ndarray, " pairs"]]
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -63,9 +64,51 @@ class AcquisitionFunction(ABC):
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
         scores = self.scores(pool)[pool.unlabeled]
-        if len(scores) > 1 and scores.min() == scores.max():
-            _log.warning(f"rule '{self.name}' gives every pair the same score, so these pairs are a random draw")
+        if are_equal(scores):
+            self._warn_of_chance()
         return pool.unlabeled[_best(scores, k, generator)]
+
+    def _greedy(
+        self, pool: Pool, k: int, generator: np.random.Generator, gains: Gains, add: Callable[[int], None]
+    ) -> NDArray[np.int64]:
+        """Positions of `k` unlabeled pairs, each the one of most gain after those before it.
+
+        Args:
+            pool: the pairs.
+            k: pairs to choose.
+            generator: order of equal gains.
+            gains: gain of every pair of the pool by now.
+            add: called with each position as it is chosen.
+        """
+        order = generator.permutation(len(pool))  # the first of equal gains is a random one
+        is_taken, chosen = pool.is_labeled.copy(), []
+        is_chance, scale = True, 0.0
+        for _ in range(k):
+            current = gains()
+            if is_chance:
+                left = current[~is_taken]
+                scale = max(scale, float(np.abs(left).max()))
+                is_chance = are_equal(left, scale)
+            best = int(order[np.argmax(np.where(is_taken, -np.inf, current)[order])])
+            is_taken[best] = True
+            chosen.append(best)
+            add(best)
+        if is_chance:
+            self._warn_of_chance()
+        return np.array(chosen)
+
+    def _warn_of_chance(self) -> None:
+        _log.warning(f"rule '{self.name}' gives every pair the same score, so these pairs are a random draw")
+
+
+def are_equal(scores: Float[np.ndarray, " pairs"], scale: float = 0.0) -> bool:
+    """True if several pairs have one score, but for rounding.
+
+    Args:
+        scores: scores of the pairs.
+        scale: size of a score whose millionth counts as nothing.
+    """
+    return len(scores) > 1 and float(np.ptp(scores)) <= 1e-6 * max(scale, float(np.abs(scores).max()))
 
 
 def _best(scores: Float[np.ndarray, " pairs"], k: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -206,6 +249,8 @@ class StochasticBALD(BALD):
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
         with np.errstate(divide="ignore"):
             scores = self.sharpness * np.log(self.scores(pool)[pool.unlabeled])
+        if are_equal(np.exp(scores)):
+            self._warn_of_chance()
         keys = np.where(np.isneginf(scores), -1e300 * generator.random(len(scores)), scores)
         return pool.unlabeled[_best(keys + generator.gumbel(size=len(keys)), k, generator)]
 

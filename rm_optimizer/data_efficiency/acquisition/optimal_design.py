@@ -22,9 +22,6 @@ from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFuncti
 from rm_optimizer.data_efficiency.acquisition.pool import Pool, blocks
 from rm_optimizer.errors import ConfigError
 
-TAKEN = -np.inf
-"""Score of a pair that is labeled or chosen already."""
-
 
 class _LastLayerDesign(AcquisitionFunction):
     """Greedy design.
@@ -45,15 +42,7 @@ class _LastLayerDesign(AcquisitionFunction):
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
         information = LastLayerInformation(pool, pool.require_differences(self.name), self.prior_precision)
-        order = generator.permutation(len(pool))  # the first of equal gains is a random one
-        is_taken, chosen = pool.is_labeled.copy(), []
-        for _ in range(k):
-            gains = np.where(is_taken, TAKEN, self._gains(information))
-            best = int(order[np.argmax(gains[order])])
-            is_taken[best] = True
-            chosen.append(best)
-            information.add(best)
-        return np.array(chosen)
+        return self._greedy(pool, k, generator, lambda: self._gains(information), information.add)
 
     @abstractmethod
     def _gains(self, information: LastLayerInformation) -> Float[np.ndarray, " pairs"]:

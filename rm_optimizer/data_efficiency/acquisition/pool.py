@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -124,7 +125,7 @@ def read_pool(
 
     Raises:
         MissingExtra: if there are Ray workers and Ray is not installed.
-        DataError: if there are no pairs, or the folder holds part of another pool.
+        DataError: if there are no pairs, or the folder holds another pool or a damaged file.
         CheckpointError: if a reward is not finite.
     """
     if not pairs:
@@ -162,15 +163,33 @@ def _kept_pool(
     identity = digest([scorer_digest(model), [pair.pair_id for pair in pairs]])
     other = "features of other pairs or another model"
     remedy = f"name another folder, or remove {folder}"
-    with open_ledger(folder / "margins.jsonl", identity, other=other, num_wanted=len(pairs), remedy=remedy) as ledger:
+    with open_ledger(folder / "margins.jsonl", identity, other=other, remedy=remedy) as ledger:
         margins = [margin for block in ledger.values() for margin in block]
         path, shape = folder / "differences.npy", (len(pairs), model.reward_head.in_features)
-        kept = np.lib.format.open_memmap(path, mode="r+" if margins else "w+", dtype=np.float32, shape=shape)
+        kept = _mapped(path, shape, is_new=not margins)
         for block in _scored_blocks(pairs, model, kept, len(margins), token_budget, on_progress, ray_workers):
             kept.flush()
             ledger.append(block.tolist())
             margins.extend(block.tolist())
     return Pool(np.array(margins)[None], lengths, is_labeled, np.load(path, mmap_mode="r"))
+
+
+def _mapped(path: Path, shape: tuple[int, int], *, is_new: bool) -> np.memmap[Any, Any]:
+    """Differences of features in a file, to be read and written.
+
+    Raises:
+        DataError: if an earlier file is gone, cut or damaged.
+    """
+    if is_new:
+        return np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    try:
+        kept = np.load(path, mmap_mode="r")  # which does not lengthen a cut file, as "r+" does
+        if kept.shape == shape and kept.dtype == np.dtype(np.float32):
+            return np.lib.format.open_memmap(path, mode="r+")
+        reason = f"has shape {kept.shape} and kind {kept.dtype}"
+    except (OSError, ValueError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+    raise DataError(f"{path}: is gone or damaged ({reason}); remove {path.parent}, and its features are computed again")
 
 
 def _scored_blocks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ class AnswerLog:
     Args:
         questions: the questions, in the order of asking.
         ledger: their answers so far, as rows of the questions as they were shown. The last row of a question counts.
+        answered: ids of questions that were answered elsewhere, and are not asked unless they were answered here too.
         seed: seed of the sides.
     """
 
-    def __init__(self, questions: Sequence[Question], ledger: Ledger, seed: int) -> None:
-        self._questions = {question.pair_id: _turned(question, seed) for question in questions}
+    def __init__(self, questions: Sequence[Question], ledger: Ledger, answered: Set[str], seed: int) -> None:
         self._ledger = ledger
         self._rows: dict[str, dict[str, Any]] = standing_rows(ledger.values())
+        left_out = answered - self._rows.keys()
+        asked = [question for question in questions if question.pair_id not in left_out]
+        self._questions = {question.pair_id: _turned(question, seed) for question in asked}
 
     @property
     def num_questions(self) -> int:
@@ -90,12 +93,15 @@ class AnswerLog:
 
 
 @contextmanager
-def open_answer_log(path: Path, questions: Sequence[Question], *, seed: int = 0) -> Iterator[AnswerLog]:
+def open_answer_log(
+    path: Path, questions: Sequence[Question], *, answered: Set[str] = frozenset(), seed: int = 0
+) -> Iterator[AnswerLog]:
     """The answers beside a file of questions, which one process at a time may hold.
 
     Args:
         path: file of the questions; its answers stand in `NAME.labels.jsonl` beside it.
-        questions: what to ask.
+        questions: all questions of the file.
+        answered: ids of those that have an answer in the file, which are not asked.
         seed: seed of the order of each question's sides.
 
     Raises:
@@ -105,7 +111,7 @@ def open_answer_log(path: Path, questions: Sequence[Question], *, seed: int = 0)
     remedy = f"move it away, or bring back the {path.name} that it belongs to"
     log = path.with_suffix(ANSWER_LOG_SUFFIX)
     with open_ledger(log, identity, other="the answers to other questions", remedy=remedy) as ledger:
-        yield AnswerLog(questions, ledger, seed)
+        yield AnswerLog(questions, ledger, answered, seed)
 
 
 def _turned(question: Question, seed: int) -> Question:

@@ -22,9 +22,10 @@ from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
 from rm_optimizer.core.rows.columns import renamed
 from rm_optimizer.core.rows.messages import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
+from rm_optimizer.data_efficiency.labeling.exports import exported_answers
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import write_csv, write_json_lines, write_text
-from rm_optimizer.records.ledger import whole_lines
+from rm_optimizer.records.ledger import read_ledger
 
 SUFFIXES = (".csv", ".jsonl", ".json")
 """Files of questions: CSV, JSON Lines, and tasks of Label Studio."""
@@ -32,7 +33,6 @@ _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": Non
 _ANSWER = "label"
 ANSWER_LOG_SUFFIX = ".labels.jsonl"
 """Ending of the answers that the labeling page keeps beside a file of questions."""
-_ARGILLA = ("label.responses", "preference.responses")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Question:
     def row(self) -> dict[str, str | int]:
         """Cells of the question; messages as JSON text."""
         prompt = self.prompt
-        text = prompt if isinstance(prompt, str) else json.dumps([message.to_dict() for message in prompt])
+        text = prompt if isinstance(prompt, str) else _json([message.to_dict() for message in prompt])
         sides = {"response_a": self.response_a, "response_b": self.response_b}
         return {"pair_id": self.pair_id, "rank": self.rank, "prompt": text, **sides, _ANSWER: ""}
 
@@ -98,21 +98,36 @@ def questions_of(pairs: Sequence[PreferencePair], positions: NDArray[np.int64], 
     return found
 
 
+def require_question_file(path: Path, option: str) -> None:
+    """Refuse a name that no file of questions may have.
+
+    Args:
+        path: the file.
+        option: where its name was given, for the message.
+
+    Raises:
+        ConfigError: if its ending is none of `SUFFIXES`, or that of the labeling page's answers.
+    """
+    if path.name.endswith(ANSWER_LOG_SUFFIX):
+        raise ConfigError(f"{option} must not end in {ANSWER_LOG_SUFFIX}, where rm-opt label keeps answers")
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{option} must end in {', '.join(SUFFIXES)}, got '{path.name}'")
+
+
 def write_questions(questions: Sequence[Question], path: Path) -> None:
     """Write a file of questions in the form of its suffix, whole or not at all.
 
     Raises:
-        ConfigError: if the suffix is none of `SUFFIXES`.
+        ConfigError: if the name is not that of a file of questions.
     """
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"questions go into a file that ends in {', '.join(SUFFIXES)}, got '{path.name}'")
+    require_question_file(path, "path")
     rows = [question.row() for question in questions]
     if path.suffix == ".csv":
         write_csv(path, rows)
     elif path.suffix == ".jsonl":
         write_json_lines(path, [{"id": row["pair_id"], **row} for row in rows])
     else:
-        write_text(path, json.dumps([{"data": row} for row in rows], ensure_ascii=False, indent=1))
+        write_text(path, _json([{"data": row} for row in rows], indent=1))
 
 
 def read_answers(path: Path) -> Answers:
@@ -121,12 +136,17 @@ def read_answers(path: Path) -> Answers:
     An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is the better one.
 
     Raises:
-        DataError: if the file cannot be read, an answer is none of these, or a question's texts were changed.
+        DataError: if the file cannot be read, an answer is none of these, a question's texts were changed, or the
+            answers beside the file are to other questions.
     """
-    log = path.with_suffix(ANSWER_LOG_SUFFIX)
     if path.name.endswith(ANSWER_LOG_SUFFIX):
         return merged_answers(_logged(path))
-    return merged_answers([*read_questions(path), *(_logged(log) if log.exists() else [])])
+    read, log = read_questions(path), path.with_suffix(ANSWER_LOG_SUFFIX)
+    logged = _logged(log) if log.exists() else []
+    ids = {question.pair_id for question, _ in read}
+    if any(question.pair_id not in ids for question, _ in logged):
+        raise DataError(f"{log}: holds answers to questions that {path.name} does not ask; move it away")
+    return merged_answers([*read, *logged])
 
 
 def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
@@ -153,8 +173,9 @@ def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _logged(path: Path) -> list[tuple[Question, list[float | None]]]:
     """Questions and answers of the labeling page's file; a line that a kill tore was never confirmed."""
-    with path.open("rb") as file:
-        rows = [json.loads(line) for line in whole_lines(file)][1:]
+    rows = [*read_ledger(path)]
+    if not all(isinstance(row, dict) and {"pair_id", _ANSWER} <= row.keys() for row in rows):
+        raise DataError(f"{path}: expected the answers that rm-opt label keeps; name the file of questions instead")
     return [_answered(row, f"{path}, question {row['pair_id']}") for row in standing_rows(rows).values()]
 
 
@@ -189,29 +210,15 @@ def _pair(key: str, texts: tuple[Prompt, str, str], chances: Sequence[float]) ->
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of the file; a task of Label Studio becomes a row with a list of answers."""
+    """Rows of the file, with the list of answers of one that an annotation tool exported."""
 
     def refuse(number: int, reason: str) -> None:
         raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
 
     for number, row in read_rows(path, refuse):
-        if isinstance(row.get("data"), Mapping):
-            yield number, {**row["data"], _ANSWER: _label_studio(row)}
-        else:
-            yield number, dict(row)
-
-
-def _label_studio(task: Mapping[str, Any]) -> list[Any]:
-    """Answers of a task: a choice `A`, `B`, `tie`, or the side that a pairwise control selected."""
-    found: list[Any] = []
-    for annotation in task.get("annotations") or []:
-        if annotation.get("was_cancelled"):
-            found.append("skip")
-            continue
-        for result in annotation.get("result") or []:
-            value = result.get("value") or {}
-            found += value.get("choices") or [value.get("selected", "")]
-    return found
+        cells = row["data"] if isinstance(row.get("data"), Mapping) else row
+        answers = exported_answers(row, f"{path}, {row_unit(path)} {number}")
+        yield number, dict(cells) if answers is None else {**cells, _ANSWER: answers}
 
 
 def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float | None]]:
@@ -222,12 +229,23 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
     prompt = read_prompt(row["prompt"])
     sides = (str(row["response_a"]), str(row["response_b"]))
     key = question_id(prompt, sides)
-    if row.get("pair_id") not in (None, "", key):
+    if not _is_identity(row.get("pair_id"), key):
         raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
-    answer = next((row[name] for name in (*_ARGILLA, _ANSWER) if row.get(name) is not None), None)
-    answers = answer if isinstance(answer, list) else [answer]
-    given = [one for one in answers if one is not None and str(one).strip()]
+    answers = row.get(_ANSWER)
+    given = [
+        one for one in (answers if isinstance(answers, list) else [answers]) if one is not None and str(one).strip()
+    ]
     return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in given]
+
+
+def _is_identity(cell: object, key: str) -> bool:
+    """True for the identity, an empty cell, or the number that a spreadsheet took it for and rounded: 3.45063E+15."""
+    if cell in (None, "", key):
+        return True
+    try:
+        return math.isclose(float(str(cell)), float(key), rel_tol=1e-4)
+    except ValueError:
+        return False
 
 
 def answered_chance(answer: object, where: str) -> float | None:
@@ -250,3 +268,7 @@ def answered_chance(answer: object, where: str) -> float | None:
     if not 0 <= chance <= 1:
         raise DataError(f"{where}: label must be A, B, tie, skip or a probability of A in [0, 1], got '{answer}'")
     return chance
+
+
+def _json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

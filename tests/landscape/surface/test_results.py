@@ -178,7 +178,7 @@ def test_other_options_start_a_finished_analysis_anew_and_refuse_to_mix_with_an_
     first = lines(3).result
     assert lines(5, stop).result.num_missing == 4
     directions = (tmp_path / "directions.pt").read_bytes()
-    with pytest.raises(DataError, match="holds part of a measurement"):
+    with pytest.raises(DataError, match="holds a measurement"):
         lines(3)
     assert (tmp_path / "directions.pt").read_bytes() == directions
     again = lines(5).result

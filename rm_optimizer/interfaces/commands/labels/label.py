@@ -25,9 +25,10 @@ def label(
     from rm_optimizer.data_efficiency.labeling.questions import read_questions
 
     read = read_questions(questions)
-    found = {item.pair_id: item for item, chances in read if all(chance is None for chance in chances)}
+    found = {item.pair_id: item for item, _ in read}
+    answered = {item.pair_id for item, chances in read if any(chance is not None for chance in chances)}
     with (
-        open_answer_log(questions, [*found.values()], seed=seed) as log,
+        open_answer_log(questions, [*found.values()], answered=answered, seed=seed) as log,
         PageServer(log, questions.name, port) as server,
     ):
         print(f"{log.num_questions - log.num_answered:,} of {log.num_questions:,} questions are open")

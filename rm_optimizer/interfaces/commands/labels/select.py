@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.pairs.pair import PreferencePair
     from rm_optimizer.data_efficiency.acquisition.pool import Pool
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
@@ -44,12 +45,11 @@ def select(
 ) -> None:
     """Choose the pairs whose labels are worth most, and write them as questions for people, here or in Argilla."""
     from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
-    from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES, questions_of, write_questions
+    from rm_optimizer.data_efficiency.labeling.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
 
     acquire = acquisition_function(rule)
-    if out.suffix not in SUFFIXES:
-        raise ConfigError(f"--out must end in {', '.join(SUFFIXES)}, got '{out.name}'")
+    require_question_file(out, "--out")
     require_new(out)
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
     if k > (left := int((~is_labeled).sum())):
@@ -100,11 +100,14 @@ def _pool(
     from rm_optimizer.data_efficiency.labeling.questions import question_id
 
     pairs = _unlabeled(source, pool)
+    asked: dict[str, PreferencePair] = {}
     known = [] if not labeled else [*source.load(labeled)]
+    for pair in pairs:
+        asked.setdefault(question_id(pair.prompt, (pair.chosen, pair.rejected)), pair)
+    if num_repeats := len(pairs) - len(asked):
+        print(f"{num_repeats:,} pairs of the pool repeat another one, in this or the other order, and are asked once")
     ids = {question_id(pair.prompt, (pair.chosen, pair.rejected)) for pair in known}
-    left = [*pairs]
-    if ids:
-        left = [pair for pair in left if question_id(pair.prompt, (pair.chosen, pair.rejected)) not in ids]
+    left = [pair for key, pair in asked.items() if key not in ids]
     if subsample is not None and subsample < len(left):
         print(f"choosing among {subsample:,} random pairs of {len(left):,}")
         left = [left[position] for position in random_positions(len(left), subsample, [seed, 2])]
