@@ -166,6 +166,8 @@ def test_data_clean_takes_flipped_pairs_out_and_says_how_many(tmp_path):
         turned = number % 10 == 0
         chosen, rejected = sides[::-1] if turned else sides
         rows.append({"prompt": f"ask {number}", "chosen": chosen, "rejected": rejected})
+        if number % 6 == 5:
+            rows.append({"prompt": f"tie {number}", "chosen": "one", "rejected": "other", "label": 0.5})
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["data", "clean", str(data), "--out", str(tmp_path / "kept.jsonl")]
@@ -173,7 +175,12 @@ def test_data_clean_takes_flipped_pairs_out_and_says_how_many(tmp_path):
     assert result.exit_code == 0, result.output
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     suspects = [json.loads(line) for line in (tmp_path / "kept.jsonl.suspects.jsonl").read_text().splitlines()]
-    assert len(kept) + len(suspects) == 240
+    assert len(kept) + len(suspects) == 280
+    assert sum(row["label"] == 0.5 for row in kept) == 40
+    assert "40 pairs with a tie or a soft label stay, and are not judged" in result.output
+    places = json.loads((tmp_path / "kept.jsonl.report.json").read_text())["positions"]
+    assert [rows[place]["prompt"] for place in places] == [row["prompt"] for row in suspects]
+    assert all(row["chance"] < 0.5 for row in suspects)
     found, wrong = {row["prompt"] for row in suspects}, {f"ask {number}" for number in range(0, 240, 10)}
     assert wrong <= found
     assert len(found - wrong) <= 0.05 * 216

@@ -134,7 +134,10 @@ class LabeledFeatures:
         """
         for number, pair in enumerate(pairs):
             if pair.label != 1:
-                raise DataError(f"pair {number + 1} has the label {pair.label}; expected plain preferences, of label 1")
+                raise DataError(
+                    f"pair {number + 1} has the label {pair.label}; a study compares plain preferences, so leave out "
+                    "pairs whose label is not 1"
+                )
         numbers: dict[int, int] = {}
         found = conversation_groups([pair.prompt for pair in pairs])
         groups = np.array([numbers.setdefault(group, len(numbers)) for group in found])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.pairs import PairOptions
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.data_efficiency.cleaning.wrong_labels import SuspectedLabels
 
 
 def data_clean(
@@ -27,11 +32,7 @@ def data_clean(
 
     OUT.suspects.jsonl holds what was taken out, the least probable first; OUT.report.json says how many were expected.
     """
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels
-    from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures
     from rm_optimizer.evaluation.score_file import require_new
-    from rm_optimizer.interfaces.commands.labels.features import fixed_differences
-    from rm_optimizer.interfaces.saved_model import SavedModel
     from rm_optimizer.records.files import write_json_lines, write_text
 
     suspects_file, report_file = (out.with_name(f"{out.name}.{name}") for name in ("suspects.jsonl", "report.json"))
@@ -40,22 +41,41 @@ def data_clean(
     if not 0 < false_positive_rate < 1:
         raise ConfigError(f"--false-positive-rate must lie in (0, 1), got {false_positive_rate}")
     pairs = source.load(data)
-    found = LabeledFeatures.of(pairs, fixed_differences(pairs, None if model is None else SavedModel(model).load()))
-    dynamics = held_out_chances(*found.turned(seed), found.groups, seed=seed)
-    suspects = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
-    is_suspect = set(suspects.positions)
-    chances = dynamics.confidence
-    rows = [{**pairs[place].to_dict(), "chance": chances[place]} for place in suspects.positions]
+    suspects, chances, accuracy = _suspects(pairs, model, false_positive_rate, seed)
+    places = set(suspects.positions)
+    rows = [{**pairs[place].to_dict(), "chance": c} for place, c in zip(suspects.positions, chances, strict=True)]
     write_json_lines(suspects_file, rows)
-    write_json_lines(out, [pair.to_dict() for place, pair in enumerate(pairs) if place not in is_suspect])
+    write_json_lines(out, [pair.to_dict() for place, pair in enumerate(pairs) if place not in places])
     write_text(report_file, suspects.to_json() + "\n")
-    print(f"{len(pairs) - len(is_suspect):,} of {len(pairs):,} pairs stay: {out}")
+    print(f"{len(pairs) - len(places):,} of {len(pairs):,} pairs stay: {out}")
     print(
-        f"{len(is_suspect):,} labels are suspected, {suspects.num_wrong:,.0f} of them expected to be wrong, at "
+        f"{len(places):,} labels are suspected, {suspects.num_wrong:,.0f} of them expected to be wrong, at "
         f"{suspects.false_positive_rate:.1%} of the right ones: {suspects_file}"
     )
     if suspects.flipped_share == 0:
         print("the labels are no noisier than the models expect of people who disagree, so none is suspected")
     else:
         print(f"estimated share of wrong labels: {suspects.flipped_share:.0%}")
-    print(f"held-out accuracy of the linear models: {dynamics.correctness.mean():.1%}; near 50% they tell nothing")
+    print(f"held-out accuracy of the linear models: {accuracy:.1%}; near 50% they tell nothing")
+
+
+def _suspects(
+    pairs: PreferenceDataset, model: str | None, false_positive_rate: float, seed: int
+) -> tuple[SuspectedLabels, list[float], float]:
+    """Suspected labels, each one's probability, and the held-out accuracy; ties and soft labels are not judged."""
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels
+    from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures
+    from rm_optimizer.interfaces.commands.labels.features import fixed_differences
+    from rm_optimizer.interfaces.saved_model import SavedModel
+
+    judged = [place for place, pair in enumerate(pairs) if pair.label == 1]
+    if num_soft := len(pairs) - len(judged):
+        print(f"{num_soft:,} pairs with a tie or a soft label stay, and are not judged")
+    plain = PreferenceDataset.from_pairs([pairs[place] for place in judged])
+    found = LabeledFeatures.of(plain, fixed_differences(plain, None if model is None else SavedModel(model).load()))
+    dynamics = held_out_chances(*found.turned(seed), found.groups, seed=seed)
+    suspects = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
+    chances = dynamics.confidence[[*suspects.positions]].tolist()
+    places = tuple(judged[position] for position in suspects.positions)
+    return replace(suspects, positions=places), chances, float(dynamics.correctness.mean())
