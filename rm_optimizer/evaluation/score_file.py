@@ -16,9 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.rows.response_files import FileKind, ResponseRow, file_kind, read_responses, write_with_rewards
+from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
@@ -59,6 +61,30 @@ class CountedRewards:
     rewards: list[float]
     num_prompt_cut: int
     num_response_cut: int
+
+
+def cut_counts(encodings: Sequence[Encoding]) -> tuple[int, int]:
+    """Responses whose prompt lost tokens, and responses that lost tokens themselves."""
+    return sum(one.prompt_cut > 0 for one in encodings), sum(one.response_cut > 0 for one in encodings)
+
+
+def score_counted(
+    model: BradleyTerryRM, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
+) -> CountedRewards:
+    """Rewards of a model in the order given, and counts of what was cut; each response is encoded once.
+
+    Args:
+        model: the model, on its device.
+        prompts: text or messages.
+        responses: one for each prompt.
+        token_budget: tokens, padding included, of one forward pass.
+
+    Raises:
+        ValueError: if there are not as many prompts as responses.
+    """
+    encodings = model.encode(prompts, responses)
+    rewards = model.score_encoded(encodings, token_budget=token_budget)
+    return CountedRewards(rewards.tolist(), *cut_counts(encodings))
 
 
 @runtime_checkable

@@ -61,6 +61,13 @@ def length_note(model: BradleyTerryRM) -> str | None:
     )
 
 
+def notes_on(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
+    """Sentences on what a model's rewards do not see; counts as for `cut_notes`."""
+    notes = cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
+    note = length_note(model)
+    return notes if note is None else [*notes, note]
+
+
 def cut_notes(where: str, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
     """Sentence on what was cut; none if nothing was.
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,12 +15,11 @@ from jaxtyping import Float
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, flat_groups, prompt_id
 from rm_optimizer.core.rows.messages import read_prompt
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.score_file import require_finite, require_new
-from rm_optimizer.records.codec import json_values
+from rm_optimizer.evaluation.score_file import ScoredFile, require_finite, require_new, score_counted
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
@@ -70,6 +70,21 @@ class RankedResponses:
         return self.responses[0]
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Prompts that were ranked together, as the ledger keeps them.
+
+    Args:
+        rows: one for each prompt.
+        num_prompt_cut: responses whose prompt lost tokens; None where the scorer does not say.
+        num_response_cut: responses that lost tokens themselves, likewise.
+    """
+
+    rows: list[RankedResponses]
+    num_prompt_cut: int | None
+    num_response_cut: int | None
+
+
 class BestOfNSampler:
     """Draws responses of a policy and ranks them by a reward model.
 
@@ -117,7 +132,7 @@ class BestOfNSampler:
         Raises:
             CheckpointError: if a reward is not finite.
         """
-        return [found for chunk in self._chunks(prompts) for found in self._ranked(chunk)]
+        return [found for chunk in self._chunks(prompts) for found in self._ranked(chunk).rows]
 
     def sample_to_file(
         self,
@@ -125,7 +140,7 @@ class BestOfNSampler:
         path: Path,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
+    ) -> ScoredFile:
         """Write ranked responses as JSON lines with `prompt`, `responses`, `rewards` and `draws`.
 
         They are appended to `PATH.partial` as they come. Repeating the call after a kill, or after a server died, goes
@@ -136,20 +151,26 @@ class BestOfNSampler:
             path: the file, which must not be there yet.
             on_progress: called with the prompts done and their number.
 
+        Returns:
+            Counts of prompts, responses and cuts, those of earlier calls included; cuts are counted of a model in this
+            process.
+
         Raises:
             DataError: if the file is there, or its partial file belongs to another call.
             CheckpointError: if a reward is not finite.
         """
         identity = [self.policy.identity, self.n_samples, self.seed, [prompt_id(prompt) for prompt in prompts]]
-        _to_file(self.reward_model, identity, self._chunks(prompts), self._ranked, len(prompts), path, on_progress)
+        return _to_file(
+            self.reward_model, identity, self._chunks(prompts), self._ranked, len(prompts), path, on_progress
+        )
 
     def _chunks(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
         size = max(1, SAMPLES_AT_ONCE // self.n_samples)
         return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
-    def _ranked(self, prompts: Sequence[Prompt]) -> list[RankedResponses]:
+    def _ranked(self, prompts: Sequence[Prompt]) -> _Piece:
         responses = [self.policy.respond(prompt, self.n_samples, self.seed) for prompt in prompts]
-        return rank(self.reward_model, prompts, responses)
+        return _rank_counted(self.reward_model, prompts, responses)
 
 
 def rank(
@@ -161,15 +182,33 @@ def rank(
         ValueError: if there are not as many groups of responses as prompts.
         CheckpointError: if a reward is not finite.
     """
-    rewards = reward_model.score_groups(prompts, responses_of_each)
+    return _rank_counted(reward_model, prompts, responses_of_each).rows
+
+
+def _rank_counted(
+    reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+) -> _Piece:
+    """`rank`, with counts of what was cut."""
+    rewards, *cut = _scored(reward_model, prompts, responses_of_each)
     found = []
-    for prompt, texts, own in zip(prompts, responses_of_each, rewards, strict=True):
-        numbers = own.tolist()
+    for prompt, texts, numbers in zip(prompts, responses_of_each, rewards, strict=True):
         require_finite(numbers, partial(_named, texts))
         order = sorted(range(len(texts)), key=lambda draw: -numbers[draw])
         best_texts, best_rewards = (tuple(texts[draw] for draw in order), tuple(numbers[draw] for draw in order))
         found.append(RankedResponses(prompt, best_texts, best_rewards, tuple(order)))
-    return found
+    return _Piece(found, *cut)
+
+
+def _scored(
+    scorer: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+) -> tuple[list[list[float]], int | None, int | None]:
+    """Rewards of each prompt's responses, and the counts of what a model in this process cut."""
+    if not isinstance(scorer, BradleyTerryRM):
+        return [own.tolist() for own in scorer.score_groups(prompts, responses_of_each)], None, None
+    counted = score_counted(scorer, *flat_groups(prompts, responses_of_each))
+    values = iter(counted.rewards)
+    groups = [list(islice(values, len(texts))) for texts in responses_of_each]
+    return groups, counted.num_prompt_cut, counted.num_response_cut
 
 
 def _named(texts: Sequence[str], index: int) -> str:
@@ -182,7 +221,7 @@ def rank_file(
     path: Path,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
+) -> ScoredFile:
     """Rank saved completions: write each prompt's responses best first, as `BestOfNSampler.sample_to_file` does.
 
     Args:
@@ -191,6 +230,9 @@ def rank_file(
             several rows of a prompt.
         path: the file to write, which must not be there yet.
         on_progress: called with the prompts done and their number.
+
+    Returns:
+        Counts as `BestOfNSampler.sample_to_file` returns them.
 
     Raises:
         DataError: if a file or row cannot be used.
@@ -202,12 +244,12 @@ def rank_file(
     if not groups:
         raise DataError(f"{source}: there are no rows to rank")
 
-    def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> list[RankedResponses]:
-        return rank(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
+    def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> _Piece:
+        return _rank_counted(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
 
     items = list(groups.values())
     identity = [[key, texts] for key, (_, texts) in groups.items()]
-    _to_file(reward_model, identity, [[item] for item in items], ranked, len(items), path, on_progress)
+    return _to_file(reward_model, identity, [[item] for item in items], ranked, len(items), path, on_progress)
 
 
 def read_ranked(path: Path) -> tuple[list[RankedResponses], Float[np.ndarray, "prompts samples"]]:
@@ -252,30 +294,50 @@ def _to_file(
     scorer: Scorer,
     identity: Sequence[Any],
     chunks: Sequence[Any],
-    ranked: Callable[[Any], list[RankedResponses]],
+    ranked: Callable[[Any], _Piece],
     num_prompts: int,
     path: Path,
     on_progress: Callable[[int, int], None],
-) -> None:
+) -> ScoredFile:
     """Rank chunk by chunk into a ledger, and write the lines once all are known."""
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a file name ending in .jsonl")
     require_new(path)
-    whole = digest([scorer_identity(scorer), *identity])
+    whole = digest([scorer_identity(scorer), "with counts of cuts", *identity])
     partial = path.with_name(f"{path.name}.partial")
     with open_ledger(partial, whole, other="responses of another policy, model, seed or number of samples") as log:
-        pieces = [len(piece) for piece in log.values()]
-        on_progress(sum(pieces), num_prompts)
-        for number in range(len(pieces), len(chunks)):
+        sizes = [len(piece["rows"]) for piece in log.values()]
+        on_progress(sum(sizes), num_prompts)
+        for number in range(len(sizes), len(chunks)):
             found = ranked(chunks[number])
-            log.append(json_values(found))
-            pieces.append(len(found))
-            on_progress(sum(pieces), num_prompts)
+            log.append(found)
+            sizes.append(len(found.rows))
+            on_progress(sum(sizes), num_prompts)
         _write(path, log)
+        counts = _counts(log)
         partial.unlink()
+    return counts
+
+
+def _counts(log: Ledger) -> ScoredFile:
+    """Counts over all pieces of a ledger."""
+    rows = responses = 0
+    cut: list[list[int | None]] = [[], []]
+    for piece in log.values():
+        rows += len(piece["rows"])
+        responses += sum(len(row["responses"]) for row in piece["rows"])
+        cut[0].append(piece["num_prompt_cut"])
+        cut[1].append(piece["num_response_cut"])
+    return ScoredFile(rows, responses, *map(_sum_known, cut))
+
+
+def _sum_known(counts: Sequence[int | None]) -> int | None:
+    """Sum of counts; None if one is unknown."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _write(path: Path, log: Ledger) -> None:
-    lines: Iterable[str] = (json.dumps(row, ensure_ascii=False) for piece in log.values() for row in piece)
+    lines: Iterable[str] = (json.dumps(row, ensure_ascii=False) for piece in log.values() for row in piece["rows"])
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.rl_coupling import policy_simulation
 from tests.builders import tiny_reward_model
 from tests.serving.engines import InProcessEngine, options_of
 from tests.serving.running import engine_running
@@ -50,3 +52,27 @@ def test_a_server_ranks_like_its_model_and_another_is_refused(models: list[Path]
     names = {path.name for path in tmp_path.glob("local*")}
     curves = {f"local.{kind}.{end}" for kind in ("curve", "overoptimization") for end in ("json", "png")}
     assert names == {"local.jsonl", *curves}
+
+
+def test_a_resumed_ranking_encodes_each_response_once_and_counts_all_cuts(models, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(policy_simulation, "SAMPLES_AT_ONCE", 8)
+    encoded: list[str] = []
+    stop_at = 16
+    whole = BradleyTerryRM.encode
+
+    def encode(self, prompts, responses):
+        if len(encoded) == stop_at:
+            raise KeyboardInterrupt
+        encoded.extend(responses)
+        return whole(self, prompts, responses)
+
+    monkeypatch.setattr(BradleyTerryRM, "encode", encode)
+    command = ["bon", str(models[0]), str(tmp_path / "out.jsonl"), *OPTIONS, "--max-length", "24"]
+    stopped = CliRunner().invoke(app, command)
+    assert "goes on from the prompts ranked so far" in stopped.stderr
+    assert (tmp_path / "out.jsonl.partial").exists()
+    stop_at = -1
+    resumed = CliRunner().invoke(app, command)
+    assert resumed.exit_code == 0
+    assert "the prompts of 40 of 40 responses lost their beginning" in resumed.stdout
+    assert len(encoded) == 40

@@ -103,19 +103,19 @@ def test_a_file_holds_what_sample_returns_and_goes_on_after_a_stop(policy: Path,
 
 
 def test_a_server_that_dies_midway_loses_nothing(model, tmp_path: Path, monkeypatch) -> None:
-    whole = model.score_groups
+    whole = model.score_encoded
     asked = 0
 
-    def dying(prompts, responses):
+    def dying(encodings, **options):
         nonlocal asked
         asked += 1
         if asked == 2:
             raise RewardServerUnavailable("gone")
-        return whole(prompts, responses)
+        return whole(encodings, **options)
 
     sampler = BestOfNSampler(WorldPolicy(WORLD), model, 256)
     with monkeypatch.context() as patch:
-        patch.setattr(model, "score_groups", dying)
+        patch.setattr(model, "score_encoded", dying)
         with pytest.raises(RewardServerUnavailable):
             sampler.sample_to_file(PROMPTS[:2], tmp_path / "a.jsonl")
     seen: list[int] = []

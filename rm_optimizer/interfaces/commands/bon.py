@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge
-from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
+from rm_optimizer.interfaces.saved_model import SavedModel, notes_on
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
+    from rm_optimizer.evaluation.score_file import ScoredFile
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
@@ -68,30 +69,30 @@ def bon(
     try:
         with _scorer(saved, server) as (model, scorer), progress("ranking", "prompts") as show:
             if chosen is None:
-                rank_file(scorer, completions or Path(), out_file, on_progress=show)
+                counts = rank_file(scorer, completions or Path(), out_file, on_progress=show)
             else:
-                BestOfNSampler(chosen, scorer, n, seed=seed).sample_to_file(texts, out_file, on_progress=show)
+                sampler = BestOfNSampler(chosen, scorer, n, seed=seed)
+                counts = sampler.sample_to_file(texts, out_file, on_progress=show)
     except KeyboardInterrupt:
         raise Interrupted("stopped; the same command goes on from the prompts ranked so far") from None
     except RewardServerUnavailable as error:
         raise RewardServerUnavailable(f"{error}; the same command goes on from the prompts ranked so far") from error
     ranked, proxy = read_ranked(out_file)
     _report(curve_file, ranked, proxy, judge, bootstrap, seed)
-    for note in _notes(model, ranked):
+    for note in _notes(model, counts, ranked):
         print(f"warning: {note}")
     print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
 
 
-def _notes(model: BradleyTerryRM, ranked: Sequence[RankedResponses]) -> list[str]:
-    """Sentences on what the rewards do not see."""
-    cut = [0, 0]
-    for row in ranked:
-        for encoding in model.encode([row.prompt] * len(row.responses), row.responses):
-            cut[0] += encoding.prompt_cut > 0
-            cut[1] += encoding.response_cut > 0
-    notes = cut_notes(f"{model.max_length} tokens", sum(len(row.responses) for row in ranked), *cut)
-    note = length_note(model)
-    return notes if note is None else [*notes, note]
+def _notes(model: BradleyTerryRM, counts: ScoredFile, ranked: Sequence[RankedResponses]) -> list[str]:
+    """Sentences on what the rewards do not see; a server does not count what it cuts, so its model's copy here does."""
+    from rm_optimizer.evaluation.score_file import cut_counts
+
+    prompts_cut, responses_cut = counts.num_prompt_cut, counts.num_response_cut
+    if prompts_cut is None or responses_cut is None:
+        of_each = [cut_counts(model.encode([row.prompt] * len(row.responses), row.responses)) for row in ranked]
+        prompts_cut, responses_cut = (sum(side) for side in zip(*of_each, strict=True))
+    return notes_on(model, counts.num_responses, prompts_cut, responses_cut)
 
 
 def _report(

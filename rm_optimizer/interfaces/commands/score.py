@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
-from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
+from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, notes_on
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -72,15 +72,9 @@ class LocalScorer:
 
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
         """Rewards of the responses in the order given, and counts of what was cut."""
-        from rm_optimizer.evaluation.score_file import CountedRewards
+        from rm_optimizer.evaluation.score_file import score_counted
 
-        encodings = self.model.encode(prompts, responses)
-        rewards = self.model.score_encoded(encodings, token_budget=self.token_budget)
-        return CountedRewards(
-            rewards.tolist(),
-            num_prompt_cut=sum(encoding.prompt_cut > 0 for encoding in encodings),
-            num_response_cut=sum(encoding.response_cut > 0 for encoding in encodings),
-        )
+        return score_counted(self.model, prompts, responses, token_budget=self.token_budget)
 
 
 def _require_texts(prompt: str, responses: Sequence[str]) -> None:
@@ -145,7 +139,7 @@ def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], toke
     require_finite(counted.rewards, lambda index: f"response {index + 1}")
     for reward in counted.rewards:
         print(f"{reward:.6f}")
-    for note in _notes(model, len(responses), counted.num_prompt_cut, counted.num_response_cut):
+    for note in notes_on(model, len(responses), counted.num_prompt_cut, counted.num_response_cut):
         print(f"warning: {note}", file=sys.stderr)
 
 
@@ -173,7 +167,7 @@ def _score_to_file(saved: SavedModel, source: Path, target: Path, token_budget: 
         raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
     _write_report(target, saved.checkpoint, model, identity, scored)
     print(f"{scored.num_rows} rows scored: {target}")
-    for note in _notes(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):
+    for note in notes_on(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):
         print(f"warning: {note}")
 
 
@@ -182,10 +176,3 @@ def _write_report(target: Path, checkpoint: str, model: BradleyTerryRM, identity
 
     report = {"model": checkpoint, "model_digest": identity, "max_length": model.max_length, **asdict(scored)}
     write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
-
-
-def _notes(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
-    """Sentences on what the rewards do not see."""
-    notes = cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
-    note = length_note(model)
-    return notes if note is None else [*notes, note]
