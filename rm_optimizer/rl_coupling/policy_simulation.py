@@ -238,11 +238,7 @@ def rank_file(
         DataError: if a file or row cannot be used.
         CheckpointError: if a reward is not finite.
     """
-    groups: dict[str, tuple[Prompt, list[str]]] = {}
-    for row in read_responses(source):
-        groups.setdefault(prompt_id(row.prompt), (row.prompt, []))[1].extend(row.responses)
-    if not groups:
-        raise DataError(f"{source}: there are no rows to rank")
+    groups = _by_prompt(source)
 
     def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> _Piece:
         return _rank_counted(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
@@ -250,6 +246,16 @@ def rank_file(
     items = list(groups.values())
     identity = [[key, texts] for key, (_, texts) in groups.items()]
     return _to_file(reward_model, identity, [[item] for item in items], ranked, len(items), path, on_progress)
+
+
+def _by_prompt(source: Path) -> dict[str, tuple[Prompt, list[str]]]:
+    """Prompts of a file with all their responses, by the digest of the prompt."""
+    groups: dict[str, tuple[Prompt, list[str]]] = {}
+    for row in read_responses(source):
+        groups.setdefault(prompt_id(row.prompt), (row.prompt, []))[1].extend(row.responses)
+    if not groups:
+        raise DataError(f"{source}: there are no rows to rank")
+    return groups
 
 
 def read_ranked(path: Path) -> tuple[list[RankedResponses], Float[np.ndarray, "prompts samples"]]:
@@ -306,17 +312,24 @@ def _to_file(
     whole = digest([scorer_identity(scorer), "with counts of cuts", *identity])
     partial = path.with_name(f"{path.name}.partial")
     with open_ledger(partial, whole, other="responses of another policy, model, seed or number of samples") as log:
-        sizes = [len(piece["rows"]) for piece in log.values()]
-        on_progress(sum(sizes), num_prompts)
-        for number in range(len(sizes), len(chunks)):
-            found = ranked(chunks[number])
-            log.append(found)
-            sizes.append(len(found.rows))
-            on_progress(sum(sizes), num_prompts)
+        _rank_rest(log, chunks, ranked, lambda done: on_progress(done, num_prompts))
         _write(path, log)
         counts = _counts(log)
         partial.unlink()
     return counts
+
+
+def _rank_rest(
+    log: Ledger, chunks: Sequence[Any], ranked: Callable[[Any], _Piece], on_done: Callable[[int], None]
+) -> None:
+    """Rank the chunks that the ledger does not have; `on_done` takes the prompts done, first those of earlier calls."""
+    sizes = [len(piece["rows"]) for piece in log.values()]
+    on_done(sum(sizes))
+    for chunk in chunks[len(sizes) :]:
+        found = ranked(chunk)
+        log.append(found)
+        sizes.append(len(found.rows))
+        on_done(sum(sizes))
 
 
 def _counts(log: Ledger) -> ScoredFile:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.pair import Prompt
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+    from rm_optimizer.rl_coupling.policy_simulation import Policy
     from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
     from rm_optimizer.rl_coupling.readiness.oracle import Oracle
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
@@ -276,36 +277,59 @@ def _pool(
     folder: Path,
 ) -> ResponsePool | None:
     """Responses of the policy, ranked into a file of the folder whose name tells what they are; None without any."""
-    from rm_optimizer.core.model.identity import scorer_digest
-    from rm_optimizer.core.pairs.pair import digest, prompt_id
-    from rm_optimizer.records.progress import progress
-    from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
+    from rm_optimizer.rl_coupling.policy_simulation import read_ranked
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
 
-    def file_of(*identity: object) -> Path:
-        return folder / f"responses-{digest([scorer_digest(model), *identity])}.jsonl"
-
     if responses.completions is not None:
-        source = responses.completions
-        file = file_of(hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else str(source))
-        if not file.exists():
-            with progress("ranking", "prompts") as show:
-                rank_file(model, source, file, on_progress=show)
+        file = _rank_completions(model, responses.completions, folder)
     elif responses.policy is not None:
         most = responses.num_prompts or PROMPTS
         of_pairs = list({pair.prompt_id: pair.prompt for pair in data.pairs}.values())
         reads = responses.prompts is not None or responses.policy == WORLD
         prompts = responses.read_prompts(most) if reads else of_pairs[:most]
-        policy = responses.load()
-        assert options.num_samples is not None, "the flags decide it"
-        file = file_of(policy.identity, options.num_samples, options.seed, [prompt_id(prompt) for prompt in prompts])
-        if not file.exists():
-            with progress("drawing responses", "prompts") as show:
-                sampler = BestOfNSampler(policy, model, options.num_samples, seed=options.seed)
-                sampler.sample_to_file(prompts, file, on_progress=show)
+        file = _rank_samples(model, responses.load(), prompts, options, folder)
     else:
         return None
     return ResponsePool.of(read_ranked(file)[0])
+
+
+def _rank_completions(model: BradleyTerryRM, source: Path, folder: Path) -> Path:
+    """File of saved responses, ranked; made where it is missing."""
+    from rm_optimizer.records.progress import progress
+    from rm_optimizer.rl_coupling.policy_simulation import rank_file
+
+    content = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else str(source)
+    file = _responses_file(folder, model, content)
+    if not file.exists():
+        with progress("ranking", "prompts") as show:
+            rank_file(model, source, file, on_progress=show)
+    return file
+
+
+def _rank_samples(
+    model: BradleyTerryRM, policy: Policy, prompts: Sequence[Prompt], options: ReadinessOptions, folder: Path
+) -> Path:
+    """File of a policy's responses, ranked; drawn where it is missing."""
+    from rm_optimizer.core.pairs.pair import prompt_id
+    from rm_optimizer.records.progress import progress
+    from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
+
+    assert options.num_samples is not None, "the flags decide it"
+    ids = [prompt_id(prompt) for prompt in prompts]
+    file = _responses_file(folder, model, policy.identity, options.num_samples, options.seed, ids)
+    if not file.exists():
+        with progress("drawing responses", "prompts") as show:
+            sampler = BestOfNSampler(policy, model, options.num_samples, seed=options.seed)
+            sampler.sample_to_file(prompts, file, on_progress=show)
+    return file
+
+
+def _responses_file(folder: Path, model: BradleyTerryRM, *identity: object) -> Path:
+    """Path whose name tells which responses, ranked by which model, are in the file."""
+    from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.core.pairs.pair import digest
+
+    return folder / f"responses-{digest([scorer_digest(model), *identity])}.jsonl"
 
 
 def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptions, path: Path) -> None:
