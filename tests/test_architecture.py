@@ -53,7 +53,8 @@ INNER = {
 """The same one level down, for packages whose rooms have an order."""
 ADDRESSES = {("landscape", "compare")}
 """Public names of a package that stand on a higher floor and load on first use, as package and module."""
-BESIDE = {("rl_coupling", "serving"), ("rl_coupling", "doctor"), ("core", "optim")}
+BESIDE = {("rl_coupling", "serving"), ("rl_coupling", "doctor")}
+"""Rooms that import from another on their own floor, as docs/architecture.md says why."""
 MOST_FILES = 15
 """Modules of a folder, `__init__` aside; past that it is divided."""
 
