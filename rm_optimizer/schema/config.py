@@ -8,13 +8,16 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.checks import Options, require, within
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.monitors import Mode, better_mode
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.schema.publish import PublishConfig
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+"""Values of `hardware.accelerator`."""
 
 
 class Attention(StrEnum):
@@ -233,6 +236,8 @@ class HardwareConfig(Options, group="hardware"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.accelerator not in ACCELERATORS:
+            raise ConfigError(did_you_mean("hardware.accelerator", self.accelerator, ACCELERATORS))
         clash = self.compile and self.strategy == "fsdp2"
         require(not clash, "hardware.compile", "be false with hardware.strategy=fsdp2, which is untested", "true")
         known = "be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates away)"

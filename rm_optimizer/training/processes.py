@@ -9,16 +9,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.provenance import num_cores
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema import HardwareConfig
 
 FOLDER_KEY = "rm_optimizer/run_dir"
 """Where torchrun's store keeps the folder; it outlives restarts of the processes, so that they resume in it."""
-
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
-"""Values of `hardware.accelerator`."""
 
 INTERACTIVE = ("bash", "interactive")
 """Job names of SLURM sessions in which a command is one process, whatever the allocation."""
@@ -90,8 +87,6 @@ def require_devices(hardware: HardwareConfig) -> None:
         ConfigError: naming what there is.
     """
     accelerator, wanted = hardware.accelerator, hardware.devices
-    if accelerator not in ACCELERATORS:
-        raise ConfigError(did_you_mean("hardware.accelerator", accelerator, ACCELERATORS))
     if hardware.num_nodes > 1 and launched_processes() is None and "NODE_RANK" not in os.environ:
         raise ConfigError(
             f"hardware.num_nodes={hardware.num_nodes} needs torchrun or SLURM to start the processes of each machine; "

@@ -123,6 +123,11 @@ def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pyt
         require_devices(HardwareConfig(accelerator="auto", devices=2))
 
 
+def test_an_unknown_accelerator_is_refused_with_the_options() -> None:
+    with pytest.raises(ConfigError, match=r"unknown hardware\.accelerator 'gpuu'; did you mean 'gpu'\?"):
+        HardwareConfig(accelerator="gpuu")
+
+
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
 def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
