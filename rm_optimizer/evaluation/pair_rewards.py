@@ -28,6 +28,8 @@ from rm_optimizer.records.files import write_text
 
 METRICS_FILE = "metrics.json"
 """The metrics of an evaluation, in its folder."""
+DISTRIBUTIONS_FILE = "reward_distributions.json"
+"""The distributions of its rewards, beside them."""
 
 OTHER = "(other)"
 """Name of the groups that are taken together."""
@@ -256,6 +258,11 @@ def reward_distribution(rewards: PairRewards, step: int | None = None) -> dict[s
     }
 
 
+def distributions_text(rewards: PairRewards, step: int | None = None) -> str:
+    """Content of `reward_distributions.json`."""
+    return json.dumps(reward_distribution(rewards, step), indent=1) + "\n"
+
+
 def _distribution(values: np.ndarray) -> dict[str, Any]:
     counts, edges = np.histogram(values, bins=40)
     return {
@@ -272,13 +279,7 @@ def write_evaluation(
     """Write `metrics.json` and `reward_distributions.json` into a folder, with what truncation did to the pairs."""
     values = metrics.entries() | {"truncation": json_values(truncation)}
     write_text(folder / METRICS_FILE, json.dumps(values) + "\n")
-    write_distributions(folder, rewards, step)
-
-
-def write_distributions(folder: Path, rewards: PairRewards, step: int | None = None) -> None:
-    """Write `reward_distributions.json` into a folder."""
-    text = json.dumps(reward_distribution(rewards, step), indent=1)
-    write_text(folder / "reward_distributions.json", text + "\n")
+    write_text(folder / DISTRIBUTIONS_FILE, distributions_text(rewards, step))
 
 
 def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:

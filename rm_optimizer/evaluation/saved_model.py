@@ -17,7 +17,13 @@ from rm_optimizer.core.pairs.trained_pairs import TrainedOn, TrainedPairs
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
 from rm_optimizer.evaluation.distinct_responses import score_responses
-from rm_optimizer.evaluation.pair_rewards import METRICS_FILE, metrics_of, write_distributions, write_pair_rewards
+from rm_optimizer.evaluation.pair_rewards import (
+    DISTRIBUTIONS_FILE,
+    METRICS_FILE,
+    distributions_text,
+    metrics_of,
+    write_pair_rewards,
+)
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE
@@ -121,6 +127,6 @@ def evaluate_model(
         checkpoint=checkpoint,
     )
     write_text(output_dir / METRICS_FILE, evaluation.to_json() + "\n")
-    write_distributions(output_dir, rewards)
+    write_text(output_dir / DISTRIBUTIONS_FILE, distributions_text(rewards))
     write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data, by=by)
     return evaluation
