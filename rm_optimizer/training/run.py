@@ -108,6 +108,6 @@ def _fitted_and_finished(
         except StopNow:
             raise Interrupted(stopped_at_once(run_dir)) from None
         if is_first_rank:
-            write_card(run_dir)
+            write_card(run_dir, result)
             log_outcome(loggers, result, log_model=options.log_model)
         return result

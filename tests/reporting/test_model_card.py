@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_folder import DOCTOR_FILE
-from rm_optimizer.training.folder.model_card import CARD_FILE, write_card
+from rm_optimizer.training.folder.model_card import CARD_FILE, finished_result, write_card
 
 CONSTANTS = {"95", "2"}
 """Numbers of the text itself: the intervals' share, and the 2 of log 2."""
 
 
 def card_of(run: Path) -> str:
-    return write_card(run).read_text(encoding="utf-8")
+    return write_card(run, finished_result(run)).read_text(encoding="utf-8")
 
 
 def test_the_metadata_is_the_hubs_and_holds_the_metrics_of_the_run(trained: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_doctor_of_the_exported_model_adds_its_findings(trained: Path, tmp_p
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path, trained: Path) -> None:
     with pytest.raises(DataError, match=r"holds no result of a run \(run.json\)"):
-        write_card(tmp_path)
+        finished_result(tmp_path)
     (tmp_path / "run.json").write_text((trained / "run.json").read_text())
     with pytest.raises(DataError, match="holds no exported model"):
-        write_card(tmp_path)
+        write_card(tmp_path, finished_result(tmp_path))

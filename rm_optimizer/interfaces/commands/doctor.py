@@ -58,7 +58,8 @@ def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
     from rm_optimizer.training.folder.result import RunResult
 
     run = RunFolder.of(checkpoint)
-    if run is None or RunResult.read(run.path) is None or Path(resolve_source(checkpoint).location) != run.export:
+    result = None if run is None else RunResult.read(run.path)
+    if run is None or result is None or Path(resolve_source(checkpoint).location) != run.export:
         return
     write_text(run.path / DOCTOR_FILE, diagnosis.to_json() + "\n")
-    print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path)}")
+    print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path, result)}")

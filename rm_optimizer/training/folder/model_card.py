@@ -26,17 +26,21 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _METRICS = {"accuracy": "Accuracy", "nll": "Negative log-likelihood", "brier": "Brier score", "ece": "ECE"}
 
 
-def write_card(run_dir: Path) -> Path:
-    """Write the card of a finished run's exported model, in the place of an earlier one, and return its file.
+def write_card(run_dir: Path, result: RunResult) -> Path:
+    """Write the card of a run's exported model, in the place of an earlier one, and return its file.
+
+    Args:
+        run_dir: the run folder.
+        result: its result.
 
     Raises:
-        DataError: if the folder holds no result of a run, or no exported model.
+        DataError: if the folder holds no exported model.
     """
-    result = finished_result(run_dir)
+    card = model_card(run_dir, result)
     export = RunFolder(run_dir).export
     if not (export / EXPORT_FILE).is_file():
         raise DataError(f"{export} holds no exported model, which a card could describe; export the model again")
-    return write_text(export / CARD_FILE, model_card(run_dir, result))
+    return write_text(export / CARD_FILE, card)
 
 
 def model_card(run_dir: Path, result: RunResult) -> str:
