@@ -33,12 +33,10 @@ def settle_input(
     writer = TemplateWriter(tokenizer)
     if not is_trained:
         writer.write_for_training()
-    elif tokenizer.chat_template:
-        writer.read_as_written()
-    else:
-        if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
-            raise ConfigError(
-                f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
-                "by token types, which are not given to it here"
-            )
-        writer.choose_form(form, source)
+        return
+    if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
+        raise ConfigError(
+            f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
+            "by token types, which are not given to it here"
+        )
+    writer.write_as_read(form, source)

@@ -196,10 +196,10 @@ class ConversationRenderer:
             encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
         return encodings
 
-    def probe_ids(self, *, adds_frame: bool = True) -> list[list[int]]:
-        """Token ids of the probe conversations that the template takes, with or without what is added to them."""
+    def probe_ids(self, probes: Sequence[tuple[Prompt, str]] = PROBES, *, adds_frame: bool = True) -> list[list[int]]:
+        """Token ids of those conversations that the template takes, with or without what is added to them."""
         found = []
-        for prompt, response in PROBES:
+        for prompt, response in probes:
             try:
                 text = self.text(prompt, response)
             except (DataError, ValueError):

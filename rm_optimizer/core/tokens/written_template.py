@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.rows.messages import Message
-from rm_optimizer.core.tokens.chat import WRITTEN_MARK, ConversationRenderer
+from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.core.tokens.chat import PROBES, WRITTEN_MARK, ConversationRenderer
 from rm_optimizer.core.tokens.conversation_text import ROLE_NAMES
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 
@@ -44,6 +45,21 @@ _ENOUGH = 1 << 20
 _log = logging.getLogger("rm_optimizer")
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A chat template and the tokens that it must give.
+
+    Args:
+        template: the template, without `WRITTEN_MARK`.
+        ids: token ids of the probes.
+        probes: prompts and responses to compare on.
+    """
+
+    template: str
+    ids: list[list[int]]
+    probes: Sequence[tuple[Prompt, str]] = PROBES
+
+
 class TemplateWriter:
     """Gives a tokenizer the chat template that writes what its model reads, or is to be trained on.
 
@@ -69,40 +85,12 @@ class TemplateWriter:
         one that does not gets EOS. The tokenizer is left alone where its template writes all, or where the completed
         one does not give the tokens of the framed text (some SentencePiece tokenizers).
         """
-        lead, end = (self._text_of(ids) for ids in self._frame)
-        template = self.tokenizer.chat_template
-        if not template:
-            self._replace(_without_template(lead, "Prompt: ", "\n\nResponse: ", end), self._framed)
-        elif isinstance(template, str) and self._closing is not None and self._written != self._framed:
-            completed = template if self._has_lead else f"{{{{ {json.dumps(lead)} }}}}{template}"
-            special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
-            if special.intersection(self._closing):
-                expected = [ids if self._has_lead else [*self._frame[0], *ids] for ids in self._written]
-            else:
-                ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
-                completed, expected = completed.removesuffix("\n") + ending, self._framed
-            self._replace(completed, expected)
+        self._install(self._for_training())
 
-    def read_as_written(self) -> None:
-        """Mark the chat template of a reward model that others trained: nothing is added to what it writes.
+    def write_as_read(self, form: str | None, source: object) -> None:
+        """Have the template write what a reward model that others trained reads.
 
-        The template of an encoder that writes no CLS is framed as usual, with a warning.
-        """
-        tokenizer, template = self.tokenizer, self.tokenizer.chat_template
-        if not isinstance(template, str) or WRITTEN_MARK in template or self._written == self._framed:
-            return
-        if tokenizer.cls_token_id is not None and not self._has_lead:
-            _log.warning(
-                "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
-                "model was trained so is unknown",
-                tokenizer.cls_token,
-                tokenizer.sep_token,
-            )
-            return
-        self._replace(template, self._written)
-
-    def choose_form(self, form: str | None, source: object) -> None:
-        """Settle the form of the input of a reward model that others trained and that has no chat template.
+        Nothing is added to what its own template writes; without a template, the form decides.
 
         Args:
             form: `plain`, `pair` (as OpenAssistant's DeBERTa reads it), or None, which takes `plain` with a warning.
@@ -111,12 +99,59 @@ class TemplateWriter:
         Raises:
             ConfigError: if the form is unknown, or the tokenizer does not make text pairs that a template can write.
         """
+        chosen = self._as_written() if self.tokenizer.chat_template else self._in_form(form, source)
+        if not self._install(chosen) and form == "pair":
+            raise ConfigError(
+                "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
+                "pass a render_fn to from_pretrained"
+            )
+
+    def _install(self, candidate: _Candidate | None) -> bool:
+        """Give the tokenizer a template and its mark; False, and the earlier one, if it gives other tokens."""
+        if candidate is None:
+            return True
+        before = self.tokenizer.chat_template
+        self.tokenizer.chat_template = WRITTEN_MARK + candidate.template
+        if ConversationRenderer(self.tokenizer, _ENOUGH).probe_ids(candidate.probes) == candidate.ids:
+            return True
+        self.tokenizer.chat_template = before
+        _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
+        return False
+
+    def _for_training(self) -> _Candidate | None:
+        """The template of `write_for_training`; None where the tokenizer's own writes all."""
+        lead, end = (self._text_of(ids) for ids in self._frame)
+        template = self.tokenizer.chat_template
+        if not template:
+            return _Candidate(_without_template(lead, "Prompt: ", "\n\nResponse: ", end), self._framed)
+        if not isinstance(template, str) or self._closing is None or self._written == self._framed:
+            return None
+        completed = template if self._has_lead else f"{{{{ {json.dumps(lead)} }}}}{template}"
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        if special.intersection(self._closing):
+            return _Candidate(completed, [ids if self._has_lead else [*self._frame[0], *ids] for ids in self._written])
+        ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
+        return _Candidate(completed.removesuffix("\n") + ending, self._framed)
+
+    def _as_written(self) -> _Candidate | None:
+        """The tokenizer's own template; None, with a warning, for an encoder's that writes no CLS, framed as usual."""
+        tokenizer, template = self.tokenizer, self.tokenizer.chat_template
+        if not isinstance(template, str) or WRITTEN_MARK in template or self._written == self._framed:
+            return None
+        if tokenizer.cls_token_id is None or self._has_lead:
+            return _Candidate(template, self._written)
+        _log.warning(
+            "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
+            "model was trained so is unknown",
+            tokenizer.cls_token,
+            tokenizer.sep_token,
+        )
+        return None
+
+    def _in_form(self, form: str | None, source: object) -> _Candidate | None:
+        """The template of a form; None for the form takes `plain`, with a warning."""
         if form not in (None, *FORMS):
             raise ConfigError(did_you_mean("input_form", str(form), FORMS))
-        if form == "pair":
-            self._read_as_pair()
-        else:
-            self.write_for_training()
         if form is None:
             _log.warning(
                 "%s has neither a chat template nor our export.json, so the form of its input is unknown; its rewards "
@@ -127,9 +162,10 @@ class TemplateWriter:
                 source,
                 source,
             )
+        return self._as_pair() if form == "pair" else self._for_training()
 
-    def _read_as_pair(self) -> None:
-        """Have the template write what the tokenizer makes of the text pair (prompt, response)."""
+    def _as_pair(self) -> _Candidate:
+        """The template that writes what the tokenizer makes of the text pair (prompt, response)."""
         tokenizer = self.tokenizer
         pairs = (("Name a colour.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
         expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
@@ -138,21 +174,7 @@ class TemplateWriter:
         middle = _find(expected[0], response, start + len(prompt))
         frame = (expected[0][:start], expected[0][start + len(prompt) : middle], expected[0][middle + len(response) :])
         lead, between, end = (self._text_of(ids) for ids in frame)
-        tokenizer.chat_template = WRITTEN_MARK + _without_template(lead, "", between, end)
-        renderer = ConversationRenderer(tokenizer, _ENOUGH)
-        if [list(renderer.encode(*pair).ids) for pair in pairs] != expected:
-            raise ConfigError(
-                "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
-                "pass a render_fn to from_pretrained"
-            )
-
-    def _replace(self, template: str, expected: list[list[int]]) -> None:
-        """Set a template and its mark, unless it gives other tokens than expected."""
-        before = self.tokenizer.chat_template
-        self.tokenizer.chat_template = WRITTEN_MARK + template
-        if ConversationRenderer(self.tokenizer, _ENOUGH).probe_ids() != expected:
-            self.tokenizer.chat_template = before
-            _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
+        return _Candidate(_without_template(lead, "", between, end), expected, pairs)
 
     def _text_of(self, ids: Sequence[int]) -> str:
         return "".join(self.tokenizer.convert_ids_to_tokens(list(ids)))
