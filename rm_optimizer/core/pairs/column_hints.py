@@ -182,16 +182,21 @@ def require_readable(path: str, rows: Sequence[Row], columns: Columns, spelling:
         DataError: if a column would change what the model reads, labels are no probabilities, or no column has prompts.
     """
     _require_prompts(path, rows, spelling)
-    lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
-    if lost is not None:
-        use = f"append it to the prompt with {spelling.columns({'input': lost})}, "
-        use = use if lost in ("input", "context") else ""
-        use = f"use it as the system turn with {spelling.columns({'system': lost})}, " if "system_" in lost else use
-        raise DataError(
-            f"{path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave it out "
-            f"with {spelling.columns({lost: 'null'})}"
-        )
     _require_probabilities(path, rows, columns, spelling)
+    _require_all_read(path, rows, columns, spelling)
+
+
+def _require_all_read(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> None:
+    """Refuse a column that is part of the conversation and that no format reads."""
+    lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
+    if lost is None:
+        return
+    use = f"append it to the prompt with {spelling.columns({'input': lost})}, " if lost in ("input", "context") else ""
+    use = f"use it as the system turn with {spelling.columns({'system': lost})}, " if "system_" in lost else use
+    raise DataError(
+        f"{path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave it out "
+        f"with {spelling.columns({lost: 'null'})}"
+    )
 
 
 def _require_prompts(path: str, rows: Sequence[Row], spelling: Spelling) -> None:

@@ -6,6 +6,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rm_optimizer.core.rows.columns import Columns, read_number, renamed, requir
 from rm_optimizer.core.rows.readers import Report, Row, read_rows, source_name
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.core.rows.unread_columns import unread_note
-from rm_optimizer.core.rows.winner import parse_winner
+from rm_optimizer.core.rows.winner import Winner, parse_winner
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
@@ -66,8 +67,7 @@ class DataSource:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
         if self.format != "auto":
             row_format(self.format)
-        if self.winner is not None:
-            parse_winner(self.winner)
+        _ = self.winner_values
         ours = {name for form in FORMATS.values() for name in form.columns} | {
             "response",
             "score",
@@ -81,6 +81,16 @@ class DataSource:
                 )
             if theirs is not None and name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
                 raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
+
+    @cached_property
+    def name(self) -> str:
+        """Short name, which its pairs carry as `metadata["source"]`."""
+        return source_name(self.path)
+
+    @cached_property
+    def winner_values(self) -> Winner | None:
+        """Values of the winner column that name the better response; None where no option gives them."""
+        return None if self.winner is None else parse_winner(self.winner)
 
 
 @dataclass(frozen=True)
@@ -277,11 +287,9 @@ class _PairMaker:
     """Makes pairs of the comparisons of a source's rows."""
 
     def __init__(self, source: DataSource, form: RowFormat) -> None:
-        self._name = source_name(source.path)
-        self._label = source.label
-        self._columns = source.columns
+        self._source = source
         self._form = form
-        self._winner = parse_winner(source.winner) if form.name == "winner" else None
+        self._winner = source.winner_values if form.name == "winner" else None
         self._own = form.columns | set(_OPTIONAL) | CONTEXT_COLUMNS
 
     def pairs(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
@@ -297,10 +305,10 @@ class _PairMaker:
         pairs: list[PreferencePair] = []
         reason: str | None = None
         for item in comparisons:
-            own_label = self._label if item.label is None else item.label
+            own_label = self._source.label if item.label is None else item.label
             try:
                 pair = PreferencePair(
-                    in_context(row, item.prompt, self._columns),
+                    in_context(row, item.prompt, self._source.columns),
                     item.chosen,
                     item.rejected,
                     margin=margin if margin is not None else item.margin,
@@ -321,9 +329,9 @@ class _PairMaker:
         metadata = _kept((name, value) for name, value in row.items() if name not in self._own)
         if isinstance(metadata.get("metadata"), dict):
             metadata = _kept(metadata.pop("metadata").items()) | metadata
-        metadata.setdefault("source", self._name)
+        metadata.setdefault("source", self._source.name)
         if self._form.makes_groups:
-            metadata["group"] = f"{self._name}:{number}"
+            metadata["group"] = f"{self._source.name}:{number}"
         return metadata
 
 
