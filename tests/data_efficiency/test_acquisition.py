@@ -7,13 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
+from scipy.stats import norm
 
 from rm_optimizer import PreferencePair, RewardModelEnsemble
 from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.data_efficiency import Pool, acquisition_function, read_pool
 from rm_optimizer.data_efficiency.acquisition import pool
 from rm_optimizer.data_efficiency.acquisition.functions import BALD, LengthStratified, StochasticBALD
-from rm_optimizer.data_efficiency.acquisition.optimal_design import DOptimal, LastLayerInformation, VOptimal
+from rm_optimizer.data_efficiency.acquisition.optimal_design import (
+    BoundaryOptimal,
+    DOptimal,
+    LastLayerInformation,
+    VOptimal,
+    density_at_zero,
+)
 from rm_optimizer.data_efficiency.acquisition.rules import RULES
 from rm_optimizer.errors import ConfigError, DataError
 from tests.builders import tiny_reward_model
@@ -60,17 +68,23 @@ def test_the_seed_alone_decides_what_is_random(name):
     assert first.tolist() == acquisition_function(name).select(found, 8, seed=5).tolist()
 
 
-@pytest.mark.parametrize(("rule", "criterion"), [(DOptimal(0.3), "logdet"), (VOptimal(0.3), "trace")])
+@pytest.mark.parametrize(
+    ("rule", "criterion"), [(DOptimal(0.3), "logdet"), (VOptimal(0.3), "trace"), (BoundaryOptimal(0.3), "boundary")]
+)
 def test_a_greedy_design_is_that_of_brute_force(rule, criterion):
     found = random_pool(num=40)
     z = found.differences
     chance = 1 / (1 + np.exp(-found.margins.mean(axis=0)))
     weight = chance * (1 - chance)
     moments = z.T @ z / len(z)
+    prior = 0.3 * np.trace(moments) / z.shape[1] * np.eye(z.shape[1])
+    known = prior + (z * (weight * found.is_labeled)[:, None]).T @ z
+    if criterion == "boundary":
+        beliefs = norm(found.margins.mean(axis=0), np.sqrt(np.einsum("nd,nd->n", z @ np.linalg.inv(known), z)))
+        moments = (z * beliefs.pdf(0)[:, None]).T @ z
 
     def value(members: list[int]) -> float:
-        information = 0.3 * np.trace(moments) / z.shape[1] * np.eye(z.shape[1])
-        information = information + (z[members] * weight[members, None]).T @ z[members]
+        information = prior + (z[members] * weight[members, None]).T @ z[members]
         if criterion == "logdet":
             return float(np.linalg.slogdet(information)[1])
         return -float(np.trace(moments @ np.linalg.inv(information)))
@@ -81,6 +95,37 @@ def test_a_greedy_design_is_that_of_brute_force(rule, criterion):
         members.append(int(np.argmax(gains)))
         expected.append(members[-1])
     assert rule.select(found, 10).tolist() == expected
+
+
+def test_the_weight_of_a_margin_is_the_slope_of_its_expected_loss():
+    def loss(mean: float, variance: float) -> float:
+        """``E[|t| / 2; t and its mean on different sides]`` by quadrature."""
+        belief, side = norm(mean, variance**0.5), np.sign(mean)
+        return quad(lambda t: abs(t) / 2 * belief.pdf(-side * t), 0, 40)[0]
+
+    means, variances = np.array([0.3, -1.0, 2.0, -0.1]), np.array([1.0, 0.5, 3.0, 0.2])
+    step = 1e-3
+    slopes = [(loss(m, v + step) - loss(m, v - step)) / (2 * step) for m, v in zip(means, variances, strict=True)]
+    weights = density_at_zero(means, variances)
+    assert weights == pytest.approx(np.array(slopes) / max(slopes), rel=1e-4)
+    assert slopes == pytest.approx(norm(means, np.sqrt(variances)).pdf(0) / 4, rel=1e-4)
+
+
+def test_margins_without_a_variance_weigh_nothing_and_far_ones_do_not_underflow():
+    assert density_at_zero(np.array([0.0, 500.0, 501.0]), np.array([0.0, 1.0, 1.0])).tolist() == [
+        0.0,
+        1.0,
+        np.exp(-500.5),
+    ]
+    assert density_at_zero(np.zeros(3), np.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_boundary_counts_for_nothing_while_all_margins_are_uncertain_alike():
+    found = random_pool()
+    z = found.differences / np.linalg.norm(found.differences, axis=1, keepdims=True)
+    alike = Pool(np.zeros((1, len(z))), found.lengths, np.zeros(len(z), dtype=bool), z)
+    assert BoundaryOptimal().select(alike, 12).tolist() == VOptimal().select(alike, 12).tolist()
+    assert BoundaryOptimal().select(found, 12).tolist() != VOptimal().select(found, 12).tolist()
 
 
 def test_rank_one_updates_are_those_of_a_new_inverse():
@@ -140,7 +185,7 @@ def test_equal_scores_are_drawn_and_said(name, scale, caplog):
     assert chosen.tolist() != acquisition_function(name).select(found, 5, seed=1).tolist()
 
 
-@pytest.mark.parametrize("name", ["v_optimal", "d_optimal", "coreset", "badge"])
+@pytest.mark.parametrize("name", ["v_optimal", "boundary_optimal", "d_optimal", "coreset", "badge"])
 def test_batches_that_differ_are_no_random_draw_though_each_pair_alone_is_worth_the_same(name, caplog):
     z = np.repeat(np.eye(3), 5, axis=0)
     chosen = acquisition_function(name).select(Pool(np.zeros((1, 15)), np.zeros(15), np.zeros(15, dtype=bool), z), 3)

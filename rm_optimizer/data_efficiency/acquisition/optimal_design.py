@@ -38,11 +38,14 @@ class _LastLayerDesign(AcquisitionFunction):
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
         """Gain of the criterion by each pair's label alone."""
-        return self._gains(LastLayerInformation(pool, pool.require_differences(self.name), self.prior_precision))
+        return self._gains(self._information(pool))
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        information = LastLayerInformation(pool, pool.require_differences(self.name), self.prior_precision)
+        information = self._information(pool)
         return self._greedy(pool, k, generator, lambda: self._gains(information), information.add)
+
+    def _information(self, pool: Pool) -> LastLayerInformation:
+        return LastLayerInformation(pool, pool.require_differences(self.name), self.prior_precision)
 
     @abstractmethod
     def _gains(self, information: LastLayerInformation) -> Float[np.ndarray, " pairs"]:
@@ -76,6 +79,45 @@ class VOptimal(_LastLayerDesign):
         return np.asarray(weights * information.reductions / (1 + weights * information.variances))
 
 
+class BoundaryOptimal(VOptimal):
+    """Pairs that shrink the pool's expected loss of accuracy most: V-optimality near the decision boundary.
+
+    If a margin t is believed to be normal with mean m and variance v, to predict the sign of m loses ``|tanh(t/2)|``
+    of accuracy where t has the other sign. With ``tanh(t/2) ~ t/2`` the expected loss is ``(sqrt(v) phi(m/sqrt(v)) -
+    |m| Phi(-|m|/sqrt(v))) / 2``, whose derivative by v is ``phi(m/sqrt(v)) / (4 sqrt(v))``: a quarter of the margin's
+    density at zero. So to first order a label's worth is that of V-optimality with ``C`` the mean of ``z z'`` weighted
+    by these densities. They are taken at the labels known before the batch. Where nothing is known yet all margins are
+    uncertain alike, and the choice is that of V-optimality.
+    """
+
+    name = "boundary_optimal"
+
+    def _information(self, pool: Pool) -> LastLayerInformation:
+        information = super()._information(pool)
+        information.weigh_moments(density_at_zero(pool.margins.mean(axis=0), information.variances))
+        return information
+
+
+def density_at_zero(
+    means: Float[np.ndarray, " pairs"], variances: Float[np.ndarray, " pairs"]
+) -> Float[np.ndarray, " pairs"]:
+    """Density at 0 of normal margins, as shares of the largest one; 0 where the variance is.
+
+    Args:
+        means: mean of each margin.
+        variances: variance of each, not negative.
+
+    Example:
+        >>> density_at_zero(np.array([0.0, 0.0]), np.array([1.0, 4.0])).tolist()
+        [1.0, 0.5]
+    """
+    is_known = variances <= 1e-12 * variances.max()
+    spread = np.where(is_known, 1.0, variances)
+    logs = np.where(is_known, -np.inf, -(means**2) / (2 * spread) - np.log(spread) / 2)
+    largest = logs.max()
+    return np.asarray(np.exp(logs - largest)) if np.isfinite(largest) else np.ones(len(logs))
+
+
 class LastLayerInformation:
     """Information matrix of the labels so far, and what each pair of the pool would add.
 
@@ -87,7 +129,7 @@ class LastLayerInformation:
     Attributes:
         weights: ``p (1 - p)`` of each pair, with the members' mean margin.
         variances: ``z'A^-1 z``, the posterior variance of each pair's margin.
-        reductions: ``z'A^-1 C A^-1 z``.
+        reductions: ``z'A^-1 C A^-1 z``, with `C` the mean of ``z z'`` over the pool.
     """
 
     def __init__(
@@ -103,15 +145,34 @@ class LastLayerInformation:
             known = pool.is_labeled[start : start + len(rows)]
             moments += rows.T @ rows / len(differences)
             fisher += (rows[known] * self.weights[start : start + len(rows)][known, None]).T @ rows[known]
-        self._moments = moments
         prior = prior_precision * max(float(np.trace(moments)) / hidden, np.finfo(np.float64).tiny)
         self._covariance = np.linalg.inv(fisher + prior * np.eye(hidden))
-        reduction = self._covariance @ moments @ self._covariance
-        self.variances, self.reductions = np.zeros(len(differences)), np.zeros(len(differences))
-        for start, block in blocks(differences):
+        self.variances = self._forms(self._covariance)
+        self._aim(moments)
+
+    def weigh_moments(self, weights: Float[np.ndarray, " pairs"]) -> None:
+        """Take the weighted mean of ``z z'`` for `C`, before any label is added.
+
+        Args:
+            weights: weight of each pair, not negative and not all 0.
+        """
+        moments = np.zeros_like(self._moments)
+        for start, block in blocks(self._differences):
             rows = np.asarray(block, dtype=np.float64)
-            self.variances[start : start + len(rows)] = np.einsum("nd,nd->n", rows @ self._covariance, rows)
-            self.reductions[start : start + len(rows)] = np.einsum("nd,nd->n", rows @ reduction, rows)
+            moments += (rows * weights[start : start + len(rows), None]).T @ rows
+        self._aim(moments / weights.sum())
+
+    def _aim(self, moments: Float[np.ndarray, "hidden hidden"]) -> None:
+        self._moments = moments
+        self.reductions = self._forms(self._covariance @ moments @ self._covariance)
+
+    def _forms(self, matrix: Float[np.ndarray, "hidden hidden"]) -> Float[np.ndarray, " pairs"]:
+        """``z' matrix z`` of each pair."""
+        found = np.zeros(len(self._differences))
+        for start, block in blocks(self._differences):
+            rows = np.asarray(block, dtype=np.float64)
+            found[start : start + len(rows)] = np.einsum("nd,nd->n", rows @ matrix, rows)
+        return found
 
     def add(self, position: int) -> None:
         """Count the pair's label: ``A += p(1-p) z z'``, and update each pair's variance and reduction (rank one).

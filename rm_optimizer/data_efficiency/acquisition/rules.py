@@ -16,13 +16,14 @@ from rm_optimizer.data_efficiency.acquisition.functions import (
     StochasticBALD,
     UncertaintySampling,
 )
-from rm_optimizer.data_efficiency.acquisition.optimal_design import DOptimal, VOptimal
+from rm_optimizer.data_efficiency.acquisition.optimal_design import BoundaryOptimal, DOptimal, VOptimal
 from rm_optimizer.errors import ConfigError, did_you_mean
 
 RULES: dict[str, Callable[[], AcquisitionFunction]] = {
     rule.name: rule
     for rule in (
         VOptimal,
+        BoundaryOptimal,
         DOptimal,
         Coreset,
         BADGE,
