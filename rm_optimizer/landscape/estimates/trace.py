@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from scipy.stats import chi2
+from scipy.stats import t as student
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
@@ -17,9 +19,6 @@ from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOpera
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
 from rm_optimizer.schema.landscape import TraceMethod
-
-XTRACE_WIDENING = 1.3
-"""Factor on XTrace's own standard error, which treats its estimates as independent and so covers too little."""
 
 
 def hutchinson_trace(
@@ -70,25 +69,66 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int, is_semi
 
     With test vectors `omega_i` and `Q_i` an orthonormal basis of all `A omega_j` but the i-th, the i-th estimate is
     `tr(Q_i^T A Q_i) + omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i` (Epperly, Tropp & Webber, 2024,
-    arXiv:2301.07825, Algorithm 1, without its normalization). Names are the paper's. Deviation: the estimates are
-    correlated, so their standard error is widened by `XTRACE_WIDENING` and the interval is Student's, clipped at 0 of a
-    semidefinite matrix.
+    arXiv:2301.07825, Algorithm 1, without its normalization). Deviation: the estimates are correlated, the more so the
+    nearer their number is to the rank of `A`, and their spread tells too little. So the standard error is the
+    jackknife's, from the same products with each vector left out altogether. It is biased upwards (Efron & Stein, 1981,
+    doi:10.1214/aos/1176345462), since one vector less gives a larger error. The interval is Student's; that of a
+    semidefinite matrix begins at `tr(Q^T A Q)` at least.
     """
     _require_products(num_products, 6, "xtrace")
-    Omega = RandomVectors(operator, seed).signs(min(num_products // 2, operator.dimension)).T.double()
-    Y = _columns_times(operator, Omega)
-    Q, S = _sketch(Y, torch.finfo(operator.dtype).eps)
-    Z = _columns_times(operator, Q)
-    H, W, T = Q.T @ Z, Q.T @ Omega, Z.T @ Omega
-    H = (H + H.T) / 2
-    # Q_i Q_i^T = Q (1 - s_i s_i^T) Q^T, since s_i is the direction in the basis Q that omega_i alone adds. Therefore
-    # tr(Q_i^T A Q_i) = tr H - s_i^T H s_i, and Q_i Q_i^T omega_i = Q x_i with x_i = w_i - s_i (s_i^T w_i), so that
-    # omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i = omega_i^T y_i - 2 x_i^T t_i + x_i^T H x_i.
-    X = W - S * (S * W).sum(dim=0)
-    traces = H.trace() - (S * (H @ S)).sum(dim=0)
-    rests = (Omega * Y).sum(dim=0) - 2 * (X * T).sum(dim=0) + (X * (H @ X)).sum(dim=0)
-    found = student_mean((traces + rests).cpu().numpy(), widening=XTRACE_WIDENING)
-    return replace(found, low=max(found.low, 0.0)) if is_semidefinite and found.low is not None else found
+    random = RandomVectors(operator, seed).signs(min(num_products // 2, operator.dimension)).T.double()
+    images = _columns_times(operator, random)
+    tolerance = torch.finfo(operator.dtype).eps * max(16.0, math.sqrt(operator.dimension))
+    Q = _sketch(images, tolerance)[0]
+    products = _columns_times(operator, Q)
+    compressed = Q.T @ products
+    sketch = _Sketch(
+        Q.T @ images, (compressed + compressed.T) / 2, Q.T @ random, products.T @ random, (random * images).sum(dim=0)
+    )
+    estimates, count = sketch.estimates(tolerance), random.shape[1]
+    value, error = float(estimates.mean()), 0.0
+    if float(np.ptp(estimates)) > tolerance * float(np.abs(estimates).max()):  # else the sketch spans all of A
+        others = ~torch.eye(count, dtype=torch.bool, device=random.device)
+        without_each = np.array([sketch.of(is_kept).estimates(tolerance).mean() for is_kept in others])
+        error = math.sqrt((count - 1) * float(without_each.var()))
+    half = float(student.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
+    floor = min(float(compressed.trace()), value) if is_semidefinite else -math.inf
+    return Estimate(value, error, count, max(value - half, floor), value + half, IntervalKind.student)
+
+
+@dataclass(frozen=True)
+class _Sketch:
+    """Products of XTrace in the basis `Q` of all images; the names are the paper's.
+
+    Args:
+        Y: images `A omega_i` in the basis.
+        H: `Q^T A Q`.
+        W: test vectors `omega_i` in the basis.
+        T: `Q^T A omega_i`.
+        forms: `omega_i^T A omega_i`.
+    """
+
+    Y: Float[Tensor, "basis vectors"]
+    H: Float[Tensor, "basis basis"]
+    W: Float[Tensor, "basis vectors"]
+    T: Float[Tensor, "basis vectors"]
+    forms: Float[Tensor, " vectors"]
+
+    def of(self, is_kept: Bool[Tensor, " vectors"]) -> _Sketch:
+        """The same with fewer vectors."""
+        return _Sketch(self.Y[:, is_kept], self.H, self.W[:, is_kept], self.T[:, is_kept], self.forms[is_kept])
+
+    def estimates(self, tolerance: float) -> Float[np.ndarray, " vectors"]:
+        """Estimate of the trace with each vector left out of the sketch."""
+        basis, S = _sketch(self.Y, tolerance)
+        H, W, T = basis.T @ self.H @ basis, basis.T @ self.W, basis.T @ self.T
+        # Q_i Q_i^T = Q (1 - s_i s_i^T) Q^T, since s_i is the direction in the basis Q that omega_i alone adds. So
+        # tr(Q_i^T A Q_i) = tr H - s_i^T H s_i, and Q_i Q_i^T omega_i = Q x_i with x_i = w_i - s_i (s_i^T w_i), so that
+        # omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i = omega_i^T A omega_i - 2 x_i^T t_i + x_i^T H x_i.
+        X = W - S * (S * W).sum(dim=0)
+        traces = H.trace() - (S * (H @ S)).sum(dim=0)
+        rests = self.forms - 2 * (X * T).sum(dim=0) + (X * (H @ X)).sum(dim=0)
+        return np.asarray((traces + rests).cpu())
 
 
 TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
@@ -130,16 +170,17 @@ def _columns_times(operator: SymmetricOperator, columns: Tensor) -> Tensor:
     return operator.apply(columns.T.to(operator.dtype)).double().T
 
 
-def _sketch(images: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+def _sketch(images: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """Orthonormal basis `Q` of the columns, and in it the unit direction `s_i` that each column alone adds.
 
-    With the singular value decomposition `U S V^T`, column i adds one if its unit vector lies in the space of the rows,
-    `sum_j V_ij^2 = 1`; it is `S^-1 V^T e_i`, orthogonal to all other columns. A column that others make up adds none.
+    Singular values below `tolerance` times the largest one are rounding. With the singular value decomposition
+    `U S V^T`, column i adds one if its unit vector lies in the space of the rows, `sum_j V_ij^2 = 1`; it is
+    `S^-1 V^T e_i`, orthogonal to all other columns. A column that others make up adds none.
     """
     left, values, right = torch.linalg.svd(images, full_matrices=False)
-    rank = int((values > rounding * len(images) * values.max()).sum())
+    rank = int((values > tolerance * values.max()).sum())
     rows = right[:rank]
-    adds = rows.square().sum(dim=0) > 1 - rounding * len(images)
+    adds = rows.square().sum(dim=0) > 1 - tolerance
     return left[:, :rank], torch.nn.functional.normalize(rows / values[:rank, None], dim=0) * adds
 
 
