@@ -184,4 +184,7 @@ def _rest(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:
 
 
 def _combined(weights: np.ndarray, vectors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([weight * vector for weight, vector in zip(weights.tolist(), vectors, strict=True)]).sum(dim=0)
+    total = float(weights[0]) * vectors[0]
+    for weight, vector in zip(weights[1:].tolist(), vectors[1:], strict=True):
+        total.add_(vector, alpha=weight)
+    return total

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.landscape.operators.parameters import largest_entry
 from rm_optimizer.landscape.operators.vectors import inner
 
 LARGEST_MOVE = {torch.float32: 4e-4, torch.float64: 2e-6}
@@ -61,7 +62,7 @@ class GradientDifferences:
             RMOptimizerError: if a weight changed since the measurement began, or it has ended.
         """
         self.objective.require_still()
-        gradient, largest = self._gradient, float(vector.abs().max())
+        gradient, largest = self._gradient, largest_entry(vector)
         if largest == 0:
             return 0.0
         self.num_numbers += 1
@@ -86,7 +87,7 @@ class GradientDifferences:
         return total
 
     def _product(self, vector: Tensor) -> Tensor:
-        largest = float(vector.abs().max())
+        largest = largest_entry(vector)
         if largest == 0:
             return torch.zeros_like(vector)
         step = LARGEST_MOVE[self.dtype] * self._weight_size / largest

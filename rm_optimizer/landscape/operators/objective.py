@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
@@ -19,9 +20,9 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import DataError, RMOptimizerError, TrainingDiverged
 from rm_optimizer.landscape.operators.frozen import frozen
 from rm_optimizer.landscape.operators.parameters import (
-    ENTRIES_AT_ONCE,
     TRAINABLE,
     ParameterSubset,
+    largest_entry,
     select_parameters,
 )
 from rm_optimizer.schema import LossConfig
@@ -147,9 +148,7 @@ class PairObjective:
         Raises:
             TrainingDiverged: if they are not; names pairs whose loss is not finite.
         """
-        if bool(
-            torch.stack([part.isfinite().all() for part in torch.split(values.reshape(-1), ENTRIES_AT_ONCE)]).all()
-        ):
+        if not values.numel() or math.isfinite(largest_entry(values)):
             return values
         raise TrainingDiverged(
             f"the curvature of the loss is not finite {self._culprits()}; load an earlier checkpoint"

@@ -136,3 +136,9 @@ def _refuse_sharded(parameters: dict[str, nn.Parameter]) -> None:
             raise ConfigError(
                 f"{name} is sharded over processes (FSDP); load the saved model whole to measure curvature"
             )
+
+
+def largest_entry(values: Float[Tensor, "*shape"]) -> float:
+    """Largest magnitude of an entry in one pass without a copy; not finite if an entry is not."""
+    least, most = torch.aminmax(values)
+    return max(-float(least), float(most))

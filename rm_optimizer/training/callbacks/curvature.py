@@ -64,6 +64,11 @@ class ReadingPlan:
     spent: float = 0.0
     due: int = 0
 
+    @property
+    def left(self) -> float:
+        """What is left of the share, in steps; negative where a short run's readings took more."""
+        return SHARE / (1 - SHARE) * (self.num_steps - self.start) - self.spent
+
     def taken(self, step: int, cost: float, next_cost: float) -> None:
         """Count a reading and plan the next.
 
@@ -73,8 +78,7 @@ class ReadingPlan:
             next_cost: expected cost of each further one, in steps.
         """
         self.spent += cost
-        allowance = SHARE / (1 - SHARE) * (self.num_steps - self.start) - self.spent
-        count = max(1, int(allowance / next_cost))
+        count = max(1, int(self.left / next_cost))
         self.due = step + max(1, math.ceil((self.num_steps - step) / count))
 
 
@@ -143,6 +147,17 @@ class HessianCallback(RunCallback):
             self.num_pairs,
             self.seconds,
             100 * self._share(),
+        )
+        if self.config.every is None and self._plan.left >= 0 and self._share() > SHARE:
+            log.warning(self._by_the_clock(trainer.global_step - self._plan.start))
+
+    def _by_the_clock(self, num_steps: int) -> str:
+        """Spacing that keeps to the share of the time, where counting gradients did not."""
+        outside = time.perf_counter() - self._started - self.seconds
+        every = math.ceil(self.seconds / self.num_measured * num_steps / outside * (1 - SHARE) / SHARE)
+        return (
+            f"curvature took more than {SHARE:.0%} of the time: a reading here takes longer than as many "
+            f"gradients, by which readings are spaced; training.hessian.every={every} keeps to it"
         )
 
     def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

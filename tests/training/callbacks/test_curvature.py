@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,18 @@ def test_readings_of_a_run_without_a_number_of_steps_are_at_its_ends(small_confi
     train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
     rows = read_rows(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows if row["curvature_trace"]] == ["0", "4"]
+
+
+@pytest.mark.parametrize(("seconds", "spent", "is_said"), [(3.0, 10.0, True), (3.0, 20.0, False), (1.0, 10.0, False)])
+def test_readings_that_take_long_by_the_clock_name_the_spacing_that_does_not(
+    small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch, seconds, spent, is_said
+) -> None:
+    """100 steps in 10 s, and 4 readings that took 30 % of it, of which a short run's first are no surprise."""
+    callback = HessianCallback(small_config(tmp_path).training.hessian, PowerIteration())
+    callback._plan, callback.seconds, callback.num_measured = ReadingPlan(0, 100, spent=spent), seconds, 4
+    monkeypatch.setattr(training_curvature.time, "perf_counter", lambda: callback._started + 10.0)
+    callback.on_train_end(SimpleNamespace(global_step=100), None)
+    assert ("training.hessian.every=97 keeps to it" in caplog.text) == is_said
 
 
 def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
