@@ -82,18 +82,16 @@ class AcquisitionFunction(ABC):
         """
         order = generator.permutation(len(pool))  # the first of equal gains is a random one
         is_taken, chosen = pool.is_labeled.copy(), []
-        is_chance, scale = True, 0.0
-        for _ in range(k):
+        scales: list[float] = []  # of gains, while every choice was one among equals
+        for number in range(k):
             current = gains()
-            if is_chance:
-                left = current[~is_taken]
-                scale = max(scale, float(np.abs(left).max()))
-                is_chance = are_equal(left, scale)
+            if len(scales) == number and are_equal(current[~is_taken], max(scales, default=0.0)):
+                scales.append(float(np.abs(current[~is_taken]).max()))
             best = int(order[np.argmax(np.where(is_taken, -np.inf, current)[order])])
             is_taken[best] = True
             chosen.append(best)
             add(best)
-        if is_chance:
+        if len(scales) == k:
             self._warn_of_chance()
         return np.array(chosen)
 

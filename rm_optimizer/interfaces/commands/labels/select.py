@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -54,7 +54,7 @@ def select(
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
     if k > (left := int((~is_labeled).sum())):
         raise ConfigError(f"--k must be at most {left:,}, the unlabeled pairs to choose from, got {k:,}")
-    found = acquire.select(_read(pairs, is_labeled, model, max_length, cache, workers), k, seed=seed)
+    found = acquire.select(_read(pairs, is_labeled, _scorer(model, max_length), cache, workers), k, seed=seed)
     questions = questions_of(pairs, found, seed=seed)
     write_questions(questions, out)
     print(f"{k:,} of {left:,} unlabeled pairs by rule {rule}: {out}")
@@ -137,8 +137,7 @@ def _refuse_features(cache: Path | None, workers: int) -> None:
 def _read(
     pairs: PreferenceDataset,
     is_labeled: np.ndarray,
-    model: str,
-    max_length: int | None,
+    scorer: BradleyTerryRM | RewardModelEnsemble,
     cache: Path | None,
     workers: int,
 ) -> Pool:
@@ -146,19 +145,12 @@ def _read(
     from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
-    scorer = _scorer(model, max_length)
     if isinstance(scorer, RewardModelEnsemble):
         _refuse_features(cache, workers)
     try:
         with progress("reading the pool", "pairs") as show:
-            return read_pool(
-                pairs,
-                scorer,
-                is_labeled=is_labeled,
-                folder=cache,
-                on_progress=lambda done: show(done, len(pairs)),
-                ray_workers=workers,
-            )
+            options: dict[str, Any] = {"is_labeled": is_labeled, "folder": cache, "ray_workers": workers}
+            return read_pool(pairs, scorer, **options, on_progress=lambda done: show(done, len(pairs)))
     except KeyboardInterrupt:
         again = "goes on from the pairs read so far" if cache is not None else "starts again; --cache DIR keeps them"
         raise Interrupted(f"stopped; the same command {again}") from None
