@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=384, help="features of a pair")
     parser.add_argument("--k", type=int, default=100, help="pairs to choose")
-    parser.add_argument("--rule", default="v_optimal")
+    parser.add_argument("--rule", default="boundary_optimal")
     parser.add_argument("--size", type=int, help="measure this pool alone, in this process")
     args = parser.parse_args()
     if args.size is not None:

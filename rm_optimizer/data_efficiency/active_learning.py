@@ -70,7 +70,7 @@ class ActiveLearner:
     """
 
     def __init__(
-        self, folder: Path | str, pool: Sequence[PreferencePair], *, rule: str = "v_optimal", seed: int = 0
+        self, folder: Path | str, pool: Sequence[PreferencePair], *, rule: str = "boundary_optimal", seed: int = 0
     ) -> None:
         self._folder, self._seed = Path(folder), seed
         self._pool = PreferenceDataset.from_pairs(pool)
@@ -195,7 +195,7 @@ def run_active_loop(
     config: TrainConfig,
     val: PreferenceDataset,
     k: int = 64,
-    rule: str = "v_optimal",
+    rule: str = "boundary_optimal",
     warm: bool = False,
     budget: int | None = None,
     patience: int | None = None,

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "selection.py"
 
 
-@pytest.mark.parametrize("rule", ["v_optimal", "coreset"])
+@pytest.mark.parametrize("rule", ["boundary_optimal", "coreset"])
 def test_it_measures_seconds_and_memory_of_a_mapped_pool(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import selection  # type: ignore[import-not-found]

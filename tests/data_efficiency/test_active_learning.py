@@ -17,7 +17,7 @@ from tests.builders import tiny_reward_model
 POOL = [PreferencePair(f"ask {n}", f"yes {n}", f"no {n * n}", label=0.5) for n in range(20)]
 
 
-def learner(folder, rule: str = "v_optimal", pool=POOL):
+def learner(folder, rule: str = "boundary_optimal", pool=POOL):
     return ActiveLearner(folder, pool, rule=rule)
 
 

@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer import Message, PreferenceDataset, PreferencePair
+from rm_optimizer.data_efficiency.acquisition.rules import RULES
 from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, read_questions, write_questions
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.interfaces.commands.labels.select import DEFAULT_RULE
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from tests.builders import tiny_reward_model
@@ -207,7 +209,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize("rule", ["v_optimal", "random"])
+@pytest.mark.parametrize("rule", [DEFAULT_RULE, "random"])
 def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choice(pool, tmp_path, rule):
     options = ("--model", pool / "model", "--k", 10, "--rule", rule)
     ask = tmp_path / "ask.csv"
@@ -279,3 +281,7 @@ def test_a_cache_without_its_features_is_one_sentence(pool, tmp_path, damage):
     assert result.exit_code == 2, result.output
     assert "differences.npy: is gone or damaged" in result.stderr
     assert not (tmp_path / "b.csv").exists()
+
+
+def test_the_default_is_the_first_rule():
+    assert next(iter(RULES)) == DEFAULT_RULE

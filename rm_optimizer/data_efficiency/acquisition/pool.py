@@ -91,7 +91,7 @@ class Pool:
         """
         if len(self.margins) < 2:
             raise ConfigError(
-                f"rule '{rule}' needs an ensemble, since {reason}; give several models, or take rule 'v_optimal'"
+                f"rule '{rule}' needs an ensemble, since {reason}; give several models, or take rule 'boundary_optimal'"
             )
 
 

@@ -22,8 +22,8 @@ from rm_optimizer.errors import ConfigError, did_you_mean
 RULES: dict[str, Callable[[], AcquisitionFunction]] = {
     rule.name: rule
     for rule in (
-        VOptimal,
         BoundaryOptimal,
+        VOptimal,
         DOptimal,
         Coreset,
         BADGE,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rm_optimizer.data_efficiency.acquisition.pool import Pool
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
-DEFAULT_RULE = "v_optimal"
+DEFAULT_RULE = "boundary_optimal"
 
 
 def select(
