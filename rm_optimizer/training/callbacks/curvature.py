@@ -66,7 +66,7 @@ class ReadingPlan:
 
     @property
     def left(self) -> float:
-        """What is left of the share, in steps; negative where a short run's readings took more."""
+        """Rest of the share, in steps; negative where a short run's readings took more."""
         return SHARE / (1 - SHARE) * (self.num_steps - self.start) - self.spent
 
     def taken(self, step: int, cost: float, next_cost: float) -> None:
