@@ -1,4 +1,4 @@
-"""Sources of models: a hub id, a folder, a run folder, or a Lightning checkpoint."""
+"""Sources of models: a hub id, a folder, a run folder, an adapter alone, or a Lightning checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rm_optimizer.errors import CheckpointError
 
 EXPORT_FILE = "export.json"
 """Written by `save_pretrained` beside the weights: what the model is and how well it reloads."""
+ADAPTER_FILE = "adapter_config.json"
+"""Configuration of a LoRA adapter, as peft names it."""
 BEST_FOLDER = "best"
 """The exported best model inside a run folder."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -21,6 +23,7 @@ class SourceKind(Enum):
 
     HUB = "hub id"
     FOLDER = "folder"
+    ADAPTER = "folder of an adapter alone"
     CHECKPOINT = "Lightning checkpoint"
 
 
@@ -41,14 +44,16 @@ def resolve_source(source: str | Path) -> Source:
     """Find out what the user's word for a model means; a path that is missing never goes to the hub.
 
     Args:
-        source: hub id (`Qwen/Qwen2.5-0.5B`), model folder, run folder (its `best/` is taken) or `.ckpt` file.
+        source: hub id (`Qwen/Qwen2.5-0.5B`), model folder, run folder (its `best/` is taken), folder of an adapter
+            whose base is elsewhere, or `.ckpt` file.
 
     Raises:
         CheckpointError: if a path does not exist or holds no model.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return Source(SourceKind.FOLDER, str(_model_folder(path)))
+        is_adapter = (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
+        return Source(SourceKind.ADAPTER, str(path)) if is_adapter else Source(SourceKind.FOLDER, _model_folder(path))
     if path.is_file():
         if path.suffix != ".ckpt":
             raise CheckpointError(f"expected a model folder, a .ckpt file or a hub id, got the file {path}")
@@ -60,10 +65,10 @@ def resolve_source(source: str | Path) -> Source:
     return Source(SourceKind.HUB, str(source))
 
 
-def _model_folder(path: Path) -> Path:
+def _model_folder(path: Path) -> str:
     for folder in (path, path / BEST_FOLDER):
         if (folder / "config.json").is_file():
-            return folder
+            return str(folder)
     raise CheckpointError(
         f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder"
     )

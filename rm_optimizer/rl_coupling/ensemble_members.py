@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.shared_backbone import SharedBackbone, adapter_key
-from rm_optimizer.core.storage.adapter_files import adapter_folder
+from rm_optimizer.records.locations import SourceKind, resolve_source
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class SavedMembers:
         self._of_key = {key: backbone for key, backbone in self._of_key.items() if backbone is not passing}
 
     def _placed(self, source: str) -> _Place:
-        folder = adapter_folder(source)
+        found = resolve_source(source)
+        folder = Path(found.location) if found.kind is SourceKind.ADAPTER else None
         key = None if folder is None else adapter_key(folder)
         if folder is not None and key in self._of_key:
             return _Place(self._of_key[key], self._of_key[key].add_adapter(folder))

@@ -13,11 +13,12 @@ from torch import Tensor
 from rm_optimizer.core.model.identity import reading_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.storage.adapter_files import CONFIG_FILE, adapter_tensors
+from rm_optimizer.core.storage.adapter_files import adapter_tensors
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import from_values
+from rm_optimizer.records.locations import ADAPTER_FILE
 
 MOST_OWN_SHARE = 0.5
 """Largest share of a model's bytes that a further one may have for itself; above it, nothing is won by sharing."""
@@ -94,9 +95,9 @@ def adapter_key(folder: Path) -> str | None:
     if "base" not in record:
         return None
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} is torn; export the adapter again") from error
+        raise CheckpointError(f"{folder / ADAPTER_FILE} is torn; export the adapter again") from error
     for name, value in config.items():
         config[name] = sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
     identity = record["identity"]

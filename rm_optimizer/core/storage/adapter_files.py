@@ -29,11 +29,11 @@ from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
 from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.locations import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Before every name in peft's weight files."""
@@ -56,12 +56,6 @@ class BaseModel:
     revision: str | None
     is_quantized: bool
     fingerprint: str
-
-
-def adapter_folder(source: str | Path) -> Path | None:
-    """The folder if it holds an adapter alone, else None."""
-    folder = Path(source).expanduser()
-    return folder if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file() else None
 
 
 def base_of(model: PreTrainedModel) -> BaseModel:
@@ -156,14 +150,12 @@ class StoredAdapter:
     record: Mapping[str, Any]
 
     @classmethod
-    def read(cls, source: str | Path) -> StoredAdapter | None:
-        """Read the adapter of a folder; None where the source is something else.
+    def read(cls, folder: Path) -> StoredAdapter:
+        """Read the adapter of a folder.
 
         Raises:
             CheckpointError: if it is not LoRA's, names no base, or its `export.json` is torn.
         """
-        if (folder := adapter_folder(source)) is None:
-            return None
         config = import_peft().PeftConfig.from_pretrained(str(folder))
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA":
@@ -172,7 +164,7 @@ class StoredAdapter:
                 "merge it into its base model and give that folder"
             )
         if not config.base_model_name_or_path:
-            raise CheckpointError(f"the adapter in {folder} does not name its base model in {CONFIG_FILE}")
+            raise CheckpointError(f"the adapter in {folder} does not name its base model in {ADAPTER_FILE}")
         return cls(folder, config, read_record(folder))
 
     @property

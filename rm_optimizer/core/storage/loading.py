@@ -39,7 +39,7 @@ from rm_optimizer.core.storage.model_files import find_source
 from rm_optimizer.core.storage.torn_files import damage
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
-from rm_optimizer.records.locations import EXPORT_FILE, Source, SourceKind
+from rm_optimizer.records.locations import ADAPTER_FILE, EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.records.randomness import keeping_random_state
 
 if TYPE_CHECKING:
@@ -104,20 +104,16 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
             and `options.new_head` is false.
         ConfigError: if an option is unknown, or the architecture's rewards depend on their batch.
     """
-    adapter = StoredAdapter.read(source)
-    if adapter is None:
-        loaded = _load(source, options)
-    else:
-        lora = adapter.config
-        base = _load(lora.base_model_name_or_path, _base_options(lora, adapter.base, options))
-        loaded = _with_adapter(base, adapter)
+    loaded = _load(source, options)
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source)
     return loaded
 
 
-def _with_adapter(base: LoadedModel, adapter: StoredAdapter) -> LoadedModel:
+def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
     """A base and the adapter trained beside it, which stays an adapter and trainable."""
+    adapter = StoredAdapter.read(folder)
+    base = _base_of(adapter.config, adapter.base, options)
     try:
         tokenizer = AutoTokenizer.from_pretrained(adapter.folder)
         drawn = base.drawn - adapter.load_into(base.model)
@@ -133,6 +129,8 @@ def _load(source: str | Path, options: LoadOptions) -> LoadedModel:
     try:
         if found.kind is SourceKind.CHECKPOINT:
             return _from_checkpoint(Path(found.location), options)
+        if found.kind is SourceKind.ADAPTER:
+            return _from_adapter(Path(found.location), options)
         return _from_folder_or_hub(found, options)
     except torch.OutOfMemoryError:
         raise
@@ -176,9 +174,16 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _base_options(config: LoraConfig, recorded_base: Mapping[str, Any], options: LoadOptions) -> LoadOptions:
-    quantize = options.quantize or bool(recorded_base.get("is_quantized"))
-    return replace(options, revision=config.revision, quantize=quantize, new_head=True)
+def _base_of(config: LoraConfig, recorded: Mapping[str, Any], options: LoadOptions) -> LoadedModel:
+    """The base that an adapter's configuration names, in four bits where the options or the record of it say so."""
+    source = config.base_model_name_or_path
+    if resolve_source(source).kind is SourceKind.ADAPTER:
+        raise CheckpointError(
+            f"an adapter needs a whole model as its base, but {source} is an adapter too; merge that into its "
+            f"own base, and name the merged folder as base_model_name_or_path in {ADAPTER_FILE}"
+        )
+    quantize = options.quantize or bool(recorded.get("is_quantized"))
+    return _load(source, replace(options, revision=config.revision, quantize=quantize, new_head=True))
 
 
 def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
@@ -193,10 +198,8 @@ def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
         model = build(config, options)
     else:
         lora = described_config(described)
-        if described["is_quantized"]:  # a base in four bits is read from its own source
-            model = _load(lora.base_model_name_or_path, _base_options(lora, described, options)).model
-        else:
-            model = build(config, options)
+        # A base in four bits is read from its own source.
+        model = _base_of(lora, described, options).model if described["is_quantized"] else build(config, options)
         attach(model, lora, seed=options.seed)
     load_weights(model, weights, path)
     return LoadedModel(model, tokenizer, False, {"identity": payload["export"]})

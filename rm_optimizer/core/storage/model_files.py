@@ -34,9 +34,6 @@ def refuse_by_files(source: str) -> None:
     Raises:
         CheckpointError: if there is no model, a file is torn, or no weight can be that of a reward head.
     """
-    folder = Path(source).expanduser()
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        return
     found = find_source(source)
     if found.kind is SourceKind.CHECKPOINT:
         require_archive(Path(found.location))

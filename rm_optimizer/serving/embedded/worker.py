@@ -20,11 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.adapter_files import adapter_folder
 from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
-from rm_optimizer.records.locations import resolve_source
+from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
@@ -159,11 +158,9 @@ class Worker:
 
 def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
     """Folder with all of a checkpoint's weights, or None, and its `export.json`."""
-    adapter = adapter_folder(checkpoint)
-    if adapter is not None:
-        return None, read_record(adapter)
-    folder = Path(resolve_source(checkpoint).location)
-    return (folder if folder.is_dir() else None), read_record(folder)
+    source = resolve_source(checkpoint)
+    folder = Path(source.location)
+    return (folder if source.kind is SourceKind.FOLDER else None), read_record(folder)
 
 
 def _device(name: str) -> str:

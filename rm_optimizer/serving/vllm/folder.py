@@ -15,7 +15,7 @@ from rm_optimizer.core.classifier.adapters import ADAPTER_NAME, has_adapter, lor
 from rm_optimizer.core.classifier.head import require_trained_head
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.adapter_files import adapter_folder, write_adapter
+from rm_optimizer.core.storage.adapter_files import write_adapter
 from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.locations import SourceKind, resolve_source
@@ -47,8 +47,6 @@ class VllmModel:
 
 def suits_vllm(checkpoint: str) -> bool:
     """True for a folder with a decoder of `FAMILIES`; the transformers engine serves all others."""
-    if adapter_folder(checkpoint) is not None:
-        return False
     source = resolve_source(checkpoint)
     return source.kind is SourceKind.FOLDER and AutoConfig.from_pretrained(source.location).model_type in FAMILIES
 
@@ -81,8 +79,6 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
 
 def _export_of_ours(checkpoint: str) -> Path | None:
     """Folder of the checkpoint, if `rm-opt export` wrote it."""
-    if adapter_folder(checkpoint) is not None:
-        return None
     source = resolve_source(checkpoint)
     folder = Path(source.location)
     is_export = source.kind is SourceKind.FOLDER and "certificate" in read_record(folder)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rm_optimizer.core.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, stored_name
+from rm_optimizer.core.storage.adapter_files import WEIGHTS_FILE, stored_name
 from rm_optimizer.errors import WeightsRefused
+from rm_optimizer.records.locations import ADAPTER_FILE
 from rm_optimizer.serving.engine import StagedWeights, new_revision
 from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
@@ -224,7 +225,7 @@ class AdapterSwap(Swap):
         served = Path(self.serving.adapter.lora_path)
         folder = self._folder / str(self._count + 1)
         folder.mkdir(parents=True)
-        shutil.copyfile(self._first / CONFIG_FILE, folder / CONFIG_FILE)
+        shutil.copyfile(self._first / ADAPTER_FILE, folder / ADAPTER_FILE)
         renamed = {stored_name(name): tensor for name, tensor in tensors.items()}
         save_file(load_file(served / WEIGHTS_FILE) | renamed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         return folder

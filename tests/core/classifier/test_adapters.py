@@ -401,6 +401,15 @@ def test_an_adapter_that_lost_its_head_or_a_tensor_is_refused(tmp_path: Path) ->
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 
 
+def test_an_adapter_whose_base_is_an_adapter_is_refused(tmp_path: Path) -> None:
+    save_adapter(adapted("llama", tmp_path / "base"), tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    itself = {"base_model_name_or_path": str(tmp_path / "adapter")}
+    config.write_text(json.dumps(json.loads(config.read_text()) | itself))
+    with pytest.raises(CheckpointError, match=r"needs a whole model as its base, but .*adapter is an adapter too"):
+        BradleyTerryRM.from_pretrained(tmp_path / "adapter")
+
+
 def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path) -> None:
     base_folder("llama", tmp_path / "base")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
