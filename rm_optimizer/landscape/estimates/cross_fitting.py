@@ -141,12 +141,7 @@ def cross_fit_hessian(
         fits.append(_Fit(float(found.values[0]), len(found.values), found.num_products))
         del found  # the memory that the other half's vectors take
     quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
-    searched = (
-        top_of(part_of(objective, quarter), 1, file)
-        for quarter, file in zip(quarters, files[2:], strict=True)
-        if len(quarter)
-    )
-    tops = [_Fit(float(found.values[0]), 1, found.num_products) for found in searched]
+    tops = _tops_of(objective, quarters, files[2:], top_of)
     return combined(
         columns[:, : min(fit.num_values for fit in fits)],
         weights_of(objective),
@@ -160,6 +155,14 @@ def cross_fit_hessian(
         TopOfSamples(objective.num_pairs, (top,)),
         sum(fit.num_products for fit in (*fits, *tops)),
     )
+
+
+def _tops_of(
+    objective: PairObjective, parts: Sequence[Pairs], files: Sequence[Path | None], top_of: Callable[..., Eigenpairs]
+) -> list[_Fit]:
+    """Largest eigenvalue of each part of the pairs that has any."""
+    found = (top_of(part_of(objective, part), 1, file) for part, file in zip(parts, files, strict=True) if len(part))
+    return [_Fit(float(pairs.values[0]), 1, pairs.num_products) for pairs in found]
 
 
 def cross_fit_gram(
