@@ -65,9 +65,7 @@ class DataSource:
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
         if not 0 <= self.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
-        if self.format != "auto":
-            row_format(self.format)
-        _ = self.winner_values
+        _ = self.named_format, self.winner_values
         ours = {name for form in FORMATS.values() for name in form.columns} | {
             "response",
             "score",
@@ -86,6 +84,11 @@ class DataSource:
     def name(self) -> str:
         """Short name, which its pairs carry as `metadata["source"]`."""
         return source_name(self.path)
+
+    @cached_property
+    def named_format(self) -> RowFormat | None:
+        """The row format that the option names; None where the first rows tell."""
+        return None if self.format == "auto" else row_format(self.format)
 
     @cached_property
     def winner_values(self) -> Winner | None:
@@ -234,8 +237,8 @@ def format_of(
     numbered = list(renamed(first, source.columns))
     ours = [row for _, row in numbered]
     names = {name for row in ours for name in row}
-    form = detect_format(ours) if source.format == "auto" else row_format(source.format)
-    if form is None or (source.format != "auto" and not any(names >= required for required in form.required)):
+    form = source.named_format or detect_format(ours)
+    if form is None or (source.named_format and not any(names >= required for required in form.required)):
         forms = FORMATS.values() if form is None else [form]
         raise no_format(source.path, ours, source.columns, forms, spelling)
     if form.name == "winner" and source.winner is None:
