@@ -23,9 +23,11 @@ from rm_optimizer.data_efficiency.labeling.questions import (
     questions_of,
 )
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.disk import writing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.schema.config import Resume, TrainConfig
+from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.run import train_reward_model
 
@@ -221,36 +223,61 @@ def run_active_loop(
         The rounds, first to last; fewer than `n_rounds` where the pool, the budget or the patience ended first.
 
     Raises:
-        ConfigError: if an option is out of its range.
-        DataError: if a round has no answer to train on.
+        ConfigError: if an option is out of range, the rule compares several models, or another loop is in the folder.
+        DataError: if `label_fn` gives no mapping of answers, or no question was answered by the end of a round; the
+            same call then asks that round's questions again.
     """
     if n_rounds < 1 or (budget is not None and budget < 1) or (patience is not None and patience < 1):
         raise ConfigError(f"n_rounds, budget and patience must be positive, got {n_rounds}, {budget} and {patience}")
-    learner = ActiveLearner(Path(config.output_dir), pool, rule=rule, seed=config.seed)
+    folder = Path(config.output_dir)
+    learner = ActiveLearner(folder, pool, rule=rule, seed=config.seed)
+    if acquisition_function(rule).compares_members:
+        raise ConfigError(f"rule '{rule}' compares several models, and a round trains one; take rule 'v_optimal'")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     rounds: list[LearningRound] = []
-    while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
-        if learner.num_asked == len(rounds):
-            left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
-            model = BradleyTerryRM.from_pretrained(rounds[-1].result.export) if rounds else None
-            if not learner.ask(left, model):
-                break
-        if questions := learner.open():
-            given = label_fn(questions)
-            learner.tell({question.pair_id: None for question in questions} | dict(given))
-        found = learner.answers(len(rounds) + 1)
-        if not found.pairs:
-            raise DataError("no question of the first round was answered, so there is nothing to train on")
-        data = TrainVal(PreferenceDataset.from_pairs(found.pairs), val, "pairs of the caller")
-        result = train_reward_model(_options_of_round(config, rounds, warm), data=data)
-        rounds.append(LearningRound(len(found.pairs), result))
+    with run_lock(folder):
+        while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
+            if learner.num_asked == len(rounds):
+                left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
+                model = BradleyTerryRM.from_pretrained(rounds[-1].result.export) if rounds else None
+                if not learner.ask(left, model):
+                    break
+            pairs = _answered(learner, label_fn, len(rounds) + 1)
+            data = TrainVal(PreferenceDataset.from_pairs(pairs), val, "pairs of the caller")
+            result = train_reward_model(_options_of_round(config, rounds, warm), data=data)
+            rounds.append(LearningRound(len(pairs), result))
     return rounds
+
+
+def _answered(
+    learner: ActiveLearner, label_fn: Callable[[Sequence[Question]], Mapping[str, Answer]], num_batches: int
+) -> tuple[PreferencePair, ...]:
+    """Training pairs of the first `num_batches` batches, after `label_fn` answered what is open."""
+    questions, pairs = learner.open(), learner.answers(num_batches).pairs
+    if questions:
+        given = label_fn(questions)
+        if not isinstance(given, Mapping):
+            raise DataError(f"label_fn must return a mapping of pair_id to an answer, got {type(given).__name__}")
+        if not pairs and all(answered_chance(answer, f"question {key}") is None for key, answer in given.items()):
+            raise DataError(
+                f"label_fn answered none of {len(questions)} questions, so there is nothing to train on; the same call "
+                "asks them again"
+            )
+        learner.tell({question.pair_id: None for question in questions} | dict(given))
+        pairs = learner.answers(num_batches).pairs
+    if not pairs:
+        raise DataError("every question so far was skipped, so there is nothing to train on; ask in another folder")
+    return pairs
 
 
 def _options_of_round(config: TrainConfig, before: Sequence[LearningRound], warm: bool) -> TrainConfig:
     """Options of the run that follows the rounds `before`."""
     folder = Path(config.output_dir) / "rounds" / f"{len(before):03d}"
     own = replace(config, output_dir=str(folder), resume=Resume.auto)
-    return replace(own, model=replace(own.model, path=before[-1].result.export)) if warm and before else own
+    if not warm or not before:
+        return own
+    return replace(own, model=replace(own.model, path=before[-1].result.export, revision=None, architecture={}))
 
 
 def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int | None) -> bool:

@@ -151,5 +151,52 @@ def test_loops_without_an_end_or_an_answer_are_refused(tmp_path):
     val = PreferenceDataset.from_pairs(POOL)
     with pytest.raises(ConfigError, match="must be positive"):
         run_active_loop(POOL, lambda questions: {}, 0, config=small(tmp_path), val=val)
-    with pytest.raises(DataError, match="nothing to train on"):
+    for answers, message in [
+        ({}, "answered none of 2 questions"),
+        (None, "a mapping of pair_id to an answer, got None"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            run_active_loop(POOL, lambda questions, given=answers: given, 1, config=small(tmp_path), val=val, k=2)
+    questions = learner(tmp_path).open()
+    assert len(questions) == 2  # none counts as skipped
+    learner(tmp_path).tell({question.pair_id: "skip" for question in questions})
+    with pytest.raises(DataError, match="every question so far was skipped"):
         run_active_loop(POOL, lambda questions: {}, 1, config=small(tmp_path), val=val, k=2)
+
+
+@pytest.mark.parametrize("rule", ["bald", "stochastic_bald", "uncertainty"])
+def test_a_rule_that_compares_models_is_refused_before_anything_is_asked(tmp_path, rule):
+    with pytest.raises(ConfigError, match=f"rule '{rule}' compares several models, and a round trains one"):
+        run_active_loop(POOL, lambda questions: {}, 2, config=small(tmp_path), val=POOL, rule=rule)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_warm_rounds_begin_at_the_weights_of_the_round_before(tmp_path, monkeypatch):
+    world = synthetic_world(SyntheticConfig(num_train=24, num_val=8))
+    val, configs = PreferenceDataset.from_pairs(world.val), []
+    train = active_learning.train_reward_model
+
+    def spied(config, data):
+        configs.append(config.model)
+        return train(config, data=data)
+
+    monkeypatch.setattr(active_learning, "train_reward_model", spied)
+    rounds = run_active_loop(world.train, all_a, 2, config=small(tmp_path), val=val, k=4, warm=True)
+    assert [model.path for model in configs] == [None, rounds[0].result.export]
+
+
+def all_a(questions):
+    return {question.pair_id: "A" for question in questions}
+
+
+def test_a_second_loop_in_the_folder_is_refused_before_it_asks(tmp_path):
+    val = PreferenceDataset.from_pairs(POOL)
+
+    def asks_at_once(questions):
+        with pytest.raises(ConfigError, match="is in use"):
+            run_active_loop(POOL, pytest.fail, 1, config=small(tmp_path), val=val, k=2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_active_loop(POOL, asks_at_once, 1, config=small(tmp_path), val=val, k=2)
+    assert len(learner(tmp_path).open()) == 2

@@ -30,6 +30,8 @@ class AcquisitionFunction(ABC):
     """
 
     name: ClassVar[str]
+    compares_members: ClassVar[bool] = False
+    """True if the rule reads nothing from one model, only from several."""
 
     def score(
         self, pairs: Sequence[PreferencePair], model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
@@ -182,6 +184,7 @@ class UncertaintySampling(AcquisitionFunction):
     """
 
     name = "uncertainty"
+    compares_members = True
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
         """Variance of the margin over members.
@@ -215,6 +218,7 @@ class BALD(AcquisitionFunction):
     """Pairs whose label tells most about which member is right (Houlsby et al., 2011, arXiv:1112.5745)."""
 
     name = "bald"
+    compares_members = True
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
         """``H(mean p) - mean H(p)`` over members, in nats.
