@@ -232,7 +232,7 @@ def run_active_loop(
     folder = Path(config.output_dir)
     learner = ActiveLearner(folder, pool, rule=rule, seed=config.seed)
     if acquisition_function(rule).compares_members:
-        raise ConfigError(f"rule '{rule}' compares several models, and a round trains one; take rule 'v_optimal'")
+        raise ConfigError(f"rule '{rule}' compares models, and a round trains one; take 'boundary_optimal'")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     rounds: list[LearningRound] = []

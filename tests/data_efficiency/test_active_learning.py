@@ -166,7 +166,7 @@ def test_loops_without_an_end_or_an_answer_are_refused(tmp_path):
 
 @pytest.mark.parametrize("rule", ["bald", "stochastic_bald", "uncertainty"])
 def test_a_rule_that_compares_models_is_refused_before_anything_is_asked(tmp_path, rule):
-    with pytest.raises(ConfigError, match=f"rule '{rule}' compares several models, and a round trains one"):
+    with pytest.raises(ConfigError, match=f"rule '{rule}' compares models, and a round trains one"):
         run_active_loop(POOL, lambda questions: {}, 2, config=small(tmp_path), val=POOL, rule=rule)
     assert not [*tmp_path.iterdir()]
 

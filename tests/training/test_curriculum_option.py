@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +59,8 @@ def test_margins_come_from_a_file_or_a_model_and_those_against_the_label_are_har
         ({"pair_id": "0", "margin": 1.0}, "needs a row for every training pair, but 24 of 24 have none"),
         ({"pair_id": "0"}, "line 1: expected pair_id and margin, or the rewards chosen and rejected"),
         ({"pair_id": "0", "margin": None}, "line 1: expected pair_id and margin"),
+        ({"pair_id": "0", "margin": math.nan}, "line 1: expected a finite margin of pair 0, got nan"),
+        ({"pair_id": "0", "margin": math.inf}, "line 1: expected a finite margin of pair 0, got inf"),
     ],
 )
 def test_a_file_that_lacks_margins_is_refused(tmp_path, row, message):
@@ -64,6 +68,26 @@ def test_a_file_that_lacks_margins_is_refused(tmp_path, row, message):
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=message):
         training_margins(DATA.train, str(path))
+
+
+def test_two_margins_of_a_pair_are_refused(tmp_path):
+    path = tmp_path / "margins.jsonl"
+    path.write_text("".join(json.dumps({"pair_id": "0", "margin": margin}) + "\n" for margin in (1.0, 1.0, 3.0)))
+    with pytest.raises(DataError, match="line 3: expected one margin of pair 0, got 1 and 3"):
+        training_margins(DATA.train, str(path))
+
+
+def test_a_pair_whose_rejected_response_is_better_is_easy_where_that_one_leads(tmp_path):
+    labels = (1.0, 0.0, 0.2, 0.5)
+    pairs = PreferenceDataset.from_pairs(replace(PAIRS[place], label=label) for place, label in enumerate(labels))
+    rows = [{"pair_id": pair.pair_id, "chosen": 0.0, "rejected": 2.0} for pair in pairs]
+    path = tmp_path / "margins.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    assert training_margins(pairs, str(path)).tolist() == [0, 2, 2, 0]
+    tiny_reward_model("llama", max_length=64).save_pretrained(tmp_path / "model")
+    turned = PreferenceDataset.from_pairs(replace(pair, label=0.0) for pair in PAIRS)
+    both = [training_margins(data, str(tmp_path / "model")) for data in (DATA.train, turned)]
+    assert ((both[0] > 0) != (both[1] > 0)).all()
 
 
 def test_what_is_no_curriculum_is_refused(small_config, tmp_path):

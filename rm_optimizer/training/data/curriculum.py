@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Float
@@ -12,6 +15,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.curriculum import BINS, CurriculumSampler
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
@@ -60,8 +64,8 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
     Args:
         pairs: training pairs.
         source: `margin` for their own; a JSON Lines file whose rows have `pair_id` and `margin`, or `chosen` and
-            `rejected` rewards as `pair_rewards.jsonl` has them; or a saved reward model. A margin against the label
-            counts as 0, the hardest.
+            `rejected` rewards as `pair_rewards.jsonl` has them; or a saved reward model. Margins of the last two are
+            those of `chosen` over `rejected`; one against the label, or of a tie, counts as 0, the hardest.
         num_processes: processes that train, each of which must find the same margins.
 
     Raises:
@@ -70,11 +74,11 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
     """
     path = Path(source).expanduser()
     if source == OWN_MARGINS:
-        found: list[float | None] = [pair.margin for pair in pairs]
+        found: Sequence[float | None] = [pair.margin for pair in pairs]
         lacking = "data.curriculum=margin needs a margin for every training pair"
-    elif path.suffix == ".jsonl":
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
         known = _file_margins(path)
-        found = [known.get(pair.pair_id) for pair in pairs]
+        found = [_for_label(pair, known[pair.pair_id]) if pair.pair_id in known else None for pair in pairs]
         lacking = f"data.curriculum={source} needs a row for every training pair"
     elif num_processes > 1:
         raise ConfigError(
@@ -94,18 +98,29 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
 def _file_margins(path: Path) -> dict[str, float]:
     """Margins of a file by pair id."""
 
-    def refuse(number: int, reason: str) -> None:
+    def refuse(number: int, reason: str) -> NoReturn:
         raise DataError(f"{path}, line {number}: {reason}")
 
     found: dict[str, float] = {}
     for number, row in read_rows(path, refuse):
         try:
-            margin = row["margin"] if "margin" in row else row["chosen"] - row["rejected"]
-            found[str(row["pair_id"])] = float(margin)
+            key, margin = (
+                str(row["pair_id"]),
+                float(row["margin"] if "margin" in row else row["chosen"] - row["rejected"]),
+            )
         except (KeyError, TypeError, ValueError):
             shown = json.dumps(row, default=str)[:80]
             refuse(number, f"expected pair_id and margin, or the rewards chosen and rejected, got {shown}")
+        if not math.isfinite(margin):
+            refuse(number, f"expected a finite margin of pair {key}, got {margin}")
+        if found.setdefault(key, margin) != margin:
+            refuse(number, f"expected one margin of pair {key}, got {found[key]:g} and {margin:g}; leave one out")
     return found
+
+
+def _for_label(pair: PreferencePair, margin: float) -> float:
+    """Margin of the preferred response over the other, from that of `chosen` over `rejected`; 0 for a tie."""
+    return margin * float(np.sign(pair.label - 0.5))
 
 
 def _model_margins(pairs: PreferenceDataset, source: str) -> Float[np.ndarray, " pairs"]:
@@ -113,5 +128,5 @@ def _model_margins(pairs: PreferenceDataset, source: str) -> Float[np.ndarray, "
     model = BradleyTerryRM.from_pretrained(source)
     prompts = [pair.prompt for pair in pairs]
     chosen, rejected = ([getattr(pair, side) for pair in pairs] for side in ("chosen", "rejected"))
-    margins = model.score(prompts, chosen) - model.score(prompts, rejected)
-    return np.asarray(np.maximum(margins.double().numpy(), 0.0))
+    margins = (model.score(prompts, chosen) - model.score(prompts, rejected)).tolist()
+    return np.maximum([_for_label(pair, margin) for pair, margin in zip(pairs, margins, strict=True)], 0.0)
