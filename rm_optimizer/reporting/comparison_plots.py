@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rm_optimizer.experiments.run_comparison import ArmDifference, RunComparison
-from rm_optimizer.landscape.estimates.density import density_curve
+from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.reporting.plots import CHANCE_LOSS, History
 from rm_optimizer.reporting.style import GRAY, INK, SERIES, captioned_figure, count_ticks, draw_legend, two_panels
@@ -94,16 +94,20 @@ def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
     )
     for index, (name, spectrum) in enumerate(spectra.items()):
         _draw_top(axes[0], spectrum, index, name if index < _MOST_NAMED else None)
-        if has_density and spectrum.density is not None:
-            curve = density_curve(spectrum.density)
-            axes[1].plot(curve.grid, curve.density, **_line(index))
     axes[0].set(xlabel="rank from the largest", ylabel="eigenvalue")
     count_ticks(axes[0].xaxis)
     if has_density:
-        axes[1].set(xlabel="eigenvalue", ylabel="share per unit", yscale="log")
-        axes[1].set_ylim(bottom=1e-6 * axes[1].get_ylim()[1])
+        _draw_densities(axes[1], [spectrum.density for spectrum in spectra.values() if spectrum.density is not None])
     draw_legend(axes[0])
     return figure
+
+
+def _draw_densities(axes: Axes, densities: Sequence[SpectralDensity]) -> None:
+    for index, density in enumerate(densities):
+        curve = density_curve(density)
+        axes.plot(curve.grid, curve.density, **_line(index))
+    axes.set(xlabel="eigenvalue", ylabel="share per unit", yscale="log")
+    axes.set_ylim(bottom=1e-6 * axes.get_ylim()[1])
 
 
 _LABELS = {"accuracy": "accuracy", "nll": "NLL, nats"}

@@ -137,15 +137,7 @@ def plot_density(
     low, high = (np.maximum(curve.density + side * curve.standard_error, floor / 2) for side in (-1, 1))
     if np.isfinite(curve.standard_error).all():
         axes.fill_between(curve.grid, low, high, color=BLUE, alpha=0.25, lw=0, label="± 1 standard error over probes")
-    for members, color, word in (
-        ([value for value in top if value >= 0], VERMILION, "positive"),
-        ([value for value in top if value < 0], INK, "negative"),
-    ):
-        if members:
-            axes.plot(
-                members, np.full(len(members), 2 * floor), color=color, marker="|", markersize=11, markeredgewidth=1.4,
-                linestyle="none", label=f"{len(members)} {word} eigenvalues, computed"
-            )  # fmt: skip
+    _draw_computed(axes, top, 2 * floor)
     _draw_cross_fitted_below(axes, cross_fitted, 5 * floor)
     axes.set_yscale("log")
     axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
@@ -252,6 +244,19 @@ def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
         where, value, yerr=np.clip([value - low, high - value], 0, None), color=ORANGE, marker="D", markersize=4,
         linestyle="none", elinewidth=2.0, capsize=2, label="cross-fitted; bar: 95 % over pairs",
     )  # fmt: skip
+
+
+def _draw_computed(axes: Axes, top: Sequence[float], height: float) -> None:
+    """Eigenvalues that were computed one by one, positive and negative ones apart."""
+    for members, color, word in (
+        ([value for value in top if value >= 0], VERMILION, "positive"),
+        ([value for value in top if value < 0], INK, "negative"),
+    ):
+        if members:
+            axes.plot(
+                members, np.full(len(members), height), color=color, marker="|", markersize=11, markeredgewidth=1.4,
+                linestyle="none", label=f"{len(members)} {word} eigenvalues, computed"
+            )  # fmt: skip
 
 
 def _draw_cross_fitted_below(axes: Axes, cross_fitted: Sequence[Estimate], height: float) -> None:

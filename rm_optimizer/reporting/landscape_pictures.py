@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.by_source import CurvatureByPair
-from rm_optimizer.landscape.estimates.density import SPREAD, density_curve
+from rm_optimizer.landscape.estimates.density import SPREAD, SpectralDensity, density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
@@ -200,15 +200,19 @@ def _spectrum(result: HessianSpectrum) -> list[Drawing]:
         row |= {"cross_fitted": estimate.value, "cross_fitted_low": estimate.low, "cross_fitted_high": estimate.high}
     found = [Drawing("spectrum", f"{matrix}: eigenvalues at both ends, with error bounds", rows, figure)]
     if result.density is not None:
-        curve = density_curve(result.density)
-        steps = max(map(len, result.density.nodes), default=0)
-        probes = f"{len(result.density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
-        title = f"{matrix}: spectral density"
-        figure = plot_density(curve, top=result.density.exact, title=title, caption=probes, cross_fitted=crossed)
-        points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
-        drawn: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
-        found.append(Drawing("density", f"{matrix}: density of the eigenvalues", drawn, figure))
+        found.append(_density(result.density, matrix, caption, crossed))
     return found
+
+
+def _density(density: SpectralDensity, matrix: str, caption: str, crossed: Sequence[Estimate]) -> Drawing:
+    curve = density_curve(density)
+    steps = max(map(len, density.nodes), default=0)
+    probes = f"{len(density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
+    title = f"{matrix}: spectral density"
+    figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=crossed)
+    points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
+    rows: list[Row] = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
+    return Drawing("density", f"{matrix}: density of the eigenvalues", rows, figure)
 
 
 def _origin_rows(found: CurvatureByPair) -> dict[str, Cell]:
@@ -266,6 +270,12 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)
+    return rows | _summary_rows(result)
+
+
+def _summary_rows(result: HessianSpectrum) -> dict[str, Cell]:
+    """The estimated quantities, then those that were not estimated, one row a reason."""
+    rows: dict[str, Cell] = {}
     lacking: dict[str | None, list[str]] = {}
     for name, quantity in summarize(result).items():
         label = name.replace("_", " ")
@@ -273,8 +283,7 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
             lacking.setdefault(quantity.reason, []).append(label)
         else:
             rows[label] = _quantity(quantity)
-    rows |= {", ".join(names): _quantity(Quantity(None, reason)) for reason, names in lacking.items()}
-    return rows
+    return rows | {", ".join(names): _quantity(Quantity(None, reason)) for reason, names in lacking.items()}
 
 
 def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.calibration import ReliabilityBin
 from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
+from rm_optimizer.experiments.verdicts import Verdict
 from rm_optimizer.reporting.plots import CHANCE_LOSS
 from rm_optimizer.reporting.style import GRAY, INK, SERIES, captioned_figure, count_ticks, draw_legend, two_panels
 
@@ -61,17 +62,21 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
     ):
         items = {item.arm: item for item in found.verdicts if item.score == score}
         for row, arm in enumerate(arms):
-            item = items[arm]
-            color = {"better": SERIES[0], "worse": SERIES[1]}.get(item.verdict, INK)
-            estimate = item.difference
-            if estimate.low is not None and estimate.high is not None:
-                axes.hlines(row, estimate.low, estimate.high, color=color, linewidth=2.0)
-            axes.plot([estimate.value], [row], marker="o", markersize=6, color=color)
+            _draw_difference(axes, row, items[arm])
         axes.axvline(0.0, color=GRAY, linewidth=1.2)
         axes.set_yticks(range(len(arms)), [f"{arm}: {items[arm].verdict}" for arm in arms])
         axes.set(ylim=(len(arms) - 0.5, -0.5), xlabel=f"difference in {label}")
         axes.margins(x=0.15)
     return figure
+
+
+def _draw_difference(axes: Any, row: int, item: Verdict) -> None:
+    """An arm's difference to the reference with its interval, colored by the verdict."""
+    color = {"better": SERIES[0], "worse": SERIES[1]}.get(item.verdict, INK)
+    estimate = item.difference
+    if estimate.low is not None and estimate.high is not None:
+        axes.hlines(row, estimate.low, estimate.high, color=color, linewidth=2.0)
+    axes.plot([estimate.value], [row], marker="o", markersize=6, color=color)
 
 
 def plot_reliabilities(found: ComparisonFindings) -> Figure:

@@ -160,22 +160,13 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     Raises:
         ConfigError: if the model has an adapter already, or no layer has a target's name.
     """
-    peft, training = import_peft(), model.training
+    training = model.training
     if has_adapter(model):
         raise ConfigError(
             "the model carries a LoRA adapter already; train that on with adapter=none, or export the model, "
             "which merges it, and start from the export"
         )
-    injected = copy.deepcopy(config)
-    injected.modules_to_save, injected.inference_mode = None, False
-    with keeping_random_state(seed=seed):
-        try:
-            peft.inject_adapter_in_model(injected, model, ADAPTER_NAME)
-        except ValueError as error:
-            targets = config.target_modules
-            got = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
-            raise ConfigError(_unknown_targets(_usable_layers(model), got)) from error
-    stored = copy.deepcopy(injected)
+    stored = _injected(model, config, seed)
     stored.modules_to_save = config.modules_to_save
     model.peft_config = {ADAPTER_NAME: stored}
     _keep_factors_exact(model)
@@ -183,6 +174,20 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         keep_exact(model.get_submodule(name).requires_grad_(True))
     model.train(training)
     require_trainable_head(model)
+
+
+def _injected(model: PreTrainedModel, config: LoraConfig, seed: int) -> LoraConfig:
+    """Put the layers of a configuration into the model, and return a copy of it as PEFT completed it."""
+    injected = copy.deepcopy(config)
+    injected.modules_to_save, injected.inference_mode = None, False
+    with keeping_random_state(seed=seed):
+        try:
+            import_peft().inject_adapter_in_model(injected, model, ADAPTER_NAME)
+        except ValueError as error:
+            targets = config.target_modules
+            got = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+            raise ConfigError(_unknown_targets(_usable_layers(model), got)) from error
+    return copy.deepcopy(injected)
 
 
 def _keep_factors_exact(model: PreTrainedModel) -> None:

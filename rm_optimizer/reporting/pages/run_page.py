@@ -47,17 +47,7 @@ def run_page(run_dir: Path, exhibits: Exhibits) -> str:
     Raises:
         DataError: if the folder holds no run, or one that has not ended.
     """
-    result = RunResult.read(run_dir)
-    if result is None:
-        if not RunFolder(run_dir).is_used:
-            raise DataError(
-                f"{run_dir} holds no run ({RESULT_FILE} is missing) and no study; name the folder of a finished run, "
-                "of a comparison of optimizers, or of rm-opt study readiness, labels or cleaning"
-            )
-        raise DataError(
-            f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or torn); finish it with "
-            "resume=auto"
-        )
+    result = _finished(run_dir)
     parts = _Parts(run_dir, result, exhibits)
     title = f"{result.model}, {result.optimizer}, seed {result.seed}"
     content = [
@@ -74,6 +64,20 @@ def run_page(run_dir: Path, exhibits: Exhibits) -> str:
         section("Missing", bullets(parts.missing)),
     ]
     return page(title, content)
+
+
+def _finished(run_dir: Path) -> RunResult:
+    result = RunResult.read(run_dir)
+    if result is not None:
+        return result
+    if not RunFolder(run_dir).is_used:
+        raise DataError(
+            f"{run_dir} holds no run ({RESULT_FILE} is missing) and no study; name the folder of a finished run, "
+            "of a comparison of optimizers, or of rm-opt study readiness, labels or cleaning"
+        )
+    raise DataError(
+        f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or torn); finish it with resume=auto"
+    )
 
 
 @dataclass

@@ -107,14 +107,7 @@ class Judges:
         if read.disagreement is not None:
             disagreement = read.disagreement.reshape(shape)
         gold = None if self.gold is None else finite_rewards(self.gold, rows, texts).numpy().reshape(shape)
-        if read.num_cut:
-            _log.warning(
-                "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
-                "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
-                step,
-                read.num_cut,
-                len(texts),
-            )
+        _warn_of_cuts(step, read.num_cut, len(texts))
         return MeasuredCheckpoint(
             step,
             _means(drawn.divergence.numpy()),
@@ -170,6 +163,17 @@ def _finite(rewards: Float[Tensor, " sequences"], texts: Sequence[str]) -> Float
 
 def _named(texts: Sequence[str], index: int) -> str:
     return f"the response {texts[index][:60]!r}"
+
+
+def _warn_of_cuts(step: int, num_cut: int, num_texts: int) -> None:
+    if num_cut:
+        _log.warning(
+            "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
+            "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
+            step,
+            num_cut,
+            num_texts,
+        )
 
 
 def _means(values: np.ndarray) -> tuple[float, ...]:

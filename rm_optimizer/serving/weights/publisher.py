@@ -24,8 +24,7 @@ from rm_optimizer.errors import (
     TransferFailed,
     did_you_mean,
 )
-from rm_optimizer.schema.checks import require_key
-from rm_optimizer.schema.publish import PublishConfig, RewardModelTrainingMode, Transport
+from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.client.connection import PickledByArguments
 from rm_optimizer.serving.client.retries import RETRIED_STATUSES, Deadline, bearer, is_loopback
 from rm_optimizer.serving.update_protocol import Abort, Begin, Outcome, OutcomeStatus, WeightProbe, WeightStatus
@@ -37,8 +36,6 @@ ATTEMPTS = 3
 """Most attempts of a whole update, after a lost update or a broken transfer."""
 FORGOTTEN = frozenset({"UnknownUpdate", "UpdateConflict"})
 """Kinds of refusals after which the update may start again: the server lost it, or another update came first."""
-STARTING_SECONDS = 3.0
-"""Seconds for a server to accept connections before a run fails at its start; the server may still be starting."""
 GIVING_UP_SECONDS = 5.0
 """Seconds for the server to report the outcome of an update that failed here."""
 
@@ -281,52 +278,3 @@ def create_rm_publisher(
         timeout_seconds=timeout_seconds,
         host=host,
     )
-
-
-def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
-    """Publisher of a run's options, once the server has answered.
-
-    Raises:
-        ConfigError: if the variable of the API key is not set.
-        PublishFailed: if the server does not answer, or does not take the transport.
-    """
-    api_key = None
-    if config.api_key_env is not None and not (api_key := os.environ.get(config.api_key_env)):
-        raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
-    if api_key is not None:
-        require_key(f"the key in {config.api_key_env} (publish.api_key_env)", api_key)
-    try:
-        publisher = RMPublisherAdapter(
-            str(config.url),
-            mode=config.mode,
-            transport=config.transport,
-            api_key=api_key,
-            timeout_seconds=config.timeout_seconds,
-            host=config.host,
-        )
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"publish.url must be a URL as http://127.0.0.1:8000, got {config.url!r}: {error}") from error
-    try:
-        taken = _first_status(publisher).transports
-    except RMOptimizerError:
-        publisher.close()
-        raise
-    if publisher.transport not in taken:
-        publisher.close()
-        raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server takes")
-    return publisher
-
-
-def _first_status(publisher: RMPublisherAdapter) -> WeightStatus:
-    """Status of the server, after a wait if it is starting."""
-    try:
-        publisher.wait_reachable(min(STARTING_SECONDS, publisher.timeout_seconds))
-    except RewardServerUnavailable as error:
-        raise PublishFailed(
-            f"publish.url: no server accepts connections at {publisher.url}; start one with rm-opt serve, or train "
-            f"with publish.url=null: {error}"
-        ) from error
-    try:
-        return publisher.status()
-    except RMOptimizerError as error:
-        raise PublishFailed(f"publish.url: {error}") from error
