@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention_switch import SWITCHES
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.core.tokens.packed_trees import PackedTrees
 
 KERNELS = ("sdpa", "eager", "flex_attention", *SWITCHES)
 """Attention kernels that take a mask of any form."""

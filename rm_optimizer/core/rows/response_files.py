@@ -1,30 +1,19 @@
-"""Files of prompts and responses, read row by row and written again with a `reward` column, in bounded memory."""
+"""Files of prompts and responses, read row by row."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NoReturn
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, NoReturn
 
 from rm_optimizer.core.rows.messages import Prompt, is_empty, require_characters, require_response
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.core.rows.row_context import row_prompt
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.files import csv_table
 
 REWARD = "reward"
-BATCH_ROWS = 512
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class FileKind(StrEnum):
@@ -76,7 +65,7 @@ def read_responses(path: Path) -> Iterator[ResponseRow]:
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses.
     """
-    for number, row in _rows(path):
+    for number, row in stored_rows(path):
         yield _checked(path, number, row)
 
 
@@ -86,38 +75,20 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or has no prompt.
     """
-    for number, row in _rows(path):
+    for number, row in stored_rows(path):
         where = f"{path}, {row_unit(path)} {number}"
         if "prompt" not in row:
             raise DataError(f"{where}: expected the column prompt, got {', '.join(row) or 'none'}")
         yield _prompt(where, row)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def stored_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows as they stand; one that cannot be read raises."""
 
     def refuse(number: int, reason: str) -> NoReturn:
         raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
 
     return read_rows(path, refuse)
-
-
-def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any]) -> None:
-    """Copy a file with the column `reward` added.
-
-    Args:
-        source: the file that was scored.
-        target: open for writing bytes.
-        kind: format to write: the source's own, or JSONL.
-        rewards: a number, or a list of numbers, for each row in order.
-    """
-    if kind is FileKind.parquet:
-        _write_parquet(source, target, iter(rewards))
-        return
-    rows = ({**row, REWARD: reward} for (_, row), reward in zip(_rows(source), rewards, strict=True))
-    text = io.TextIOWrapper(target, encoding="utf-8", newline="")
-    (_write_csv if kind is FileKind.csv else _write_jsonl)(text, rows)
-    text.detach()
 
 
 def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
@@ -156,34 +127,3 @@ def _prompt(where: str, row: dict[str, Any]) -> Prompt:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _write_jsonl(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
-    for row in rows:
-        line = json.dumps(row, ensure_ascii=False, default=str)
-        # Half of a surrogate pair in a column that is not scored can be written as an escape only.
-        text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
-    text.flush()
-
-
-def _write_csv(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
-    writer: csv.DictWriter[str] | None = None
-    for row in rows:
-        if writer is None:
-            writer = csv_table(text, list(row))
-            writer.writeheader()
-        writer.writerow(row)
-    text.flush()
-
-
-def _write_parquet(source: Path, target: IO[bytes], rewards: Iterator[Any]) -> None:
-    listed = "responses" in pq.read_schema(source).names
-    kind = pa.list_(pa.float32()) if listed else pa.float32()
-    writer: Any = None
-    for batch in pq.ParquetFile(source).iter_batches(batch_size=BATCH_ROWS):
-        values: Sequence[Any] = list(islice(rewards, batch.num_rows))
-        scored = batch.append_column(pa.field(REWARD, kind), pa.array(values, kind))
-        writer = writer or pq.ParquetWriter(target, scored.schema)
-        writer.write_batch(scored)
-    if writer is not None:
-        writer.close()

@@ -23,8 +23,9 @@ from torch.utils.data import Dataset
 from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
+from rm_optimizer.core.tokens.packed_trees import PackedTrees, pack_trees
 from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, shared_length
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree, shared_length
 from rm_optimizer.errors import DataError
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rm_optimizer.core.classifier.tree_attention import tree_mask
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.core.tokens.packed_trees import PackedTrees
 from rm_optimizer.landscape.operators.base import OutputCurvature, fisher_factors, output_blocks
 from rm_optimizer.landscape.operators.objective import PairObjective
 

@@ -28,7 +28,7 @@ from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
 from rm_optimizer.serving.engine import DESCRIPTION, STAGED, EngineDescription, StagedWeights
-from rm_optimizer.serving.service.parity import check_rewards, probe_sequences
+from rm_optimizer.serving.service.probe_check import check_rewards, probe_sequences
 from rm_optimizer.serving.weights.live_weights import (
     Update,
     checkpoint_version,

@@ -18,7 +18,8 @@ from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Ov
 from rm_optimizer.serving.service.batcher import Batcher
 from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
 from rm_optimizer.serving.service.metrics import ServerMetrics
-from rm_optimizer.serving.service.parity import ParityReport, check_parity, probe_sequences
+from rm_optimizer.serving.service.parity import ParityReport, check_parity
+from rm_optimizer.serving.service.probe_check import probe_sequences
 
 MAX_WAITING_CHARACTERS = 16 * 2**20
 """Most characters that wait for tokenization: some seconds' work."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
-from rm_optimizer.serving.service.parity import check_rewards, probe_sequences
+from rm_optimizer.serving.service.probe_check import check_rewards, probe_sequences
 from rm_optimizer.serving.update_protocol import WeightProbe
 from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock

@@ -24,8 +24,9 @@ from rm_optimizer.core.classifier.attention_switch import SWITCHES, AttentionSwi
 from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logits
 from rm_optimizer.core.classifier.tree_attention import tree_block_mask, tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.packed_trees import PackedTrees, pack_trees
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from tests.builders import fresh_reward_model, tiny_model
 
 PAD = 2
