@@ -230,6 +230,17 @@ def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choic
     assert not asked & {pair.prompt for pair in labeled}
 
 
+def test_a_pool_whose_pairs_are_all_labeled_is_said_to_be(pool, tmp_path):
+    labeled = tmp_path / "labels.jsonl"
+    rows = map(json.loads, (pool / "pool.jsonl").read_text().splitlines())
+    sides = [{"prompt": row["prompt"], "chosen": row["response_a"], "rejected": row["response_b"]} for row in rows]
+    labeled.write_text("".join(json.dumps(row) + "\n" for row in sides))
+    options = ("--model", pool / "model", "--k", 3, "--out", tmp_path / "x.csv", "--labeled", labeled)
+    result = run("select", pool / "pool.jsonl", *options)
+    assert result.exit_code == 2
+    assert "--labeled names all 30 pairs of" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -52,7 +52,9 @@ def select(
     require_question_file(out, "--out")
     require_new(out)
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
-    if k > (left := int((~is_labeled).sum())):
+    if not (left := int((~is_labeled).sum())):
+        raise ConfigError(f"--labeled names all {len(is_labeled):,} pairs of {pool}, so there is none to choose from")
+    if k > left:
         raise ConfigError(f"--k must be at most {left:,}, the unlabeled pairs to choose from, got {k:,}")
     found = acquire.select(_read(pairs, is_labeled, _scorer(model, max_length), cache, workers), k, seed=seed)
     questions = questions_of(pairs, found, seed=seed)
