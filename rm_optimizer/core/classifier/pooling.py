@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.tree_attention import attention_masks, last_hidden
+from rm_optimizer.core.classifier.tree_attention import attention_masks
 from rm_optimizer.core.tokens.packed_trees import PackedTrees
 
 
@@ -75,7 +75,7 @@ def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, 
     hidden = backbone(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=masks, use_cache=False
     ).last_hidden_state
-    logits: Tensor = model.score(last_hidden(hidden, packed))
+    logits: Tensor = model.score(hidden.flatten(0, 1)[packed.last])
     return logits
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
@@ -88,11 +88,6 @@ def takes_blocks(kernel: str, device: torch.device) -> bool:
     """True if shared prompts get a block mask: FlexAttention by name, or a switch that has it, on CUDA."""
     assert kernel in KERNELS, f"sharing_obstacle lets no {kernel} pass"
     return kernel == "flex_attention" or (kernel in SWITCHES and SWITCHES[kernel].has_blocks and device.type == "cuda")
-
-
-def last_hidden(hidden: Float[Tensor, "rows tokens hidden"], packed: PackedTrees) -> Float[Tensor, "sequences hidden"]:
-    """Hidden state of each sequence's last token."""
-    return hidden.flatten(0, 1)[packed.last]
 
 
 def sharing_obstacle(decoder: PreTrainedModel) -> str | None:
