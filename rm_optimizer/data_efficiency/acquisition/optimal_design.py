@@ -129,7 +129,6 @@ class LastLayerInformation:
     Attributes:
         weights: ``p (1 - p)`` of each pair, with the members' mean margin.
         variances: ``z'A^-1 z``, the posterior variance of each pair's margin.
-        reductions: ``z'A^-1 C A^-1 z``, with `C` the mean of ``z z'`` over the pool.
     """
 
     def __init__(
@@ -148,10 +147,18 @@ class LastLayerInformation:
         prior = prior_precision * max(float(np.trace(moments)) / hidden, np.finfo(np.float64).tiny)
         self._covariance = np.linalg.inv(fisher + prior * np.eye(hidden))
         self.variances = self._forms(self._covariance)
-        self._aim(moments)
+        self._moments = moments
+        self._reductions: np.ndarray | None = None
+
+    @property
+    def reductions(self) -> Float[np.ndarray, " pairs"]:
+        """``z'A^-1 C A^-1 z`` of each pair, with `C` the mean of ``z z'`` over the pool; computed when first read."""
+        if self._reductions is None:
+            self._reductions = self._forms(self._covariance @ self._moments @ self._covariance)
+        return self._reductions
 
     def weigh_moments(self, weights: Float[np.ndarray, " pairs"]) -> None:
-        """Take the weighted mean of ``z z'`` for `C`, before any label is added.
+        """Take the weighted mean of ``z z'`` for `C`, before `reductions` are read.
 
         Args:
             weights: weight of each pair, not negative and not all 0.
@@ -160,11 +167,7 @@ class LastLayerInformation:
         for start, block in blocks(self._differences):
             rows = np.asarray(block, dtype=np.float64)
             moments += (rows * weights[start : start + len(rows), None]).T @ rows
-        self._aim(moments / weights.sum())
-
-    def _aim(self, moments: Float[np.ndarray, "hidden hidden"]) -> None:
-        self._moments = moments
-        self.reductions = self._forms(self._covariance @ moments @ self._covariance)
+        self._moments = moments / weights.sum()
 
     def _forms(self, matrix: Float[np.ndarray, "hidden hidden"]) -> Float[np.ndarray, " pairs"]:
         """``z' matrix z`` of each pair."""
@@ -191,5 +194,6 @@ class LastLayerInformation:
         for start, block in blocks(self._differences):
             along_u, along_g = np.asarray(block @ directions, dtype=np.float64).T
             self.variances[start : start + len(block)] -= c * along_u**2
-            self.reductions[start : start + len(block)] -= 2 * c * along_u * along_g - c**2 * spread * along_u**2
+            if self._reductions is not None:
+                self._reductions[start : start + len(block)] -= 2 * c * along_u * along_g - c**2 * spread * along_u**2
         self._covariance -= c * np.outer(u, u)
