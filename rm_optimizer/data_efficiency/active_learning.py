@@ -125,11 +125,7 @@ class ActiveLearner:
             return self._answers(state)
 
     def answers(self, num_batches: int | None = None) -> Answers:
-        """Training pairs of the answers so far.
-
-        Args:
-            num_batches: calls of `ask` whose questions count, the first ones; None counts all.
-        """
+        """Training pairs of the answers so far to the first `num_batches` calls of `ask`; None counts all."""
         with self._state() as (state, _):
             return self._answers(state, num_batches)
 

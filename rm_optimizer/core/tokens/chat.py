@@ -94,11 +94,7 @@ class ConversationRenderer:
         return not self.frame[0] or bool(self._lead_width(ids))
 
     def refuse_tokens_from(self, num_embeddings: int) -> None:
-        """Refuse conversations with an added token that the model's embedding has no row for.
-
-        Args:
-            num_embeddings: rows of the embedding.
-        """
+        """Refuse conversations with an added token that has no row in the model's embedding of so many."""
         added = self.tokenizer.get_added_vocab()
         self.refused_tokens = {index: token for token, index in added.items() if index >= num_embeddings}
 

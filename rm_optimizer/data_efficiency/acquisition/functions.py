@@ -102,12 +102,7 @@ class AcquisitionFunction(ABC):
 
 
 def are_equal(scores: Float[np.ndarray, " pairs"], scale: float = 0.0) -> bool:
-    """True if several pairs have one score, but for rounding.
-
-    Args:
-        scores: scores of the pairs.
-        scale: size of a score whose millionth counts as nothing.
-    """
+    """True if several pairs have one score, but for a millionth of the largest one or of `scale`."""
     return len(scores) > 1 and float(np.ptp(scores)) <= 1e-6 * max(scale, float(np.abs(scores).max()))
 
 

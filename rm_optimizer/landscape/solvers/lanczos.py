@@ -48,12 +48,7 @@ Float32 moved those of small reward models by 3 as a rule and by 53 at worst, wh
 
 
 def rounding(dtype: torch.dtype, values: Float[np.ndarray, " values"]) -> float:
-    """Bound on each eigenvalue's error by the rounding of products in this type, by `_EPSILONS`.
-
-    Args:
-        dtype: type of the products.
-        values: eigenvalues, that of largest magnitude among them.
-    """
+    """Bound on each eigenvalue's error by the rounding of products in this type; the largest must be among them."""
     return _EPSILONS * torch.finfo(dtype).eps * float(np.abs(values).max(initial=0.0))
 
 

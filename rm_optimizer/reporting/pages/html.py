@@ -194,12 +194,7 @@ def _inline(svg: str, alt: str, *, keeps_colors: bool) -> str:
 
 
 def picture(png: Path, caption: str) -> str:
-    """A picture file inside the page.
-
-    Args:
-        png: the file.
-        caption: what it shows, in words.
-    """
+    """The file of a picture inside the page, with what it shows in words as its caption."""
     return _embedded(png.read_bytes(), caption, caption)
 
 

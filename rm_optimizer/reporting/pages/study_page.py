@@ -41,12 +41,7 @@ def comparison_document(folder: Path) -> Document:
 
 
 def findings_document(found: ComparisonFindings, rows: TrialRows) -> Document:
-    """The page of the findings of a comparison.
-
-    Args:
-        found: the findings.
-        rows: the comparison's trials, see `Study.rows`.
-    """
+    """The page of the findings of a comparison and of its trials, `Study.rows`."""
     return Document(f"Comparison of {', '.join(arm.name for arm in found.arms)}", _answer(found), _parts(found, rows))
 
 

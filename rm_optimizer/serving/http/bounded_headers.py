@@ -45,12 +45,7 @@ class BoundedHeaders(HttpProtocol):
 
     @classmethod
     def limited(cls, max_connections: int, metrics: ServerMetrics) -> type[BoundedHeaders]:
-        """The protocol of one server.
-
-        Args:
-            max_connections: largest number of open connections.
-            metrics: counters of the server.
-        """
+        """The protocol of one server with these counters, which holds so many connections open at most."""
         return type("LimitedHeaders", (cls,), {"max_connections": max_connections, "metrics": metrics})
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

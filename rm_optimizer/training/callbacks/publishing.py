@@ -136,12 +136,7 @@ class PublishWeights(RunCallback):
 
 
 def run_name(run_id: str, first_step: int) -> str:
-    """Beginning of the names of a run's versions; each time that the run is resumed, another one.
-
-    Args:
-        run_id: of the run.
-        first_step: steps done before; 0 where the run was not resumed.
-    """
+    """Beginning of the names of a run's versions, another one each time that it is resumed at a first step above 0."""
     return run_id[:RUN_DIGITS] + (f"-{secrets.token_hex(2)}" if first_step else "")
 
 

@@ -29,12 +29,7 @@ TOY_WARNING = (
 
 
 def is_toy(model_path: str | None, train: Any) -> bool:
-    """True if a run builds its model from scratch for pairs other than the embedded world's.
-
-    Args:
-        model_path: `model.path`.
-        train: `data.train`.
-    """
+    """True if a run of these `model.path` and `data.train` builds its model from scratch for real pairs."""
     return model_path is None and train is not None
 
 
