@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, ReadCurvature
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
@@ -64,7 +64,7 @@ def measure_callback(args: argparse.Namespace) -> dict[str, float]:
     `--steps` steps are trained with a measurement before the first, one in the middle and one after the last; a
     measurement after the first is set against 50 of these steps, by seconds of the process.
     """
-    readings: list[tuple[float, CurvatureReading]] = []
+    readings: list[tuple[float, CurvatureMeasurement]] = []
     fits: list[float] = []
     with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", _timed(pl.Trainer.fit, fits)):
         config = _training(args, Path(folder), **{"training.hessian.every": max(1, args.steps // 2)})
@@ -90,10 +90,10 @@ def measure_watching(args: argparse.Namespace) -> dict[str, float]:
     seconds of a step and of each reading.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    rounds: list[list[tuple[float, CurvatureReading]]] = []
+    rounds: list[list[tuple[float, CurvatureMeasurement]]] = []
     for _ in range(args.rounds):
         for is_watched in seconds:
-            readings: list[tuple[float, CurvatureReading]] = []
+            readings: list[tuple[float, CurvatureMeasurement]] = []
             fit = _timed(pl.Trainer.fit, seconds[is_watched])
             every = {"training.hessian.every": args.steps // 3} if is_watched else {}
             with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", fit):
@@ -119,7 +119,9 @@ def measure_watching(args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _share_of(num_steps: int, steps_of: Sequence[float], readings: Sequence[tuple[float, CurvatureReading]]) -> float:
+def _share_of(
+    num_steps: int, steps_of: Sequence[float], readings: Sequence[tuple[float, CurvatureMeasurement]]
+) -> float:
     """Share of a run's time, with the readings where `ReadingPlan` takes them; the last one stands for further ones."""
     plan, taken, number = ReadingPlan(0, num_steps), 0.0, 0
     while plan.due <= num_steps and number <= num_steps:
@@ -155,13 +157,13 @@ def _training(args: argparse.Namespace, folder: Path, **hessian: object) -> Trai
     return typed(compose([f"{name}={value}" for name, value in values.items() if value is not None]), TrainConfig)
 
 
-def _watched(readings: list[tuple[float, CurvatureReading]]) -> Callable[..., ReadCurvature]:
+def _watched(readings: list[tuple[float, CurvatureMeasurement]]) -> Callable[..., ReadCurvature]:
     """`measure_curvature`, whose readings come to the list with their seconds."""
 
     def make(model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig) -> ReadCurvature:
         measure = measure_curvature(model, micro_batches, loss)
 
-        def timed_measure(scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
+        def timed_measure(scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
             began = time.process_time()
             reading = measure(scales)
             readings.append((time.process_time() - began, reading))

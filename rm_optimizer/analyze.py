@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
     from torch import Tensor
 
-    from rm_optimizer.landscape.analysis_context import AnalysisResult, AnalysisSubject
+    from rm_optimizer.landscape.analysis_context import AnalysisInput, AnalysisResult
     from rm_optimizer.landscape.measured_loss import MeasuredLoss
     from rm_optimizer.landscape.runs.evolution import WeightsByStep
     from rm_optimizer.records.run_folder import RunFolder
@@ -180,9 +180,9 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     return replace(finding, subject=subject)
 
 
-def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisSubject:
+def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisInput:
     """Weights and pairs in words; the step is that in a periodic checkpoint's name, or of the run's best model."""
-    from rm_optimizer.landscape.analysis_context import AnalysisSubject
+    from rm_optimizer.landscape.analysis_context import AnalysisInput
     from rm_optimizer.landscape.operators.identity import pairs_digest
     from rm_optimizer.records.run_folder import RunFolder, checkpoint_step
 
@@ -190,7 +190,7 @@ def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: Measur
     is_periodic = path.suffix == ".ckpt" and path.stem.startswith("step-")
     step = checkpoint_step(path) if is_periodic else None if run is None else run.best_step
     params = measured_loss.params
-    return AnalysisSubject(
+    return AnalysisInput(
         checkpoint=options.checkpoint,
         step=step,
         data=f"{options.data.train or 'the synthetic world'} ({options.split})",

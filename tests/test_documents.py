@@ -36,7 +36,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @dataclass(frozen=True)
-class Way:
+class Run:
     """How a command is run here.
 
     Args:
@@ -71,236 +71,236 @@ ASK = (
     "    except OSError:\n        time.sleep(1)\n"
 )
 EGG = '{"items": [{"prompt": "How do I boil an egg?", "responses": ["In water, seven minutes.", "No."]}]}'
-WAYS: dict[str, Way] = {
-    "pip install -e .": Way("python -c 'import rm_optimizer'"),
-    "pip install 'rm-optimizer[serve]'": Way("python -c 'import fastapi, uvicorn, prometheus_client'"),
-    "rm-opt serve outputs/run/best --port 8000": Way("rm-opt serve --help", prints="--api-key"),
+WAYS: dict[str, Run] = {
+    "pip install -e .": Run("python -c 'import rm_optimizer'"),
+    "pip install 'rm-optimizer[serve]'": Run("python -c 'import fastapi, uvicorn, prometheus_client'"),
+    "rm-opt serve outputs/run/best --port 8000": Run("rm-opt serve --help", prints="--api-key"),
     # a server on another port, asked until it answers, then stopped
-    f"curl -s localhost:8000/rm/score -H 'content-type: application/json' -d '{EGG}'": Way(
+    f"curl -s localhost:8000/rm/score -H 'content-type: application/json' -d '{EGG}'": Run(
         "rm-opt serve outputs/run/best --port 8791 >served 2>&1 & server=$!; "
         f"python -c '{ASK.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}' "
         f"http://127.0.0.1:8791/rm/score '{EGG}'; kill $server; wait $server",
         prints="rm_version",
         slow=True,
     ),
-    "rm-opt analyze outputs/run": Way(
+    "rm-opt analyze outputs/run": Run(
         "rm-opt analyze outputs/run --pairs 8 --top-k 2 && ls outputs/run/landscape/hessian",
         prints="hessian.json",
         slow=True,
     ),
-    "rm-opt analyze outputs/run --type gauss_newton": Way(
+    "rm-opt analyze outputs/run --type gauss_newton": Run(
         "rm-opt analyze outputs/run --type gauss_newton --pairs 8 && ls outputs/run/landscape/*",
         prints="gauss_newton.json",
         slow=True,
     ),
-    "rm-opt analyze outputs/run --type slices landscape.directions=eigenvectors": Way(
+    "rm-opt analyze outputs/run --type slices landscape.directions=eigenvectors": Run(
         "rm-opt analyze outputs/run --type slices landscape.directions=eigenvectors --cfg job",
         prints="directions: eigenvectors",
     ),
-    "rm-opt analyze outputs/run --type evolution": Way(
+    "rm-opt analyze outputs/run --type evolution": Run(
         "rm-opt analyze outputs/run --type evolution --cfg job", prints="type: evolution"
     ),
-    "rm-opt analyze outputs/adamw --type between landscape.others=[outputs/sgd,outputs/muon]": Way(
+    "rm-opt analyze outputs/adamw --type between landscape.others=[outputs/sgd,outputs/muon]": Run(
         "rm-opt analyze outputs/run --type between landscape.others=[outputs/sgd,outputs/muon] --cfg job",
         prints="type: between",
     ),
-    "rm-opt analyze outputs/run/best --data pairs.jsonl --params head --method full": Way(slow=True),
+    "rm-opt analyze outputs/run/best --data pairs.jsonl --params head --method full": Run(slow=True),
     # make installs and then starts what is run here with fewer steps; the whole suite cannot run inside itself
-    "make quickstart": Way(
+    "make quickstart": Run(
         f"rm-opt train experiment=quickstart {FEW} hydra.run.dir=quick", prints="gold reward", slow=True
     ),
-    "make test": Way("make --dry-run test", in_checkout=True, prints="-m pytest"),
-    "make check": Way("make --dry-run check", in_checkout=True, prints="mypy"),
-    "rm-opt --help": Way(prints="Train and analyze:"),
-    "rm-opt info": Way(prints="presets in"),
-    "rm-opt data check pairs.jsonl": Way(prints="longer wins"),
+    "make test": Run("make --dry-run test", in_checkout=True, prints="-m pytest"),
+    "make check": Run("make --dry-run check", in_checkout=True, prints="mypy"),
+    "rm-opt --help": Run(prints="Train and analyze:"),
+    "rm-opt info": Run(prints="presets in"),
+    "rm-opt data check pairs.jsonl": Run(prints="longer wins"),
     # without a hub the presets that download one are composed, and the embedded one is trained
-    "rm-opt train model=minilm data.train=pairs.jsonl hydra.run.dir=outputs/run": Way(
+    "rm-opt train model=minilm data.train=pairs.jsonl hydra.run.dir=outputs/run": Run(
         f"rm-opt train model=minilm data.train=pairs.jsonl --cfg job && "
         f"rm-opt train data.train=pairs.jsonl {FEW} hydra.run.dir=outputs/run",
         prints="sentence-transformers/all-MiniLM-L6-v2",
         slow=True,
     ),
-    "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100": Way(
+    "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100": Run(
         "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100 --cfg job", prints="name: muon"
     ),
-    "python -m rm_optimizer.train optimizer=muon hardware=h100 --cfg job": Way(prints="precision: bf16-mixed"),
-    "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000": Way(
+    "python -m rm_optimizer.train optimizer=muon hardware=h100 --cfg job": Run(prints="precision: bf16-mixed"),
+    "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000": Run(
         "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000 "
         "--cfg job",
         prints="streaming: ray",
     ),
-    "torchrun --standalone --nproc-per-node 2 -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu": Way(
+    "torchrun --standalone --nproc-per-node 2 -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu": Run(
         "python -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu --cfg job", prints="strategy: "
     ),
-    "rm-opt train model=qwen hardware=h100 data.train=train.jsonl": Way(
+    "rm-opt train model=qwen hardware=h100 data.train=train.jsonl": Run(
         "rm-opt train model=qwen hardware=h100 data.train=train.jsonl --cfg job", prints="compile: true"
     ),
-    "rm-opt train model=llama adapter=lora hardware=h100 data.train=train.jsonl": Way(
+    "rm-opt train model=llama adapter=lora hardware=h100 data.train=train.jsonl": Run(
         "rm-opt train model=llama adapter=lora hardware=h100 data.train=train.jsonl --cfg job", prints="kind: lora"
     ),
     "rm-opt train profile_memory=true training.calibration.enabled=true training.hessian.every=20 "
-    "training.hessian.num_pairs=32 training.max_steps=60": Way(
+    "training.hessian.num_pairs=32 training.max_steps=60": Run(
         "rm-opt train profile_memory=true training.calibration.enabled=true training.hessian.every=2 "
         f"training.hessian.num_pairs=8 {FEW} hydra.run.dir=watched && ls watched",
         prints="profile.json",
         slow=True,
     ),
     "rm-opt train experiment=ablation_a2 model=minilm data.train=pairs_train.parquet data.val=pairs_val.parquet "
-    "seed=0": Way("rm-opt train experiment=ablation_a2 model=minilm --cfg job", prints="name: cosine"),
+    "seed=0": Run("rm-opt train experiment=ablation_a2 model=minilm --cfg job", prints="name: cosine"),
     "rm-opt train experiment=lora_r16 model=qwen hardware=h100 data.train=pairs_train.parquet "
-    "data.val=pairs_val.parquet": Way(
+    "data.val=pairs_val.parquet": Run(
         "rm-opt train experiment=lora_r16 model=qwen hardware=h100 --cfg job", prints="rank: 16"
     ),
     "rm-opt train --multirun experiment=sensitivity_lr model=minilm data.train=pairs_train.parquet "
-    "data.val=pairs_val.parquet": Way(
+    "data.val=pairs_val.parquet": Run(
         f"rm-opt train --multirun experiment=sensitivity_lr {FEW} hydra.sweep.dir=sweep && ls sweep",
         prints="4",
         slow=True,
     ),
-    "rm-opt train --multirun optimizer=adamw,muon seed=0,1,2 data.train=pairs.jsonl hydra.sweep.dir=outputs/sweep": Way(
+    "rm-opt train --multirun optimizer=adamw,muon seed=0,1,2 data.train=pairs.jsonl hydra.sweep.dir=outputs/sweep": Run(
         f"rm-opt train --multirun optimizer=adamw,muon seed=0,1 {FEW} hydra.sweep.dir=outputs/sweep",
         prints="paired by prompt and seed",
         slow=True,
     ),
-    "rm-opt compare plan outputs/study optimizer=adamw,muon,lion seed=0,1,2 data.train=pairs.jsonl": Way(
+    "rm-opt compare plan outputs/study optimizer=adamw,muon,lion seed=0,1,2 data.train=pairs.jsonl": Run(
         f"rm-opt compare plan outputs/study optimizer=adamw,muon seed=0 {FEW}", prints="2 trials", slow=True
     ),
-    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --plan": Way(
+    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --plan": Run(
         f"{PARQUET} && rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 "
         "--val-pairs 8 --test-pairs 8 --seeds 1 --plan --output outputs/hypotheses",
         prints="lora_r16, seed 0",
         slow=True,
     ),
-    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --seeds 5": Way(
+    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --seeds 5": Run(
         "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 --val-pairs 8 "
         "--test-pairs 8 --seeds 1 --executor inline --output outputs/hypotheses",
         prints="hypotheses.json",
         slow=True,
     ),
-    "rm-opt compare run outputs/study": Way(
+    "rm-opt compare run outputs/study": Run(
         "rm-opt compare run outputs/study --executor inline", prints="2 finished", slow=True
     ),
-    "rm-opt compare status outputs/study": Way(prints="2 finished", slow=True),
-    "rm-opt compare report outputs/study": Way(prints="paired by prompt and seed", slow=True),
-    "rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --model minilm --plan": Way(
+    "rm-opt compare status outputs/study": Run(prints="2 finished", slow=True),
+    "rm-opt compare report outputs/study": Run(prints="paired by prompt and seed", slow=True),
+    "rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --model minilm --plan": Run(
         "rm-opt compare --optimizers adamw,muon,lion --seeds 5 --data pairs.jsonl --plan "
         "--pairs 16 --val-pairs 8 --test-pairs 8 --output outputs/planned",
         prints="30 runs",
         slow=True,
     ),
-    "rm-opt compare --optimizers adam,adamw,sgd,muon,lion --seeds 3 --data pairs.jsonl": Way(
+    "rm-opt compare --optimizers adam,adamw,sgd,muon,lion --seeds 3 --data pairs.jsonl": Run(
         "COLUMNS=200 rm-opt compare --optimizers adamw,sgd --seeds 2 --data pairs.jsonl --budget smoke "
         "--executor inline --pairs 16 --val-pairs 8 --test-pairs 8 --curvature-pairs 0 --output outputs/compared",
         prints="NLL less reference",
         slow=True,
     ),
-    "rm-opt compare outputs/sweep": Way(prints="paired by prompt and seed", slow=True),
-    "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon": Way(
+    "rm-opt compare outputs/sweep": Run(prints="paired by prompt and seed", slow=True),
+    "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon": Run(
         "rm-opt compare outputs/sweep/0 outputs/sweep/3 --output outputs/adamw-muon && ls outputs/adamw-muon",
         prints="comparison.parquet",
         slow=True,
     ),
-    "rm-opt evaluate outputs/run/best --data pairs.jsonl": Way(prints="accuracy", slow=True),
-    'rm-opt score outputs/run/best --prompt "Explain chess" --response "Start with pawns." --response "No."': Way(
+    "rm-opt evaluate outputs/run/best --data pairs.jsonl": Run(prints="accuracy", slow=True),
+    'rm-opt score outputs/run/best --prompt "Explain chess" --response "Start with pawns." --response "No."': Run(
         slow=True
     ),
-    "rm-opt score outputs/run/best responses.jsonl scored.jsonl": Way(
+    "rm-opt score outputs/run/best responses.jsonl scored.jsonl": Run(
         f"{RESPONSES} && rm-opt score outputs/run/best responses.jsonl scored.jsonl && grep -c reward scored.jsonl",
         prints="2",
         slow=True,
     ),
-    "rm-opt bon outputs/run/best best.jsonl --policy world --gold world --n 64": Way(
+    "rm-opt bon outputs/run/best best.jsonl --policy world --gold world --n 64": Run(
         "rm-opt bon outputs/run/best best.jsonl --policy world --gold world --n 8 --num-prompts 8 && ls",
         prints="best.curve.png",
         slow=True,
     ),
-    "rm-opt bon outputs/run/best ranked.jsonl --completions responses.jsonl": Way(
+    "rm-opt bon outputs/run/best ranked.jsonl --completions responses.jsonl": Run(
         f"{RESPONSES} && rm-opt bon outputs/run/best ranked.jsonl --completions responses.jsonl",
         prints="prompts: 1, each with 2 ranked responses",
         slow=True,
     ),
-    "rm-opt readiness outputs/run --policy world --gold world --data pairs.jsonl": Way(
+    "rm-opt readiness outputs/run --policy world --gold world --data pairs.jsonl": Run(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt readiness outputs/run --policy world --gold world --data pairs.jsonl --n 8 --num-prompts 8 || "
         "test $? = 4 && ls outputs/run/readiness",
         prints="readiness.html",
         slow=True,
     ),
-    "rm-opt readiness outputs/run --policy MODEL --ask questions.csv": Way(
+    "rm-opt readiness outputs/run --policy MODEL --ask questions.csv": Run(
         "rm-opt readiness outputs/run --policy world --n 8 --num-prompts 8 --data pairs.jsonl --ask questions.csv || "
         "test $? = 4 && head -n 1 questions.csv",
         prints="response_a",
         slow=True,
     ),
-    "rm-opt label questions.csv": Way("rm-opt label --help", prints="--port"),
-    "rm-opt readiness outputs/run --policy MODEL --comparisons questions.csv": Way(
+    "rm-opt label questions.csv": Run("rm-opt label --help", prints="--port"),
+    "rm-opt readiness outputs/run --policy MODEL --comparisons questions.csv": Run(
         "rm-opt readiness --help", prints="--comparisons"
     ),
-    "pip install 'rm-optimizer[rl]'": Way("python -c 'import trl'"),
-    "rm-opt rlhf outputs/rlhf": Way("rm-opt rlhf --help", prints="--algorithm"),
-    "rm-opt rlhf outputs/mine --policy MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo": Way(
+    "pip install 'rm-optimizer[rl]'": Run("python -c 'import trl'"),
+    "rm-opt rlhf outputs/rlhf": Run("rm-opt rlhf --help", prints="--algorithm"),
+    "rm-opt rlhf outputs/mine --policy MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo": Run(
         "! rm-opt rlhf outputs/mine --policy ./MODEL --data pairs.jsonl model=minilm rlhf.algorithm=rloo 2>&1",
         prints="error: ./MODEL cannot be loaded as a policy",
         slow=True,
     ),
     "rm-opt rlhf outputs/served --policy MODEL --prompts prompts.jsonl --reward-model outputs/run/best "
-    "--server http://127.0.0.1:8000": Way("rm-opt rlhf --help", prints="--server"),
-    "rm-opt ensemble train --seeds 5 --output outputs/ensemble": Way(
+    "--server http://127.0.0.1:8000": Run("rm-opt rlhf --help", prints="--server"),
+    "rm-opt ensemble train --seeds 5 --output outputs/ensemble": Run(
         f"rm-opt ensemble train --seeds 2 --output outputs/ensemble --false-positive-rate 0.3 {FEW}",
         prints="2 members, standardized on 16 responses",
         slow=True,
     ),
     "rm-opt ensemble join outputs/ensemble/seed-0/best outputs/ensemble/seed-1/best --data pairs.jsonl "
-    "--output outputs/joined": Way(prints="outputs/joined/ensemble.json", slow=True),
+    "--output outputs/joined": Run(prints="outputs/joined/ensemble.json", slow=True),
     'rm-opt score outputs/ensemble --ensemble mean --prompt "Explain chess" --response "Start with pawns." '
-    '--response "No."': Way(prints=" ± ", slow=True),
-    "rm-opt score outputs/ensemble responses.jsonl pessimistic.jsonl --ensemble uwo --penalty 1.0": Way(
+    '--response "No."': Run(prints=" ± ", slow=True),
+    "rm-opt score outputs/ensemble responses.jsonl pessimistic.jsonl --ensemble uwo --penalty 1.0": Run(
         f"{RESPONSES} && rm-opt score outputs/ensemble responses.jsonl pessimistic.jsonl --ensemble uwo",
         prints="2 rows scored by 2 members",
         slow=True,
     ),
-    "rm-opt select pool.jsonl --model outputs/run/best --k 100 --out to_label.csv": Way(
+    "rm-opt select pool.jsonl --model outputs/run/best --k 100 --out to_label.csv": Run(
         'sed -e "s/\\"chosen\\"/\\"response_a\\"/; s/\\"rejected\\"/\\"response_b\\"/" pairs.jsonl > pool.jsonl && '
         "rm-opt select pool.jsonl --model outputs/run/best --k 6 --out to_label.csv",
         prints="6 of 80 unlabeled pairs",
         slow=True,
     ),
-    "rm-opt train data.train=pairs.jsonl data.curriculum=margins.jsonl data.curriculum_quantiles=true": Way(
+    "rm-opt train data.train=pairs.jsonl data.curriculum=margins.jsonl data.curriculum_quantiles=true": Run(
         "rm-opt train data.train=pairs.jsonl data.curriculum=margins.jsonl data.curriculum_quantiles=true --cfg job",
         prints="curriculum: margins.jsonl",
     ),
-    "rm-opt label to_label.csv": Way("rm-opt label --help", prints="--port"),
-    "rm-opt label-import to_label.csv --out labels.jsonl": Way(
+    "rm-opt label to_label.csv": Run("rm-opt label --help", prints="--port"),
+    "rm-opt label-import to_label.csv --out labels.jsonl": Run(
         "sed -i -E '2,$s/,\\r?$/,A/' to_label.csv && rm-opt label-import to_label.csv --out labels.jsonl",
         prints="6 pairs of 6 answers",
         slow=True,
     ),
-    "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Way(prints="pairs stay: kept.jsonl"),
-    "rm-opt study readiness readiness_study --worlds development": Way(
+    "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Run(prints="pairs stay: kept.jsonl"),
+    "rm-opt study readiness readiness_study --worlds development": Run(
         "rm-opt study readiness --help", prints="--worlds"
     ),
-    "rm-opt study readiness readiness_study --worlds test": Way(
+    "rm-opt study readiness readiness_study --worlds test": Run(
         "! rm-opt study readiness readiness_study --worlds test --models 6 --steps 10 2>&1",
         prints="--worlds development",
     ),
-    "rm-opt report outputs/run": Way(prints="page: outputs/run/report/index.html", slow=True),
-    "rm-opt report outputs/optimizers": Way("rm-opt report --help", prints="--format"),
-    "rm-opt report outputs --serve": Way("rm-opt report --help", prints="--serve"),
-    "rm-opt report outputs/run --format md": Way(prints="## Known weaknesses", slow=True),
-    "rm-opt study cleaning outputs/cleaning": Way(
+    "rm-opt report outputs/run": Run(prints="page: outputs/run/report/index.html", slow=True),
+    "rm-opt report outputs/optimizers": Run("rm-opt report --help", prints="--format"),
+    "rm-opt report outputs --serve": Run("rm-opt report --help", prints="--serve"),
+    "rm-opt report outputs/run --format md": Run(prints="## Known weaknesses", slow=True),
+    "rm-opt study cleaning outputs/cleaning": Run(
         "rm-opt study cleaning outputs/cleaning --splits 2 --pairs 60", prints="AUROC: turned labels"
     ),
-    "rm-opt study labels outputs/labels --data pairs.jsonl --splits 100 --budget 512": Way(
+    "rm-opt study labels outputs/labels --data pairs.jsonl --splits 100 --budget 512": Run(
         "rm-opt study labels outputs/labels --data pairs.jsonl --splits 2 --budget 16 --start 8 --batch 8",
         prints="labels saved at 16 labels",
         slow=True,
     ),
-    "rm-opt study labels outputs/labels": Way("rm-opt study labels --help", prints="--flips"),
-    "rm-opt scaling outputs/scaling data.train=pairs.jsonl model=minilm --sizes 500,1000,2000,4000 --gain 2": Way(
+    "rm-opt study labels outputs/labels": Run("rm-opt study labels --help", prints="--flips"),
+    "rm-opt scaling outputs/scaling data.train=pairs.jsonl model=minilm --sizes 500,1000,2000,4000 --gain 2": Run(
         "rm-opt scaling --help", prints="--gain"
     ),
-    "rm-opt doctor outputs/run/best --data pairs.jsonl": Way(
+    "rm-opt doctor outputs/run/best --data pairs.jsonl": Run(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",
         prints="verdict:",
@@ -430,7 +430,7 @@ def leaves(options: dict[str, object], prefix: str = "") -> Iterator[str]:
 
 def test_every_documented_command_is_run_by_this_file():
     missing = [command for command in documented() if command not in WAYS]
-    assert missing == [], "give each a Way in WAYS"
+    assert missing == [], "give each a Run in WAYS"
 
 
 def test_no_way_is_left_of_a_command_that_is_gone():

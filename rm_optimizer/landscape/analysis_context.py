@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class AnalysisSubject:
+class AnalysisInput:
     """Weights and pairs of an analysis, for whoever reads its results alone.
 
     Args:
@@ -68,7 +68,7 @@ class AnalysisResult(Generic[ResultT]):
     result: ResultT
     is_partial: bool
     is_kept: bool = True
-    subject: AnalysisSubject | None = None
+    subject: AnalysisInput | None = None
 
     def to_json(self) -> str:
         """The result as JSON text, after the version of its entries and what was measured."""
@@ -92,7 +92,7 @@ class AnalysisContext:
     config: LandscapeConfig
     folder: Path
     on_progress: Callable[[str, int, int | None, str], None] = lambda what, done, total, remark: None
-    subject: AnalysisSubject | str = ""
+    subject: AnalysisInput | str = ""
 
     @property
     def solver_options(self) -> SpectrumOptions:

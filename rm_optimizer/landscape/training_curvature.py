@@ -13,7 +13,7 @@ from torch import Tensor
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, ReadCurvature
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.scaled import ScaledDifferences
@@ -88,7 +88,7 @@ class _Measurement:
     vectors: Tensor | None = None
     scaled_vectors: Tensor | None = None
 
-    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
+    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
         """Curvature at the present weights; with a scale of each parameter, the preconditioned sharpness too."""
         dtype = torch.float64 if self.model.reward_head.weight.dtype == torch.float64 else torch.float32
         with measuring(self.model, self.micro_batches, self.loss, dtype=dtype, twice=False) as objective:
@@ -97,7 +97,7 @@ class _Measurement:
             self.vectors = top.vectors
             random = RandomVectors(hessian, self.seed + 1)
             sharpness = None if scales is None else self._sharpness(objective, hessian, scales)
-            return CurvatureReading(
+            return CurvatureMeasurement(
                 top_eigenvalue=top.value,
                 residual=top.residual,
                 trace=student_mean(np.array([hessian.along(random.signs(1)[0]) for _ in range(NUM_PROBES)])),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading, MeasureCurvature, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature, ReadCurvature
 from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.optim.stability import Stability, stability_of
@@ -218,7 +218,7 @@ def _by_name(model: nn.Module, stability: Stability) -> dict[str, Tensor] | None
     return None if scales is None else {name: scales[p] for name, p in model.named_parameters() if p in scales}
 
 
-def curvature_values(reading: CurvatureReading) -> dict[str, float]:
+def curvature_values(reading: CurvatureMeasurement) -> dict[str, float]:
     """The numbers of a measurement, as logged; what is unknown is NaN."""
     error, sharpness = reading.trace.standard_error, reading.preconditioned_sharpness
     return {

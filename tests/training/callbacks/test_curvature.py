@@ -23,7 +23,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_reading import CurvatureReading, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, ReadCurvature
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.loading import load_measured_loss
@@ -59,7 +59,7 @@ class PowerIteration:
     def __call__(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> ReadCurvature:
         return lambda scales=None: self.reading(model, batches, loss)
 
-    def reading(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> CurvatureReading:
+    def reading(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> CurvatureMeasurement:
         parameters = [p for p in model.parameters() if p.requires_grad]
         assert all(p.grad is None for p in parameters)
         self.weights.append(torch.cat([p.detach().flatten().clone() for p in parameters]))
@@ -75,7 +75,7 @@ class PowerIteration:
         for p in parameters:
             p.grad = torch.ones_like(p)
         count = len(self.pairs[-1])
-        return CurvatureReading(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, count, 6.0, 6.0)
+        return CurvatureMeasurement(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, count, 6.0, 6.0)
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from rm_optimizer.schema import LossConfig
 
 
 @dataclass(frozen=True)
-class CurvatureReading:
+class CurvatureMeasurement:
     """Top eigenvalue and trace of the Hessian of the loss on a fixed set of pairs.
 
     Args:
@@ -45,7 +45,7 @@ class CurvatureReading:
 class ReadCurvature(Protocol):
     """Measurement of the weights as they are at the call."""
 
-    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureReading:
+    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
         """Reading of the Hessian, and of the Hessian in a scale of the parameters by their names if one is given."""
 
 
