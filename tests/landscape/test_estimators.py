@@ -129,9 +129,9 @@ def test_hutchinsons_error_falls_with_the_root_of_its_products() -> None:
 def test_xtraces_error_falls_faster_where_eigenvalues_decay() -> None:
     truth = float(spectra()["decaying"].sum())
     errors = [
-        root_mean_square_error(lambda seed, m=m: xtrace(operator("decaying"), m, seed=seed), truth) for m in (12, 96)
+        root_mean_square_error(lambda seed, m=m: xtrace(operator("decaying"), m, seed=seed), truth) for m in (12, 48)
     ]
-    assert errors[0] / errors[1] > 8  # in proportion to the products, where Hutchinson's falls by 2.8
+    assert errors[0] / errors[1] > 4  # in proportion to the products, where Hutchinson's falls by 2
 
 
 def test_xtrace_is_exact_for_a_matrix_of_low_rank() -> None:
@@ -168,7 +168,7 @@ def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int) -> None:
     """Two of three vectors of signs are often the same line there, and the third then stands alone."""
     matrix = torch.diag(torch.arange(1, dimension + 1, dtype=torch.float64))
     matrix = matrix + 0.3 * (torch.ones_like(matrix) - torch.eye(dimension, dtype=torch.float64))
-    values = [xtrace(MatrixOperator(matrix), 6, seed=seed).value for seed in range(2000)]
+    values = [xtrace(MatrixOperator(matrix), 6, seed=seed).value for seed in range(1000)]
     error = float(np.std(values)) / len(values) ** 0.5
     assert abs(np.mean(values) - float(matrix.trace())) < 3.5 * error
 
