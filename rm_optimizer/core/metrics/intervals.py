@@ -107,12 +107,11 @@ class StudentMean:
         return float(student_t.ppf(0.5 + CONFIDENCE / 2, self.freedom))
 
 
-def student_mean(samples: Float[np.ndarray, " samples"], *, widening: float = 1.0, bias: float = 0.0) -> Estimate:
+def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0) -> Estimate:
     """Mean of independent samples with Student's interval `mean ± t s / sqrt(n)`; one sample gets none.
 
     Args:
         samples: at least one.
-        widening: factor on the standard error of samples that are not quite independent.
         bias: size of an error that all samples share; adds to the standard error as an independent one does.
 
     Example:
@@ -122,7 +121,7 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, widening: float = 1.
     count, value = len(samples), float(samples.mean())
     if count < 2:
         return Estimate(value, None, count)
-    error = math.hypot(widening * float(samples.std(ddof=1)) / math.sqrt(count), bias)
+    error = math.hypot(float(samples.std(ddof=1)) / math.sqrt(count), bias)
     return StudentMean(value, error, count - 1, count).estimate
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from scipy.stats import chi2
-from scipy.stats import t as student
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
-from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.core.metrics.intervals import StudentMean, student_mean
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner
@@ -91,9 +90,9 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int, is_semi
         others = ~torch.eye(count, dtype=torch.bool, device=random.device)
         without_each = np.array([sketch.of(is_kept).estimates(tolerance).mean() for is_kept in others])
         error = math.sqrt((count - 1) * float(without_each.var()))
-    half = float(student.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
-    floor = min(float(compressed.trace()), value) if is_semidefinite else -math.inf
-    return Estimate(value, error, count, max(value - half, floor), value + half, IntervalKind.student)
+    found = StudentMean(value, error, count - 1, count).estimate
+    least = min(float(compressed.trace()), value)
+    return replace(found, low=max(found.low, least)) if is_semidefinite and found.low is not None else found
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ def test_the_mean_s_interval_is_student_s():
     estimate = student_mean(samples)
     assert (estimate.low, estimate.high, estimate.num_samples) == (pytest.approx(low), pytest.approx(high), 7)
     assert student_mean(samples[:1]) == Estimate(float(samples[0]), None, 1)
-    wide = student_mean(samples, widening=3.0, bias=4.0)
-    assert wide.standard_error == pytest.approx(math.hypot(3 * estimate.standard_error, 4.0))
+    biased = student_mean(samples, bias=4.0)
+    assert biased.standard_error == pytest.approx(math.hypot(estimate.standard_error, 4.0))
 
 
 def test_intervals_reduce_to_student_s_where_only_seeds_or_only_prompts_vary():
