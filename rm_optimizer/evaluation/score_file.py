@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -218,11 +218,15 @@ def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Pat
 
 
 def _summary(log: Ledger) -> ScoredFile:
-    chunks = [{"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values()]
-    names = [field.name for field in fields(ScoredFile)]
-    known = [name for name in names if all(name in chunk for chunk in chunks)]
-    counts: dict[str, Any] = dict.fromkeys(names)
-    return ScoredFile(**counts | {name: sum(chunk[name] for chunk in chunks) for name in known})
+    return summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
+
+
+def summed_counts(pieces: Iterable[Mapping[str, int | None]]) -> ScoredFile:
+    """Sums over the pieces of a file, each with counts by the names of `ScoredFile`; one that a piece lacks is None."""
+    each = [*pieces]
+    columns = {field.name: [piece.get(field.name) for piece in each] for field in fields(ScoredFile)}
+    sums: dict[str, Any] = {name: None if None in counts else sum(counts) for name, counts in columns.items()}
+    return ScoredFile(**sums)
 
 
 def _write_target(source: Path, target: Path, log: Ledger) -> None:

@@ -19,7 +19,7 @@ from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, flat_groups, pr
 from rm_optimizer.core.rows.messages import read_prompt
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.score_file import ScoredFile, require_finite, require_new, score_counted
+from rm_optimizer.evaluation.score_file import ScoredFile, require_finite, require_new, score_counted, summed_counts
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
@@ -334,20 +334,11 @@ def _rank_rest(
 
 def _counts(log: Ledger) -> ScoredFile:
     """Counts over all pieces of a ledger."""
-    rows = responses = 0
-    cut: list[list[int | None]] = [[], []]
-    for piece in log.values():
-        rows += len(piece["rows"])
-        responses += sum(len(row["responses"]) for row in piece["rows"])
-        cut[0].append(piece["num_prompt_cut"])
-        cut[1].append(piece["num_response_cut"])
-    return ScoredFile(rows, responses, *map(_sum_known, cut))
-
-
-def _sum_known(counts: Sequence[int | None]) -> int | None:
-    """Sum of counts; None if one is unknown."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    pieces = ((piece.pop("rows"), piece) for piece in log.values())
+    return summed_counts(
+        {"num_rows": len(rows), "num_responses": sum(len(row["responses"]) for row in rows), **cuts}
+        for rows, cuts in pieces
+    )
 
 
 def _write(path: Path, log: Ledger) -> None:
