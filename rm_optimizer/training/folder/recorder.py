@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loggers import Logger
 
 from rm_optimizer.records.disk import writing
-from rm_optimizer.records.files import replacing
+from rm_optimizer.records.files import csv_table, replacing
 from rm_optimizer.records.run_folder import METRICS_FILE, read_rows
 
 COLUMNS = {
@@ -130,7 +129,7 @@ class MetricsCSV(Logger):
             if self._row_start is None:
                 self._row_start = self._file.tell()
             self._file.truncate(self._row_start)
-            csv.DictWriter(self._file, self._header, lineterminator="\n").writerow(self._row)
+            csv_table(self._file, self._header).writerow(self._row)
         self._is_written = True
 
     def _open(self) -> TextIO:
@@ -139,7 +138,7 @@ class MetricsCSV(Logger):
             self._row = {name: cell for name, cell in kept.pop().items() if cell} | self._row
         self._header = list(dict.fromkeys([*(kept[0] if kept else ()), *self._header]))
         with replacing(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._header, lineterminator="\n")
+            writer = csv_table(file, self._header)
             writer.writeheader()
             writer.writerows(kept)
         self._resume_step = None
