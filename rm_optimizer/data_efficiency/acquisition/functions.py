@@ -244,11 +244,12 @@ class StochasticBALD(BALD):
         self.sharpness = sharpness
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        with np.errstate(divide="ignore"):
-            scores = self.sharpness * np.log(self.scores(pool)[pool.unlabeled])
-        if are_equal(np.exp(scores)):
+        scores = self.scores(pool)[pool.unlabeled]
+        if are_equal(scores):
             self._warn_of_chance()
-        keys = np.where(np.isneginf(scores), -1e300 * generator.random(len(scores)), scores)
+        with np.errstate(divide="ignore"):
+            logs = self.sharpness * np.log(scores)
+        keys = np.where(np.isneginf(logs), -1e300 * generator.random(len(logs)), logs)
         return pool.unlabeled[_best(keys + generator.gumbel(size=len(keys)), k, generator)]
 
 

@@ -104,10 +104,8 @@ def _file_margins(path: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for number, row in read_rows(path, refuse):
         try:
-            key, margin = (
-                str(row["pair_id"]),
-                float(row["margin"] if "margin" in row else row["chosen"] - row["rejected"]),
-            )
+            key = str(row["pair_id"])
+            margin = float(row["margin"] if "margin" in row else row["chosen"] - row["rejected"])
         except (KeyError, TypeError, ValueError):
             shown = json.dumps(row, default=str)[:80]
             refuse(number, f"expected pair_id and margin, or the rewards chosen and rejected, got {shown}")
