@@ -32,10 +32,10 @@ class HessianSpectrum(JsonRecord, indent=2):
     Args:
         eigenvalues: those computed, descending.
         residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
-        error_bounds: distance from each within which an eigenvalue lies: the residual, or `residual^2 / gap` where the
-            gap to the other values is resolved; rounding included.
-        converged: True for each value whose residual is within the tolerance and whose magnitude is above what rounding
-            of products may move it by.
+        error_bounds: distance from each within which an eigenvalue lies: the residual, or `4 residual^2 / gap` where
+            the gap to the other values is resolved; rounding included.
+        converged: True for each value whose error bound is within the tolerance, whose residual is within 2.5 times it
+            and whose magnitude is above what rounding of products may move it by.
         num_top: number of the first values that are the largest of all, with none missing between them.
         num_bottom: number of the last values that are the smallest of all, with none missing between them.
         num_overlooked: values that a search beside those of Lanczos added, such as copies; None where it did not take

@@ -31,7 +31,7 @@ def decaying(dtype: torch.dtype = torch.float64) -> MatrixOperator:
 
 def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where_too_small(caplog) -> None:
     analyzer = HessianAnalyzer(reward_model(), params=INNER, dtype=torch.float64)
-    free = SpectrumOptions(which="largest", product="reverse")
+    free = SpectrumOptions(which="largest", product="reverse", tolerance=1e-4)
     with caplog.at_level("INFO", logger="rm_optimizer"):
         found = analyzer.compute_spectrum(pairs(), top_k=2, options=free)
     before, after = caplog.messages[-2:]
@@ -49,7 +49,7 @@ def test_a_basis_without_a_limit_fits_into_half_of_the_free_memory_or_is_refused
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     analyzer = HessianAnalyzer(reward_model(), params=INNER, dtype=torch.float64)
-    options = SpectrumOptions(which="largest", product="reverse")
+    options = SpectrumOptions(which="largest", product="reverse", tolerance=1e-4)
     found = analyzer.compute_spectrum(pairs(), top_k=2, options=options)
     vector = 8 * found.num_parameters
     monkeypatch.setattr(solve, "free_bytes", lambda device: 2.0 * 8 * vector)
@@ -72,11 +72,12 @@ def test_a_bounded_basis_finds_the_same_values(top_k: int, which: End, most: int
         operator,
         top_k,
         which=which,
+        tolerance=1e-4,
         max_basis=most,
         state=state,
         on_iteration=lambda progress: sizes.append(len(state.basis)),
     )
-    unbounded = lanczos(operator, top_k, which=which)
+    unbounded = lanczos(operator, top_k, which=which, tolerance=1e-4)
     assert max(sizes) == most < len(sizes)
     assert all(found.converged)
     assert num_wrong(found, extreme(operator.matrix.double(), top_k, which)) == 0
