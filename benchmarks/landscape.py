@@ -46,6 +46,7 @@ from landscape_oracle import measure_oracle
 from landscape_subjects import SHAPES, Subject, ours, prepare, some, timed
 from transformers.utils import logging as transformers_logging
 
+from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
@@ -59,6 +60,7 @@ PRECISE, ACCURATE = 1e-5, 1e-3
 TIGHTER = ((1e-4, 1_000), (1e-6, 100_000))
 """PyHessian's `tol` and `maxIter`, beyond its defaults."""
 FURTHER_STEPS = (1, 10, 50)
+DENSITY_STEPS = 3
 LEAN: dict[str, Callable[[int], dict[str, Any]]] = {
     "": lambda top_k: {},
     "bounded": lambda top_k: {"max_basis": 2 * top_k},
@@ -66,7 +68,7 @@ LEAN: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """Ways to save memory, by the name that follows `memory_ratio`: the default, a basis of twice as many vectors as
 eigenvalues, and no kept graphs."""
-PARTS = ("oracle", "spectrum", "gradients", "gauss_newton", "warm", "memory", "growth")
+PARTS = ("oracle", "spectrum", "gradients", "gauss_newton", "density", "warm", "memory", "growth")
 Results = dict[str, float]
 WORST: dict[str, Callable[[list[float]], float]] = {
     "products_over_oracle_top5": max,
@@ -254,6 +256,20 @@ def measure_gauss_newton(args: argparse.Namespace, subject: Subject) -> Results:
     return {"gauss_newton_exact_gradients": median(ratios[1:]), "gauss_newton_eigenvalues": len(spectrum.values)}
 
 
+def measure_density(args: argparse.Namespace, subject: Subject) -> Results:
+    """Time of a density's four random vectors in lockstep, in that of one after the other, where graphs are rebuilt."""
+    ratios = []
+    with measuring(subject.model, subject.batches, LossConfig()) as objective:
+        operator = HessianOperator(objective, product="reverse")
+        for _ in range(args.rounds):
+            alone, lockstep = (
+                timed(partial(spectral_density, operator, num_steps=DENSITY_STEPS, seed=0, at_once=at_once))[1]
+                for at_once in (1, 4)
+            )
+            ratios.append(lockstep / alone)
+    return {"density_lockstep_ratio": median(ratios)}
+
+
 def measure_warm(args: argparse.Namespace, subject: Subject) -> Results:
     """Products of the top 1 and top 5 of later weights, from the vectors of these and from a random one."""
     tops, base = (1, min(5, args.top_k)), subject.step
@@ -336,6 +352,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Subject], Results]] = {
     "spectrum": measure_spectrum,
     "gradients": measure_gradients,
     "gauss_newton": measure_gauss_newton,
+    "density": measure_density,
     "warm": measure_warm,
     "memory": measure_memory,
     "growth": measure_growth,

@@ -53,7 +53,7 @@ class SpectrumOptions:
     Args:
         which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each, of a Gauss-Newton or Fisher
             matrix the largest alone, since its smallest are 0.
-        tolerance: residual of each eigenvalue, relative to it.
+        tolerance: error bound of each eigenvalue, relative to it.
         max_products: most products of the solver; None is its own.
         max_basis: most vectors that `lanczos` holds, `FEWEST_SPARE` more than eigenvalues or more; None sets no limit.
             Twice as many as eigenvalues cost few products more.
@@ -299,7 +299,7 @@ def _by_lanczos(
             raise
         kept.save()
         operator.release()
-        found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
+        found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance, start)
         return Solution(matrix.widened(found), is_interrupted=True, seconds_before=seconds_before)
     kept.save()
     state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
@@ -321,8 +321,7 @@ def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOption
     wanted, size = num_wanted(matrix.dimension, top_k, options.which), _bytes_of_vector(matrix)
     kept = wanted if options.keep_vectors else min(options.num_sampled, wanted)
     least = min(wanted + FEWEST_SPARE, matrix.dimension)
-    limit = options.vector_bytes
-    has = int((1 - GRAPH_SHARE) * free_bytes(matrix.device)) if limit is None else limit
+    limit, has = options.vector_bytes, memory_of_vectors(matrix.device, options)
     room = has // size - kept
     if room < least:
         name = "half of the free memory" if limit is None else "the limit"
@@ -336,6 +335,12 @@ def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOption
         return options.max_basis
     most = min(room, options.max_basis or room)
     return None if most >= matrix.dimension else most
+
+
+def memory_of_vectors(device: torch.device, options: SpectrumOptions) -> int:
+    """Bytes that vectors may take: the limit, or the free memory that kept graphs leave."""
+    limit = options.vector_bytes
+    return int((1 - GRAPH_SHARE) * free_bytes(device)) if limit is None else limit
 
 
 def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, most_vectors: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from rm_optimizer.landscape.estimates.by_source import PairCurvatures, pair_indices
 from rm_optimizer.landscape.estimates.cross_fitting import (
@@ -18,9 +19,10 @@ from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error
 from rm_optimizer.landscape.estimates.sharpness import local_geometry
 from rm_optimizer.landscape.estimates.trace import estimate_trace
-from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputOperator
+from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, LossOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
-from rm_optimizer.landscape.solve import Solution, SpectrumOptions, known_ends
+from rm_optimizer.landscape.operators.products import KeptGraph
+from rm_optimizer.landscape.solve import Solution, SpectrumOptions, known_ends, memory_of_vectors
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 
@@ -74,7 +76,12 @@ def _estimate(
     removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
     if options.density_probes:
         found.density = spectral_density(
-            operator, num_probes=options.density_probes, num_steps=options.density_steps, seed=seed + 1, found=removable
+            operator,
+            num_probes=options.density_probes,
+            num_steps=options.density_steps,
+            seed=seed + 1,
+            found=removable,
+            at_once=_probes_at_once(operator, options),
         )
         found.trace = found.trace or found.density.moment(1)
     if found.trace is None and options.trace_products:
@@ -86,6 +93,14 @@ def _estimate(
             found=removable,
             is_semidefinite=not is_hessian,
         )
+
+
+def _probes_at_once(operator: LossOperator, options: SpectrumOptions) -> int:
+    """Random vectors whose Lanczos bases fit into memory together; 1 where products share nothing."""
+    if isinstance(operator, HessianOperator) and operator.product == KeptGraph.name:
+        return 1
+    basis = (options.density_steps + 1) * operator.dimension * torch.finfo(operator.dtype).bits // 8
+    return max(1, min(VECTORS_AT_ONCE, memory_of_vectors(operator.device, options) // basis))
 
 
 def _add_sampling(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates import sampling
-from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve, spectral_density
+from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error, weighted_means
 from rm_optimizer.landscape.estimates.trace import (
     TRACE_ESTIMATORS,
@@ -26,32 +24,13 @@ from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperato
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.vectors import RandomVectors
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from rm_optimizer.schema.landscape import TraceMethod
+from tests.landscape.matrices import SIZE, operator, spectra, top
 from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
 
-SIZE, SEEDS = 120, 200
+SEEDS = 200
 COVERAGE = (0.90, 0.99)
 Make = Callable[[int], Estimate]
-
-
-@cache
-def spectra() -> dict[str, Tensor]:
-    rank = torch.arange(1, SIZE + 1, dtype=torch.float64)
-    signs = torch.where(torch.rand(SIZE, generator=torch.Generator().manual_seed(0)) < 0.4, -1.0, 1.0)
-    return {"decaying": 10 / rank, "indefinite": 10 * rank**-0.7 * signs, "flat": 1 + rank / SIZE}
-
-
-@cache
-def operator(name: str) -> MatrixOperator:
-    drawn = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    basis = torch.linalg.qr(drawn)[0]
-    return MatrixOperator((basis * spectra()[name]) @ basis.T)
-
-
-@cache
-def top(name: str) -> Eigenpairs:
-    return lanczos(operator(name), 10, which="magnitude", tolerance=1e-4)
 
 
 def coverage(make: Make, truth: float) -> float:
@@ -209,34 +188,6 @@ def test_too_few_products_are_refused() -> None:
         xtrace(operator("flat"), 4, seed=0)
 
 
-def test_a_full_quadrature_has_the_moments_of_the_matrix() -> None:
-    values = spectra()["indefinite"][:12]
-    basis = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
-    matrix = (basis * values) @ basis.T
-    density = spectral_density(MatrixOperator(matrix), num_probes=600, num_steps=4, seed=0)
-    for power in (0, 1, 2, 3, 4):
-        moment = density.moment(power)
-        error = moment.standard_error or 1e-9
-        assert abs(moment.value - float((values**power).sum())) < 4 * error + 1e-9
-
-
-def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part() -> None:
-    values = spectra()["indefinite"][:6]
-    known = lanczos(MatrixOperator(torch.diag(values)), 6, tolerance=1e-10)
-    density = spectral_density(MatrixOperator(torch.diag(values)), num_probes=5, seed=0, found=known)
-    assert (density.nodes, density.num_products) == ((), 0)
-    assert density.exact == tuple(known.values.tolist())
-    for power in (1, 2):
-        moment = density.moment(power)
-        assert (moment.value, moment.standard_error) == (pytest.approx(float((values**power).sum())), 0)
-    absolute = density.statistic(lambda v: np.abs(v)[None], lambda totals: totals[0])
-    assert (absolute.value, absolute.standard_error) == (pytest.approx(float(values.abs().sum())), 0)
-    curve = density_curve(density)
-    assert float(np.trapezoid(curve.density, curve.grid)) == pytest.approx(1, abs=1e-3)
-    assert not curve.standard_error.any()
-    assert SpectralDensity.from_json(density.to_json()) == density
-
-
 @pytest.mark.parametrize("num_steps", [2, 5])
 def test_a_rule_of_one_step_less_is_the_one_that_fewer_steps_give(num_steps: int) -> None:
     longer = spectral_density(operator("indefinite"), num_probes=3, num_steps=num_steps + 1, seed=0)
@@ -244,54 +195,6 @@ def test_a_rule_of_one_step_less_is_the_one_that_fewer_steps_give(num_steps: int
     found = longer._one_step_less()
     np.testing.assert_allclose(found.nodes, shorter.nodes, rtol=1e-9)
     np.testing.assert_allclose(found.weights, shorter.weights, rtol=1e-9)
-
-
-def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own() -> None:
-    truth = float((spectra()["decaying"] ** 6).sum())
-    moments = [
-        spectral_density(operator("decaying"), num_probes=10, num_steps=3, seed=seed).moment(6) for seed in range(50)
-    ]
-    held = [moment.low <= truth <= moment.high for moment in moments]  # type: ignore[operator]
-    assert np.mean(held) >= COVERAGE[0]
-
-
-def test_one_node_is_exact_where_no_second_step_is_possible() -> None:
-    density = spectral_density(MatrixOperator(3 * torch.eye(10, dtype=torch.float64)), num_probes=4, seed=0)
-    root = density.statistic(lambda v: np.sqrt(np.abs(v))[None], lambda totals: totals[0])
-    assert root.value == pytest.approx(10 * 3**0.5)
-    assert root.standard_error == pytest.approx(0, abs=1e-9)
-
-
-def test_a_density_of_one_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 1 probe of 2 steps, got 5 of 1"):
-        spectral_density(operator("flat"), num_probes=5, num_steps=1, seed=0)
-
-
-def test_density_moments_of_a_models_hessian() -> None:
-    known = dense("bert")
-    matrix = MatrixOperator(known.hessian)
-    found = lanczos(matrix, 20, which="both", tolerance=1e-5)
-    density = spectral_density(matrix, num_probes=20, num_steps=5, seed=0, found=found)
-    assert density.num_products == 100
-    frobenius = float(known.hessian.norm())
-    assert density.moment(2).value ** 0.5 == pytest.approx(frobenius, rel=0.01)
-    trace = density.moment(1)
-    assert abs(trace.value - float(known.hessian.trace())) < 3 * trace.standard_error  # type: ignore[operator]
-
-
-def test_the_density_on_a_grid_integrates_to_one_and_survives_json() -> None:
-    density = spectral_density(operator("decaying"), num_probes=3, num_steps=5, seed=0, found=top("decaying"))
-    grid = np.linspace(-5, 15, 4001)
-    assert float(np.trapezoid(density.on_grid(grid, width=0.2), grid)) == pytest.approx(1, abs=1e-6)
-    assert SpectralDensity.from_json(density.to_json()) == density
-
-
-def test_the_curve_has_no_gaps_between_the_nodes_of_a_rule() -> None:
-    density = spectral_density(operator("flat"), num_probes=2, num_steps=6, seed=0)
-    curve = density_curve(density)
-    inside = (curve.grid > 1.1) & (curve.grid < 1.9)  # the eigenvalues lie evenly between 1 and 2
-    assert float(curve.density[inside].min()) > 0.2
-    assert float(np.trapezoid(curve.density, curve.grid)) == pytest.approx(1, abs=1e-2)
 
 
 def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from scipy.linalg import eigh_tridiagonal, hessenberg
 
@@ -16,7 +17,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, length
 from rm_optimizer.landscape.solvers.krylov import KrylovState
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, extend
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, absorb
 from rm_optimizer.records.codec import JsonRecord
 
 Terms = Callable[[np.ndarray], np.ndarray]
@@ -110,7 +111,13 @@ class SpectralDensity(JsonRecord):
 
 
 def spectral_density(
-    operator: SymmetricOperator, *, num_probes: int = 4, num_steps: int = 25, seed: int, found: Eigenpairs | None = None
+    operator: SymmetricOperator,
+    *,
+    num_probes: int = 4,
+    num_steps: int = 25,
+    seed: int,
+    found: Eigenpairs | None = None,
+    at_once: int = 1,
 ) -> SpectralDensity:
     """Stochastic Lanczos quadrature (Ubaru, Chen & Saad, 2017; Ghorbani, Krishnan & Xiao, 2019, arXiv:1901.10159).
 
@@ -124,6 +131,8 @@ def spectral_density(
         num_steps: Lanczos steps of each; the change by the last one estimates the error.
         seed: of the vectors.
         found: eigenpairs to deflate; None deflates none.
+        at_once: random vectors whose iterations take their products together, each of which holds its own basis. Where
+            the operator builds a graph anew in each call, they share it. The numbers are the same.
 
     Raises:
         ConfigError: if there is no probe, or fewer than two steps.
@@ -134,22 +143,36 @@ def spectral_density(
     random = RandomVectors(operator, seed)
     nodes, weights, products = [], [], 0
     free = operator.dimension - (0 if found is None else len(found.values))
-    for _ in range(num_probes if free else 0):
-        probe = random.signs(1)
-        probe = rest.project(probe) if isinstance(rest, DeflatedOperator) else probe
-        size = length(probe[0])
-        state = KrylovState()
-        state.basis.append(probe[0] / size)
-        for _ in range(min(num_steps, free)):
-            extend(rest, state, random)
-            if state.num_restarts:
-                break
-        theta, vectors = state.ritz()
-        nodes.append(tuple(theta.tolist()))
-        weights.append(tuple((size**2 * vectors[0] ** 2).tolist()))
-        products += state.num_products
+    for start in range(0, num_probes if free else 0, at_once):
+        for size, state in _iterated(rest, min(at_once, num_probes - start), min(num_steps, free), random):
+            theta, vectors = state.ritz()
+            nodes.append(tuple(theta.tolist()))
+            weights.append(tuple((size**2 * vectors[0] ** 2).tolist()))
+            products += state.num_products
     exact = () if found is None else tuple(found.values.tolist())
     return SpectralDensity(exact, tuple(nodes), tuple(weights), operator.dimension, products)
+
+
+def _iterated(
+    operator: SymmetricOperator, num_probes: int, num_steps: int, random: RandomVectors
+) -> list[tuple[float, KrylovState]]:
+    """Lengths of random vectors, and Lanczos iterations from them in lockstep, each until its space is used up."""
+    probes: list[tuple[float, KrylovState]] = []
+    for _ in range(num_probes):
+        probe = random.signs(1)
+        probe = operator.project(probe) if isinstance(operator, DeflatedOperator) else probe
+        state = KrylovState()
+        state.basis.append(probe[0] / length(probe[0]))
+        probes.append((length(probe[0]), state))
+    running = [state for _, state in probes]
+    for _ in range(num_steps):
+        if not running:
+            break
+        products = operator.apply(torch.stack([state.basis.last() for state in running]))
+        for state, product in zip(running, products, strict=True):
+            absorb(operator, state, random, product)
+        running = [state for state in running if not state.num_restarts]
+    return probes
 
 
 def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,126 @@
+"""A spectral density has the moments of its matrix, and what is known stands in it exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.landscape import HessianAnalyzer, SpectrumOptions
+from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve, spectral_density
+from rm_optimizer.landscape.operators.base import MatrixOperator
+from rm_optimizer.landscape.operators.products import ReverseOverReverse
+from rm_optimizer.landscape.solvers.lanczos import lanczos
+from tests.landscape.matrices import operator, spectra, top
+from tests.landscape.worlds import INNER, dense, pairs, reward_model
+
+
+def test_a_full_quadrature_has_the_moments_of_the_matrix() -> None:
+    values = spectra()["indefinite"][:12]
+    basis = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    matrix = (basis * values) @ basis.T
+    density = spectral_density(MatrixOperator(matrix), num_probes=600, num_steps=4, seed=0)
+    for power in (0, 1, 2, 3, 4):
+        moment = density.moment(power)
+        error = moment.standard_error or 1e-9
+        assert abs(moment.value - float((values**power).sum())) < 4 * error + 1e-9
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 7])
+def test_random_vectors_in_lockstep_give_the_density_of_one_after_the_other(at_once: int) -> None:
+    """Of rank 3, so that each iteration ends early."""
+    low_rank = MatrixOperator(torch.diag(torch.tensor([3.0, 2.0, 1.0] + [0.0] * 9, dtype=torch.float64)))
+    for matrix, found in ((operator("decaying"), top("decaying")), (low_rank, None)):
+        alone = spectral_density(matrix, num_probes=5, num_steps=6, seed=3, found=found)
+        together = spectral_density(matrix, num_probes=5, num_steps=6, seed=3, found=found, at_once=at_once)
+        assert together.num_products == alone.num_products
+        for ours, expected in zip(together.nodes + together.weights, alone.nodes + alone.weights, strict=True):
+            assert ours == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_random_vectors_share_the_graphs_that_products_build_as_far_as_memory_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs: list[object] = []
+    build = ReverseOverReverse.graph
+    monkeypatch.setattr(ReverseOverReverse, "graph", lambda self, batch: graphs.append(batch) or build(self, batch))
+    analyzer = HessianAnalyzer(reward_model("llama"), params=INNER, dtype=torch.float64)
+    options = SpectrumOptions(which="largest", product="reverse", density_probes=3, density_steps=8)
+    found = analyzer.compute_spectrum(pairs()[:2], top_k=1, options=options)
+    vector = 8 * found.num_parameters
+    densities, counts = [found.density], [len(graphs)]
+    for num_bases in (2, 1):
+        graphs.clear()
+        little = replace(options, vector_bytes=9 * num_bases * vector)
+        densities.append(analyzer.compute_spectrum(pairs()[:2], top_k=1, options=little).density)
+        counts.append(len(graphs))
+    assert np.diff(counts).tolist() == [8, 8]
+    assert densities[0].nodes == densities[1].nodes == densities[2].nodes  # type: ignore[union-attr]
+
+
+def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part() -> None:
+    values = spectra()["indefinite"][:6]
+    known = lanczos(MatrixOperator(torch.diag(values)), 6, tolerance=1e-10)
+    density = spectral_density(MatrixOperator(torch.diag(values)), num_probes=5, seed=0, found=known)
+    assert (density.nodes, density.num_products) == ((), 0)
+    assert density.exact == tuple(known.values.tolist())
+    for power in (1, 2):
+        moment = density.moment(power)
+        assert (moment.value, moment.standard_error) == (pytest.approx(float((values**power).sum())), 0)
+    absolute = density.statistic(lambda v: np.abs(v)[None], lambda totals: totals[0])
+    assert (absolute.value, absolute.standard_error) == (pytest.approx(float(values.abs().sum())), 0)
+    curve = density_curve(density)
+    assert float(np.trapezoid(curve.density, curve.grid)) == pytest.approx(1, abs=1e-3)
+    assert not curve.standard_error.any()
+    assert SpectralDensity.from_json(density.to_json()) == density
+
+
+def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own() -> None:
+    truth = float((spectra()["decaying"] ** 6).sum())
+    moments = [
+        spectral_density(operator("decaying"), num_probes=10, num_steps=3, seed=seed).moment(6) for seed in range(50)
+    ]
+    held = [moment.low <= truth <= moment.high for moment in moments]  # type: ignore[operator]
+    assert np.mean(held) >= 0.90
+
+
+def test_one_node_is_exact_where_no_second_step_is_possible() -> None:
+    density = spectral_density(MatrixOperator(3 * torch.eye(10, dtype=torch.float64)), num_probes=4, seed=0)
+    root = density.statistic(lambda v: np.sqrt(np.abs(v))[None], lambda totals: totals[0])
+    assert root.value == pytest.approx(10 * 3**0.5)
+    assert root.standard_error == pytest.approx(0, abs=1e-9)
+
+
+def test_a_density_of_one_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1 probe of 2 steps, got 5 of 1"):
+        spectral_density(operator("flat"), num_probes=5, num_steps=1, seed=0)
+
+
+def test_density_moments_of_a_models_hessian() -> None:
+    known = dense("bert")
+    matrix = MatrixOperator(known.hessian)
+    found = lanczos(matrix, 20, which="both", tolerance=1e-5)
+    density = spectral_density(matrix, num_probes=20, num_steps=5, seed=0, found=found)
+    assert density.num_products == 100
+    frobenius = float(known.hessian.norm())
+    assert density.moment(2).value ** 0.5 == pytest.approx(frobenius, rel=0.01)
+    trace = density.moment(1)
+    assert abs(trace.value - float(known.hessian.trace())) < 3 * trace.standard_error  # type: ignore[operator]
+
+
+def test_the_density_on_a_grid_integrates_to_one_and_survives_json() -> None:
+    density = spectral_density(operator("decaying"), num_probes=3, num_steps=5, seed=0, found=top("decaying"))
+    grid = np.linspace(-5, 15, 4001)
+    assert float(np.trapezoid(density.on_grid(grid, width=0.2), grid)) == pytest.approx(1, abs=1e-6)
+    assert SpectralDensity.from_json(density.to_json()) == density
+
+
+def test_the_curve_has_no_gaps_between_the_nodes_of_a_rule() -> None:
+    density = spectral_density(operator("flat"), num_probes=2, num_steps=6, seed=0)
+    curve = density_curve(density)
+    inside = (curve.grid > 1.1) & (curve.grid < 1.9)  # the eigenvalues lie evenly between 1 and 2
+    assert float(curve.density[inside].min()) > 0.2
+    assert float(np.trapezoid(curve.density, curve.grid)) == pytest.approx(1, abs=1e-2)
