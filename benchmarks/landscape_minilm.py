@@ -24,7 +24,7 @@ from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.curvature import HessianCallback, ReadingPlan
+from rm_optimizer.training.callbacks.curvature import HessianCallback, ReadingPlan, costs_in_steps
 
 LEARNING_RATE = 5e-5
 EVERY = 50
@@ -86,8 +86,8 @@ def measure_watching(args: argparse.Namespace) -> dict[str, float]:
     """Share of training time of the default readings by the clock, the preconditioned sharpness included.
 
     Runs of `--steps` steps without and with four evenly spaced readings take turns, `--rounds` of each. The share is
-    that of a run of `WATCHED_STEPS` steps, whose readings `ReadingPlan` spaces by their count of gradients, at these
-    seconds of a step and of each reading.
+    that of a run of `WATCHED_STEPS` steps, whose readings `ReadingPlan` spaces by their counted cost, at these seconds
+    of a step and of each reading.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
     rounds: list[list[tuple[float, CurvatureMeasurement]]] = []
@@ -98,36 +98,35 @@ def measure_watching(args: argparse.Namespace) -> dict[str, float]:
             every = {"training.hessian.every": args.steps // 3} if is_watched else {}
             with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", fit):
                 config = _training(args, Path(folder), **every)
+                pairs_a_step = config.batching.batch_size
                 callback = HessianCallback(config.training.hessian, _watched(readings))
                 train_reward_model(config, callbacks=[callback] if is_watched else [])
             print(f"  {'with' if is_watched else 'without'}: {seconds[is_watched][-1]:.1f} s", flush=True)
         rounds.append(readings)
     step = fmean(seconds[False]) / args.steps
     steps_of = [fmean(taken for taken, _ in column) / step for column in zip(*rounds, strict=True)]
-    counts = [reading.num_gradients for _, reading in rounds[0]]
-    for number, (taken, count) in enumerate(zip(steps_of, counts, strict=True)):
-        print(f"  reading {number}: {taken:.1f} steps, counted as {count:.1f} gradients")
-    shares = {f"watching_share_{steps}": _share_of(steps, steps_of, rounds[0]) for steps in WATCHED_STEPS}
+    costs = [costs_in_steps(reading, pairs_a_step) for _, reading in rounds[0]]
+    for number, (taken, (cost, _), (_, reading)) in enumerate(zip(steps_of, costs, rounds[0], strict=True)):
+        count = f"{cost:.1f}, {reading.num_gradients:.1f} gradients of {reading.num_tokens} tokens"
+        print(f"  reading {number}: {taken:.1f} steps, counted as {count}")
+    shares = {f"watching_share_{steps}": _share_of(steps, steps_of, costs) for steps in WATCHED_STEPS}
     extra = fmean(w - o for o, w in zip(seconds[False], seconds[True], strict=True)) / step
     return shares | {
         "watching_step_seconds": step,
         "watching_steps_first": steps_of[0],
         "watching_steps_later": fmean(steps_of[2:]),
-        "watching_gradients_later": fmean(counts[2:]),
+        "watching_counted_later": fmean(cost for cost, _ in costs[2:]),
         "watching_extra_steps_of_four": extra,
         "watching_steps_of_four": sum(steps_of),
     }
 
 
-def _share_of(
-    num_steps: int, steps_of: Sequence[float], readings: Sequence[tuple[float, CurvatureMeasurement]]
-) -> float:
+def _share_of(num_steps: int, steps_of: Sequence[float], costs: Sequence[tuple[float, float]]) -> float:
     """Share of a run's time, with the readings where `ReadingPlan` takes them; the last one stands for further ones."""
     plan, taken, number = ReadingPlan(0, num_steps), 0.0, 0
     while plan.due <= num_steps and number <= num_steps:
-        which = min(number, len(readings) - 1)
-        reading = readings[which][1]
-        plan.taken(plan.due, reading.num_gradients, reading.num_gradients_next)
+        which = min(number, len(costs) - 1)
+        plan.taken(plan.due, *costs[which])
         taken, number = taken + steps_of[which], number + 1
     return taken / (taken + num_steps)
 

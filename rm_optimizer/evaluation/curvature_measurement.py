@@ -26,6 +26,7 @@ class CurvatureMeasurement:
         trace: Hutchinson's estimate from random probes.
         num_products: Hessian-vector products spent; numbers ``v^T H v`` from the loss alone are not counted.
         num_pairs: pairs that the loss is averaged over.
+        num_tokens: tokens of their micro-batches, with padding.
         num_gradients: cost in gradients over these pairs; a number `v^T H v` is a third of one.
         num_gradients_next: the same of the next reading if the eigenvectors turn little until then.
         preconditioned_sharpness: largest eigenvalue of `S H S`, as `top_eigenvalue` a Rayleigh quotient; None where no
@@ -37,6 +38,7 @@ class CurvatureMeasurement:
     trace: Estimate
     num_products: int
     num_pairs: int
+    num_tokens: int
     num_gradients: float
     num_gradients_next: float
     preconditioned_sharpness: float | None = None

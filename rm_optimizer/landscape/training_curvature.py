@@ -103,6 +103,7 @@ class _Measurement:
                 trace=student_mean(np.array([hessian.along(random.signs(1)[0]) for _ in range(NUM_PROBES)])),
                 num_products=hessian.num_products,
                 num_pairs=objective.num_pairs,
+                num_tokens=sum(batch.num_padded_tokens for batch in self.micro_batches),
                 num_gradients=num_gradients(hessian.num_products, hessian.num_numbers),
                 num_gradients_next=num_gradients(self.num_products, 1 + NUM_PROBES)
                 + (0.0 if scales is None else num_gradients(1, 1) - 1),

@@ -157,7 +157,7 @@ class HessianConfig(Options, group="training.hessian"):
     enabled: bool = False
     """Measure the Hessian's top eigenvalue and trace while training; `every` turns it on, too."""
     every: int | None = within("[1, inf)", None)
-    """Optimizer steps between measurements; null spaces them evenly so that they take a tenth of all gradients."""
+    """Optimizer steps between measurements; null spaces them evenly, to a tenth of the time or less."""
     num_pairs: int = within("[1, inf)", 32)
     """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
     num_products: int = within("[1, 2]", 2)

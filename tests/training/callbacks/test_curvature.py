@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,13 @@ from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import lightning_module, train_reward_model
 from rm_optimizer.training.callbacks import curvature as training_curvature
 from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.callbacks.curvature import HessianCallback, ReadingPlan, undisturbed
+from rm_optimizer.training.callbacks.curvature import (
+    VECTOR_TOKENS,
+    HessianCallback,
+    ReadingPlan,
+    costs_in_steps,
+    undisturbed,
+)
 
 Build = Callable[..., TrainConfig]
 WATCHED = [
@@ -75,7 +82,7 @@ class PowerIteration:
         for p in parameters:
             p.grad = torch.ones_like(p)
         count = len(self.pairs[-1])
-        return CurvatureMeasurement(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, count, 6.0, 6.0)
+        return CurvatureMeasurement(eigenvalue, 0.1, Estimate(2 * eigenvalue, None, 3), 5, count, 1000, 6.0, 6.0)
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
@@ -170,15 +177,15 @@ def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_p
 @pytest.mark.parametrize(
     ("num_steps", "start", "share", "num_readings"),
     [
-        (1000, 0, (0.095, 0.1), 16),  # 12.3 and 14.7 gradients, then 6 at every 68 steps
-        (10_000, 0, (0.099, 0.1), 182),
-        (1000, 500, (0.075, 0.1), 6),
-        (400, 0, (0.075, 0.1), 4),
+        (1000, 0, (0.08, 0.09), 13),  # 12.3 and 14.7 gradients, then 6 at every 83 steps
+        (10_000, 0, (0.089, 0.09), 162),
+        (1000, 500, (0.065, 0.09), 5),
+        (400, 0, (0.065, 0.09), 4),
         (100, 0, (0.2, 0.24), 2),  # the first and the last, more than the share
         (1, 0, (0.9, 1.0), 2),
     ],
 )
-def test_readings_are_spaced_to_take_a_tenth_of_the_gradients(
+def test_readings_are_spaced_to_keep_to_a_tenth(
     num_steps: int, start: int, share: tuple[float, float], num_readings: int
 ) -> None:
     plan, taken = ReadingPlan(start, num_steps, due=start + 1), list[int]()
@@ -192,6 +199,14 @@ def test_readings_are_spaced_to_take_a_tenth_of_the_gradients(
     assert taken[-1] == num_steps
     gaps = np.diff(taken[2:])
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
+
+
+def test_a_gradient_of_few_tokens_counts_more_for_the_work_on_vectors_beside_it() -> None:
+    """With as many pairs as a step has, a reading of 6 gradients over `VECTOR_TOKENS` tokens takes 12 steps."""
+    reading = CurvatureMeasurement(1.0, 0.1, Estimate(2.0, None, 3), 2, 32, VECTOR_TOKENS, 6.0, 4.5)
+    assert costs_in_steps(reading, 32) == (12.0, 9.0)
+    assert costs_in_steps(reading, 64) == (6.0, 4.5)
+    assert costs_in_steps(replace(reading, num_tokens=100 * VECTOR_TOKENS), 32)[0] == pytest.approx(6.06)
 
 
 def test_readings_of_a_run_without_a_number_of_steps_are_at_its_ends(small_config: Build, tmp_path: Path) -> None:
