@@ -81,7 +81,7 @@ def _estimate(
             num_steps=options.density_steps,
             seed=seed + 1,
             found=removable,
-            at_once=_probes_at_once(operator, options),
+            at_once=_probes_at_once(operator, options, pairs),
         )
         found.trace = found.trace or found.density.moment(1)
     if found.trace is None and options.trace_products:
@@ -95,12 +95,13 @@ def _estimate(
         )
 
 
-def _probes_at_once(operator: LossOperator, options: SpectrumOptions) -> int:
-    """Random vectors whose Lanczos bases fit into memory together; 1 where products share nothing."""
+def _probes_at_once(operator: LossOperator, options: SpectrumOptions, pairs: Eigenpairs) -> int:
+    """Random vectors whose Lanczos bases fit beside the eigenvectors together; 1 where products share nothing."""
     if isinstance(operator, HessianOperator) and operator.product == KeptGraph.name:
         return 1
     basis = (options.density_steps + 1) * operator.dimension * torch.finfo(operator.dtype).bits // 8
-    return max(1, min(VECTORS_AT_ONCE, memory_of_vectors(operator.device, options) // basis))
+    room = memory_of_vectors(operator.device, options) - pairs.vectors.nbytes
+    return max(1, min(VECTORS_AT_ONCE, room // basis))
 
 
 def _add_sampling(

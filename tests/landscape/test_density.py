@@ -54,7 +54,7 @@ def test_random_vectors_share_the_graphs_that_products_build_as_far_as_memory_go
     densities, counts = [found.density], [len(graphs)]
     for num_bases in (2, 1):
         graphs.clear()
-        little = replace(options, vector_bytes=9 * num_bases * vector)
+        little = replace(options, vector_bytes=(1 + 9 * num_bases) * vector)
         densities.append(analyzer.compute_spectrum(pairs()[:2], top_k=1, options=little).density)
         counts.append(len(graphs))
     assert np.diff(counts).tolist() == [8, 8]
