@@ -41,7 +41,7 @@ class TopEigenvalue:
     Args:
         value: the eigenvalue.
         error_bound: bound on its error.
-        converged: True if the error bound is within the requested tolerance, and the residual nearly.
+        converged: True if it is within the requested tolerance, as in `Eigenpairs`.
         num_products: Hessian-vector products spent.
         cross_fit: the eigenvalue cross-fitted; None where that was not asked for, or of few prompts.
     """

@@ -16,8 +16,8 @@ from rm_optimizer.core.metrics.intervals import cluster_bootstrap, student_mean,
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, length
-from rm_optimizer.landscape.solvers.krylov import KrylovState
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, absorb
+from rm_optimizer.landscape.solvers.krylov import KrylovState, absorb
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
 from rm_optimizer.records.codec import JsonRecord
 
 Terms = Callable[[np.ndarray], np.ndarray]
@@ -161,9 +161,9 @@ def _iterated(
     for _ in range(num_probes):
         probe = random.signs(1)
         probe = operator.project(probe) if isinstance(operator, DeflatedOperator) else probe
-        state = KrylovState()
-        state.basis.append(probe[0] / length(probe[0]))
-        probes.append((length(probe[0]), state))
+        size, state = length(probe[0]), KrylovState()
+        state.basis.append(probe[0] / size)
+        probes.append((size, state))
     running = [state for _, state in probes]
     for _ in range(num_steps):
         if not running:

@@ -1,9 +1,10 @@
-"""The basis that Lanczos builds: orthonormal vectors, and the matrix they reduce the operator to."""
+"""The basis that Lanczos builds: orthonormal vectors, the matrix they reduce the operator to, and a step of both."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,16 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
-from rm_optimizer.errors import CheckpointError
-from rm_optimizer.landscape.operators.vectors import inner, length, pairwise_inner
+from rm_optimizer.errors import CheckpointError, TrainingDiverged
+from rm_optimizer.landscape.operators.base import SymmetricOperator
+from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, pairwise_inner, unit
 from rm_optimizer.records.files import write_text
 
 _ROWS_OF_A_BLOCK = 8
 _COLUMNS_AT_ONCE = 1 << 18
 """Entries of each vector that are combined at once in place."""
+_BREAKDOWN = 1e-6
+"""Rest of a new direction, relative to the operator's norm, below which the space counts as exhausted (float32)."""
 _MUCH = 2**-0.5
 """Share of its length below which a vector has lost so much that rounding may have left it some of the basis."""
 
@@ -216,6 +220,33 @@ class KrylovState:
         path.unlink(missing_ok=True)
         for rows_file in _rows_files(path):
             rows_file.unlink()
+
+
+def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVectors) -> None:
+    """Spend one product, and add the next basis vector where there is one; at random where the space is used up."""
+    absorb(operator, state, random, operator.apply(state.basis.last()[None])[0])
+
+
+def absorb(
+    operator: SymmetricOperator, state: KrylovState, random: RandomVectors, product: Float[Tensor, " parameters"]
+) -> None:
+    """Take the operator's product with the newest basis vector into the state, as `extend` does."""
+    along = inner(product, state.basis.last())
+    rest = state.basis.orthogonalize(product)
+    norm = length(rest)
+    if not math.isfinite(norm):
+        raise TrainingDiverged(f"curvature along a unit vector overflows {operator.dtype}; use dtype=float64")
+    scale = max(map(abs, (*state.diagonal, *state.off_diagonal, along)))
+    exhausted = norm <= (_BREAKDOWN if operator.dtype == torch.float32 else 1e-12) * scale or norm == 0
+    is_full = len(state.basis) == operator.dimension
+    if exhausted and not is_full:
+        rest = state.basis.orthogonalize(random.normals(1)[0])
+        state.num_restarts += 1
+    state.num_products += 1
+    state.diagonal.append(along)
+    state.off_diagonal.append(0.0 if exhausted else norm)
+    if not is_full:
+        state.basis.append(unit(rest))
 
 
 _NUMBERS = (

@@ -13,7 +13,6 @@ changes no wanted value; until then copies can be missed. `with_overlooked` look
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -24,15 +23,13 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rm_optimizer.errors import ConfigError, TrainingDiverged
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import SymmetricOperator
-from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, orthogonality_loss, unit
-from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.operators.vectors import RandomVectors, orthogonality_loss, unit
+from rm_optimizer.landscape.solvers.krylov import KrylovState, extend
 
 End = Literal["largest", "smallest", "magnitude", "both"]
 """Which eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
-_BREAKDOWN = 1e-6
-"""Rest of a new direction, relative to the operator's norm, below which the space counts as exhausted (float32)."""
 RANDOM_PART = 0.1
 """Length of the random part of a start from earlier vectors, whose sum has length 1."""
 _RESOLVED = 10
@@ -258,33 +255,6 @@ def _guard(start: Float[Tensor, "vectors parameters"] | None) -> float:
     """Most residual of a converged value, in tolerances."""
     is_warm = start is not None and bool(start.sum(dim=0).any())
     return 1.0 if is_warm else GUARD
-
-
-def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVectors) -> None:
-    """Spend one product, and add the next basis vector where there is one; at random where the space is used up."""
-    absorb(operator, state, random, operator.apply(state.basis.last()[None])[0])
-
-
-def absorb(
-    operator: SymmetricOperator, state: KrylovState, random: RandomVectors, product: Float[Tensor, " parameters"]
-) -> None:
-    """Take the operator's product with the newest basis vector into the state, as `extend` does."""
-    along = inner(product, state.basis.last())
-    rest = state.basis.orthogonalize(product)
-    norm = length(rest)
-    if not math.isfinite(norm):
-        raise TrainingDiverged(f"curvature along a unit vector overflows {operator.dtype}; use dtype=float64")
-    scale = max(map(abs, (*state.diagonal, *state.off_diagonal, along)))
-    exhausted = norm <= (_BREAKDOWN if operator.dtype == torch.float32 else 1e-12) * scale or norm == 0
-    is_full = len(state.basis) == operator.dimension
-    if exhausted and not is_full:
-        rest = state.basis.orthogonalize(random.normals(1)[0])
-        state.num_restarts += 1
-    state.num_products += 1
-    state.diagonal.append(along)
-    state.off_diagonal.append(0.0 if exhausted else norm)
-    if not is_full:
-        state.basis.append(unit(rest))
 
 
 @dataclass(frozen=True)

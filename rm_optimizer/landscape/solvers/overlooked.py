@@ -35,7 +35,7 @@ def with_overlooked(
         found: eigenpairs of it at that end, orthonormal and converged. One that did not converge may hold a part of a
             copy, which is then not found.
         which: end of the spectrum.
-        tolerance: relative residual of each value.
+        tolerance: relative error of each value; of a new one its residual.
         seed: of the random vectors.
 
     Returns:

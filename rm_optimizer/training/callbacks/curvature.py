@@ -72,15 +72,9 @@ class ReadingPlan:
     spent: float = 0.0
     due: int = 0
 
-    @property
-    def left(self) -> float:
-        """Rest of the share, in steps; negative where a short run's readings took more."""
-        return PLANNED_SHARE / (1 - PLANNED_SHARE) * (self.num_steps - self.start) - self.spent
-
-    @property
-    def is_kept(self) -> bool:
-        """True if the readings so far took no more than `SHARE` of the run, as counted."""
-        return self.spent <= SHARE / (1 - SHARE) * (self.num_steps - self.start)
+    def left(self, share: float) -> float:
+        """Rest of a share of the run, in steps; negative where readings took more."""
+        return share / (1 - share) * (self.num_steps - self.start) - self.spent
 
     def taken(self, step: int, cost: float, next_cost: float) -> None:
         """Count a reading and plan the next.
@@ -91,7 +85,7 @@ class ReadingPlan:
             next_cost: expected cost of each further one, in steps.
         """
         self.spent += cost
-        count = max(1, int(self.left / next_cost))
+        count = max(1, int(self.left(PLANNED_SHARE) / next_cost))
         self.due = step + max(1, math.ceil((self.num_steps - step) / count))
 
 
@@ -172,7 +166,7 @@ class HessianCallback(RunCallback):
             self.seconds,
             100 * self._share(),
         )
-        if self.config.every is None and self._plan.is_kept and self._share() > SHARE:
+        if self.config.every is None and self._plan.left(SHARE) >= 0 and self._share() > SHARE:
             log.warning(self._by_the_clock(trainer.global_step - self._plan.start))
 
     def _by_the_clock(self, num_steps: int) -> str:
