@@ -129,7 +129,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minilm", help="folder of a pretrained encoder; then nothing else is measured")
     parser.add_argument("--callback", action="store_true", help="with --minilm: the cost of watching while training")
-    parser.add_argument("--watch", action="store_true", help="with --minilm: runs with and without readings")
+    parser.add_argument("--watch", action="store_true", help="with --minilm: runs with and without measurements")
     parser.add_argument(
         "--batch-size", type=int, help="with --callback and --watch: pairs a step; the preset's if unset"
     )

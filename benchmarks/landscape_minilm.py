@@ -17,20 +17,20 @@ from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.curvature import HessianCallback, ReadingPlan, costs_in_steps
+from rm_optimizer.training.callbacks.curvature import HessianCallback, MeasurementPlan, costs_in_steps
 
 LEARNING_RATE = 5e-5
 EVERY = 50
 """Steps between two measurements that the share of training time is given for."""
 WATCHED_STEPS = (500, 1_000, 10_000)
-"""Lengths of runs that the share of default readings is given for."""
+"""Lengths of runs that the share of default measurements is given for."""
 
 
 def measure_minilm(args: argparse.Namespace) -> dict[str, float]:
@@ -64,51 +64,51 @@ def measure_callback(args: argparse.Namespace) -> dict[str, float]:
     `--steps` steps are trained with a measurement before the first, one in the middle and one after the last; a
     measurement after the first is set against 50 of these steps, by seconds of the process.
     """
-    readings: list[tuple[float, CurvatureMeasurement]] = []
+    measurements: list[tuple[float, CurvatureMeasurement]] = []
     fits: list[float] = []
     with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", _timed(pl.Trainer.fit, fits)):
         config = _training(args, Path(folder), **{"training.hessian.every": max(1, args.steps // 2)})
-        train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, _watched(readings))])
-    first, *later = [seconds for seconds, _ in readings]
+        train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, _watched(measurements))])
+    first, *later = [seconds for seconds, _ in measurements]
     step = (fits[0] - first - sum(later)) / args.steps
     warm = fmean(later)
     return {
         "callback_share": warm / (warm + EVERY * step),
         "callback_seconds": warm,
         "callback_seconds_first": first,
-        "callback_products": readings[-1][1].num_products,
+        "callback_products": measurements[-1][1].num_products,
         "step_seconds": step,
         "measurement_in_steps": warm / step,
     }
 
 
 def measure_watching(args: argparse.Namespace) -> dict[str, float]:
-    """Share of training time of the default readings by the clock, the preconditioned sharpness included.
+    """Share of training time of the default measurements by the clock, the preconditioned sharpness included.
 
-    Runs of `--steps` steps without and with four evenly spaced readings take turns, `--rounds` of each. The share is
-    that of a run of `WATCHED_STEPS` steps, whose readings `ReadingPlan` spaces by their counted cost, at these seconds
-    of a step and of each reading.
+    Runs of `--steps` steps without and with four evenly spaced measurements take turns, `--rounds` of each. The share
+    is that of a run of `WATCHED_STEPS` steps, whose measurements `MeasurementPlan` spaces by their counted cost, at
+    these seconds of a step and of each measurement.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
     rounds: list[list[tuple[float, CurvatureMeasurement]]] = []
     for _ in range(args.rounds):
         for is_watched in seconds:
-            readings: list[tuple[float, CurvatureMeasurement]] = []
+            measurements: list[tuple[float, CurvatureMeasurement]] = []
             fit = _timed(pl.Trainer.fit, seconds[is_watched])
             every = {"training.hessian.every": args.steps // 3} if is_watched else {}
             with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", fit):
                 config = _training(args, Path(folder), **every)
                 pairs_a_step = config.batching.batch_size
-                callback = HessianCallback(config.training.hessian, _watched(readings))
+                callback = HessianCallback(config.training.hessian, _watched(measurements))
                 train_reward_model(config, callbacks=[callback] if is_watched else [])
             print(f"  {'with' if is_watched else 'without'}: {seconds[is_watched][-1]:.1f} s", flush=True)
-        rounds.append(readings)
+        rounds.append(measurements)
     step = fmean(seconds[False]) / args.steps
     steps_of = [fmean(taken for taken, _ in column) / step for column in zip(*rounds, strict=True)]
-    costs = [costs_in_steps(reading, pairs_a_step) for _, reading in rounds[0]]
-    for number, (taken, (cost, _), (_, reading)) in enumerate(zip(steps_of, costs, rounds[0], strict=True)):
-        count = f"{cost:.1f}, {reading.num_gradients:.1f} gradients of {reading.num_tokens} tokens"
-        print(f"  reading {number}: {taken:.1f} steps, counted as {count}")
+    costs = [costs_in_steps(measurement, pairs_a_step) for _, measurement in rounds[0]]
+    for number, (taken, (cost, _), (_, measurement)) in enumerate(zip(steps_of, costs, rounds[0], strict=True)):
+        count = f"{cost:.1f}, {measurement.num_gradients:.1f} gradients of {measurement.num_tokens} tokens"
+        print(f"  measurement {number}: {taken:.1f} steps, counted as {count}")
     shares = {f"watching_share_{steps}": _share_of(steps, steps_of, costs) for steps in WATCHED_STEPS}
     extra = fmean(w - o for o, w in zip(seconds[False], seconds[True], strict=True)) / step
     return shares | {
@@ -122,8 +122,8 @@ def measure_watching(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _share_of(num_steps: int, steps_of: Sequence[float], costs: Sequence[tuple[float, float]]) -> float:
-    """Share of a run's time, with the readings where `ReadingPlan` takes them; the last one stands for further ones."""
-    plan, taken, number = ReadingPlan(0, num_steps), 0.0, 0
+    """Share of a run's time, measured where `MeasurementPlan` says; the last measurement stands for further ones."""
+    plan, taken, number = MeasurementPlan(0, num_steps), 0.0, 0
     while plan.due <= num_steps and number <= num_steps:
         which = min(number, len(costs) - 1)
         plan.taken(plan.due, *costs[which])
@@ -156,17 +156,17 @@ def _training(args: argparse.Namespace, folder: Path, **hessian: object) -> Trai
     return typed(compose([f"{name}={value}" for name, value in values.items() if value is not None]), TrainConfig)
 
 
-def _watched(readings: list[tuple[float, CurvatureMeasurement]]) -> Callable[..., ReadCurvature]:
-    """`measure_curvature`, whose readings come to the list with their seconds."""
+def _watched(measurements: list[tuple[float, CurvatureMeasurement]]) -> Callable[..., MeasureCurvature]:
+    """`measure_curvature`, whose measurements come to the list with their seconds."""
 
-    def make(model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig) -> ReadCurvature:
+    def make(model: BradleyTerryRM, micro_batches: Sequence[AnyPairBatch], loss: LossConfig) -> MeasureCurvature:
         measure = measure_curvature(model, micro_batches, loss)
 
         def timed_measure(scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
             began = time.process_time()
-            reading = measure(scales)
-            readings.append((time.process_time() - began, reading))
-            return reading
+            measurement = measure(scales)
+            measurements.append((time.process_time() - began, measurement))
+            return measurement
 
         return timed_measure
 

@@ -28,7 +28,7 @@ class CurvatureMeasurement:
         num_pairs: pairs that the loss is averaged over.
         num_tokens: tokens of their micro-batches, with padding.
         num_gradients: cost in gradients over these pairs; a number `v^T H v` is a third of one.
-        num_gradients_next: the same of the next reading if the eigenvectors turn little until then.
+        num_gradients_next: the same of the next measurement if the eigenvectors turn little until then.
         preconditioned_sharpness: largest eigenvalue of `S H S`, as `top_eigenvalue` a Rayleigh quotient; None where no
             scale `S` was given.
     """
@@ -44,13 +44,13 @@ class CurvatureMeasurement:
     preconditioned_sharpness: float | None = None
 
 
-class ReadCurvature(Protocol):
+class MeasureCurvature(Protocol):
     """Measurement of the weights as they are at the call."""
 
     def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
-        """Reading of the Hessian, and of the Hessian in a scale of the parameters by their names if one is given."""
+        """Measure the Hessian, and the same in a scale of the parameters by their names if one is given."""
 
 
-MeasureCurvature = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], ReadCurvature]
+MeasurementFactory = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], MeasureCurvature]
 """Makes a measurement of a model's curvature on fixed micro-batches; each call measures the weights as they are then,
 and leaves weights, gradients, modes and random generators as they were."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.scaled import ScaledDifferences
@@ -23,14 +23,14 @@ from rm_optimizer.schema import LossConfig
 
 Differences = GradientDifferences | ScaledDifferences
 FIRST_PRODUCTS = 10
-"""Products of a reading's top eigenvalue, at most. The first has nothing to start from."""
+"""Products of a measurement's top eigenvalue, at most. The first has nothing to start from."""
 SETTLED = 0.25
-"""Residual, relative to the value, from which a later reading takes further products.
+"""Residual, relative to the value, from which a later measurement takes further products.
 
-Where the top vector turned by half between two readings, values are then within 3 % in place of 28 % off.
+Where the top vector turned by half between two measurements, values are then within 3 % in place of 28 % off.
 """
 TOLERANCE = 0.02
-"""Relative error of the top eigenvalue that ends the first reading's search for it."""
+"""Relative error of the top eigenvalue that ends the first measurement's search for it."""
 NUM_PROBES = 4
 """Random vectors of the trace, one forward pass each."""
 REST_SHARE = 3.0
@@ -49,7 +49,7 @@ def measure_curvature(
     *,
     num_products: int = 2,
     seed: int = 0,
-) -> ReadCurvature:
+) -> MeasureCurvature:
     """Create a measurement that is called repeatedly while the model trains.
 
     The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's Ritz vectors
@@ -60,8 +60,8 @@ def measure_curvature(
     kept from one call to the next, since the matrix changes and sums of products of different matrices have no meaning.
 
     Each call ends with a number along each of `NUM_PROBES` random vectors for the trace (Hutchinson, 1990). They are
-    the same in every call, so that differences between readings are those of the matrix, and their common error does
-    not hide a change. A later call therefore costs a gradient, one more for each product and a third of one for each
+    the same in every call, so that differences between calls are those of the matrix, and their common error does not
+    hide a change. A later call therefore costs a gradient, one more for each product and a third of one for each
     number: 3.7 gradients of the pairs with one product, 4.7 with two. With a scale `S` a call also follows the largest
     eigenvalue of `S H S`, in the same way from one product: 1.3 gradients more. Weights, gradients, modes and random
     generators are restored. Every process that calls it measures by itself.
@@ -121,7 +121,7 @@ class _Measurement:
 
 
 def num_gradients(num_products: int, num_numbers: int) -> float:
-    """Cost of a reading in gradients over its pairs: one where the weights are, one a product, a third a number."""
+    """Cost of a measurement in gradients over its pairs: one where the weights are, one a product, a third a number."""
     return 1 + num_products + NUMBER_GRADIENTS * num_numbers
 
 

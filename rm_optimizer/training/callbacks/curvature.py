@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature, MeasurementFactory
 from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.optim.stability import Stability, stability_of
@@ -42,29 +42,29 @@ CURVATURE_COLUMNS = {
 
 
 SHARE = 0.1
-"""Most of a run's time that readings take where their spacing is not given."""
+"""Most of a run's time that measurements take where their spacing is not given."""
 PLANNED_SHARE = 0.09
 """Share that they are planned to take, by count; the rest is for what a count does not know of a machine."""
 VECTOR_TOKENS = 400
-"""Work on vectors of all weights that a gradient of a reading comes with, in tokens whose gradient takes as long.
+"""Work on vectors of all weights that a gradient of a measurement comes with, in tokens whose gradient takes as long.
 
 Measured on one thread of a CPU, in float32. It grows beside the gradient as a step has fewer tokens.
 """
 
 
 @dataclass
-class ReadingPlan:
-    """Steps of evenly spaced readings that take `PLANNED_SHARE` of a run, counted and not timed.
+class MeasurementPlan:
+    """Steps of evenly spaced measurements that take `PLANNED_SHARE` of a run, counted and not timed.
 
-    So the same command reads at the same steps. The first readings cost more than later ones, and so does one whose
-    eigenvector has turned: what is left of the share is spread anew after each. The last reading is at the run's end,
+    So the same command measures at the same steps. The first measurements cost more than later ones, and so does one
+    whose eigenvector has turned: what is left of the share is spread anew after each. The last one is at the run's end,
     however short the run.
 
     Args:
         start: steps taken before.
         num_steps: steps of the whole run.
-        spent: cost of the readings so far, in steps.
-        due: step of the next reading.
+        spent: cost of the measurements so far, in steps.
+        due: step of the next measurement.
     """
 
     start: int
@@ -73,14 +73,14 @@ class ReadingPlan:
     due: int = 0
 
     def left(self, share: float) -> float:
-        """Rest of a share of the run, in steps; negative where readings took more."""
+        """Rest of a share of the run, in steps; negative where measurements took more."""
         return share / (1 - share) * (self.num_steps - self.start) - self.spent
 
     def taken(self, step: int, cost: float, next_cost: float) -> None:
-        """Count a reading and plan the next.
+        """Count a measurement and plan the next.
 
         Args:
-            step: step of the reading.
+            step: step of the measurement.
             cost: its cost, in steps.
             next_cost: expected cost of each further one, in steps.
         """
@@ -89,21 +89,22 @@ class ReadingPlan:
         self.due = step + max(1, math.ceil((self.num_steps - step) / count))
 
 
-def costs_in_steps(reading: CurvatureMeasurement, pairs_a_step: float) -> tuple[float, float]:
-    """Cost of a reading and of the next one, in steps: gradients of its pairs, and the work on vectors beside each.
+def costs_in_steps(measurement: CurvatureMeasurement, pairs_a_step: float) -> tuple[float, float]:
+    """Cost of a measurement and of the next one, in steps: gradients of its pairs, and the work on vectors beside each.
 
     Args:
-        reading: the reading.
+        measurement: the measurement.
         pairs_a_step: pairs of a step that this process takes the gradient of.
     """
-    steps_a_gradient = reading.num_pairs / pairs_a_step * (1 + VECTOR_TOKENS / reading.num_tokens)
-    return steps_a_gradient * reading.num_gradients, steps_a_gradient * reading.num_gradients_next
+    steps_a_gradient = measurement.num_pairs / pairs_a_step * (1 + VECTOR_TOKENS / measurement.num_tokens)
+    return steps_a_gradient * measurement.num_gradients, steps_a_gradient * measurement.num_gradients_next
 
 
 class HessianCallback(RunCallback):
     """Measures the Hessian of the training loss on the same pairs at the start and every so many steps.
 
-    Without a number of steps, `ReadingPlan` spaces the readings. A resumed run then reads after its first step.
+    Without a number of steps, `MeasurementPlan` spaces the measurements. A resumed run then takes one after
+    its first step.
 
     The loss is the run's own, in evaluation mode (no dropout), at the weights that evaluation sees: for an optimizer
     that trains at other weights than it evaluates (schedule-free), its averages. Generators, gradients and training
@@ -112,21 +113,21 @@ class HessianCallback(RunCallback):
 
     Args:
         config: interval of the measurements and number of pairs.
-        measure: makes the measurement.
+        factory: makes what measures the model on the pairs drawn.
     """
 
     option = "training.hessian"
     columns: ClassVar = CURVATURE_COLUMNS
 
-    def __init__(self, config: HessianConfig, measure: MeasureCurvature) -> None:
+    def __init__(self, config: HessianConfig, factory: MeasurementFactory) -> None:
         self.config = config
-        self.measure = measure
+        self.factory = factory
         self.seconds = 0.0
         self.num_measured = 0
         self.num_pairs = 0
         self._started = 0.0
-        self._take: ReadCurvature | None = None
-        self._plan = ReadingPlan(0, 1)
+        self._measure_curvature: MeasureCurvature | None = None
+        self._plan = MeasurementPlan(0, 1)
 
     def require(self, config: TrainConfig) -> None:
         """Refuse runs whose gradient cannot be had at copies of the weights: compiled backbones, sharded weights."""
@@ -145,7 +146,7 @@ class HessianCallback(RunCallback):
         """Measure the untrained model."""
         assert isinstance(pl_module, RewardModelLightning)
         self._started, step = time.perf_counter(), trainer.global_step
-        self._plan = ReadingPlan(step, pl_module.num_steps, due=step + 1)
+        self._plan = MeasurementPlan(step, pl_module.num_steps, due=step + 1)
         if step == 0:
             self._measure(trainer, pl_module)
 
@@ -174,8 +175,8 @@ class HessianCallback(RunCallback):
         outside = time.perf_counter() - self._started - self.seconds
         every = math.ceil(self.seconds / self.num_measured * num_steps / outside * (1 - SHARE) / SHARE)
         return (
-            f"curvature took more than {SHARE:.0%} of the time: a reading here takes longer than the count of "
-            f"gradients and tokens by which readings are spaced; training.hessian.every={every} keeps to it"
+            f"curvature took more than {SHARE:.0%} of the time: a measurement here takes longer than the count of "
+            f"gradients and tokens by which measurements are spaced; training.hessian.every={every} keeps to it"
         )
 
     def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -185,19 +186,19 @@ class HessianCallback(RunCallback):
             set_train_mode(trainer.optimizers[0], False)
             try:
                 pl_module.model.eval()
-                self._take = self._take or self.measure(
+                self._measure_curvature = self._measure_curvature or self.factory(
                     pl_module.model, self._drawn(trainer, pl_module), pl_module.loss_config
                 )
                 stability = stability_of(trainer.optimizers[0])
-                reading = self._take(_by_name(pl_module.model, stability))
+                measurement = self._measure_curvature(_by_name(pl_module.model, stability))
             finally:
                 set_train_mode(trainer.optimizers[0], True)
-        costs = costs_in_steps(reading, _data(trainer).pairs_a_step / trainer.world_size)
+        costs = costs_in_steps(measurement, _data(trainer).pairs_a_step / trainer.world_size)
         self._plan.taken(trainer.global_step, *costs)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         self.num_measured += 1
-        values = curvature_values(reading) | {
+        values = curvature_values(measurement) | {
             "curvature/stability_limit": math.nan if stability.limit is None else stability.limit,
             "curvature/seconds": seconds,
             "curvature/share_of_training_time": self._share(),
@@ -235,16 +236,16 @@ def _by_name(model: nn.Module, stability: Stability) -> dict[str, Tensor] | None
     return None if scales is None else {name: scales[p] for name, p in model.named_parameters() if p in scales}
 
 
-def curvature_values(reading: CurvatureMeasurement) -> dict[str, float]:
+def curvature_values(measurement: CurvatureMeasurement) -> dict[str, float]:
     """The numbers of a measurement, as logged; what is unknown is NaN."""
-    error, sharpness = reading.trace.standard_error, reading.preconditioned_sharpness
+    error, sharpness = measurement.trace.standard_error, measurement.preconditioned_sharpness
     return {
-        "curvature/top_eigenvalue": reading.top_eigenvalue,
-        "curvature/top_eigenvalue_residual": reading.residual,
-        "curvature/trace": reading.trace.value,
+        "curvature/top_eigenvalue": measurement.top_eigenvalue,
+        "curvature/top_eigenvalue_residual": measurement.residual,
+        "curvature/trace": measurement.trace.value,
         "curvature/trace_standard_error": math.nan if error is None else error,
         "curvature/preconditioned_sharpness": math.nan if sharpness is None else sharpness,
-        "curvature/num_products": reading.num_products,
+        "curvature/num_products": measurement.num_products,
     }
 
 

@@ -24,7 +24,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, ReadCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.loading import load_measured_loss
@@ -38,7 +38,7 @@ from rm_optimizer.training.callbacks import loop as callbacks
 from rm_optimizer.training.callbacks.curvature import (
     VECTOR_TOKENS,
     HessianCallback,
-    ReadingPlan,
+    MeasurementPlan,
     costs_in_steps,
     undisturbed,
 )
@@ -63,10 +63,12 @@ class PowerIteration:
         self.pairs: list[list[int]] = []
         self.trained: list[bool] = []
 
-    def __call__(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> ReadCurvature:
-        return lambda scales=None: self.reading(model, batches, loss)
+    def __call__(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> MeasureCurvature:
+        return lambda scales=None: self.measured(model, batches, loss)
 
-    def reading(self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig) -> CurvatureMeasurement:
+    def measured(
+        self, model: BradleyTerryRM, batches: Sequence[AnyPairBatch], loss: LossConfig
+    ) -> CurvatureMeasurement:
         parameters = [p for p in model.parameters() if p.requires_grad]
         assert all(p.grad is None for p in parameters)
         self.weights.append(torch.cat([p.detach().flatten().clone() for p in parameters]))
@@ -175,7 +177,7 @@ def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "start", "share", "num_readings"),
+    ("num_steps", "start", "share", "num_measurements"),
     [
         (1000, 0, (0.08, 0.09), 13),  # 12.3 and 14.7 gradients, then 6 at every 83 steps
         (10_000, 0, (0.089, 0.09), 162),
@@ -185,31 +187,31 @@ def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_p
         (1, 0, (0.9, 1.0), 2),
     ],
 )
-def test_readings_are_spaced_to_keep_to_a_tenth(
-    num_steps: int, start: int, share: tuple[float, float], num_readings: int
+def test_measurements_are_spaced_to_keep_to_a_tenth(
+    num_steps: int, start: int, share: tuple[float, float], num_measurements: int
 ) -> None:
-    plan, taken = ReadingPlan(start, num_steps, due=start + 1), list[int]()
+    plan, taken = MeasurementPlan(start, num_steps, due=start + 1), list[int]()
     for step in range(start + (start > 0), num_steps + 1):
         if step == plan.due or step == 0:
             cost = (12 + 1 / 3, 14 + 2 / 3)[len(taken)] if len(taken) < 2 else 6.0
             plan.taken(step, cost, 6.0 if taken else 4 + 2 / 3)
             taken.append(step)
     assert share[0] <= plan.spent / (plan.spent + num_steps - start) <= share[1]
-    assert len(taken) == num_readings
+    assert len(taken) == num_measurements
     assert taken[-1] == num_steps
     gaps = np.diff(taken[2:])
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
 
 
 def test_a_gradient_of_few_tokens_counts_more_for_the_work_on_vectors_beside_it() -> None:
-    """With as many pairs as a step has, a reading of 6 gradients over `VECTOR_TOKENS` tokens takes 12 steps."""
-    reading = CurvatureMeasurement(1.0, 0.1, Estimate(2.0, None, 3), 2, 32, VECTOR_TOKENS, 6.0, 4.5)
-    assert costs_in_steps(reading, 32) == (12.0, 9.0)
-    assert costs_in_steps(reading, 64) == (6.0, 4.5)
-    assert costs_in_steps(replace(reading, num_tokens=100 * VECTOR_TOKENS), 32)[0] == pytest.approx(6.06)
+    """With as many pairs as a step has, a measurement of 6 gradients over `VECTOR_TOKENS` tokens takes 12 steps."""
+    measurement = CurvatureMeasurement(1.0, 0.1, Estimate(2.0, None, 3), 2, 32, VECTOR_TOKENS, 6.0, 4.5)
+    assert costs_in_steps(measurement, 32) == (12.0, 9.0)
+    assert costs_in_steps(measurement, 64) == (6.0, 4.5)
+    assert costs_in_steps(replace(measurement, num_tokens=100 * VECTOR_TOKENS), 32)[0] == pytest.approx(6.06)
 
 
-def test_readings_of_a_run_without_a_number_of_steps_are_at_its_ends(small_config: Build, tmp_path: Path) -> None:
+def test_measurements_of_a_run_without_a_number_of_steps_are_at_its_ends(small_config: Build, tmp_path: Path) -> None:
     config = small_config(tmp_path, "training.hessian.enabled=true", *WATCHED[1:])
     train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
     rows = read_rows(tmp_path / "metrics.csv")
@@ -217,12 +219,12 @@ def test_readings_of_a_run_without_a_number_of_steps_are_at_its_ends(small_confi
 
 
 @pytest.mark.parametrize(("seconds", "spent", "is_said"), [(3.0, 10.0, True), (3.0, 20.0, False), (1.0, 10.0, False)])
-def test_readings_that_take_long_by_the_clock_name_the_spacing_that_does_not(
+def test_measurements_that_take_long_by_the_clock_name_the_spacing_that_does_not(
     small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch, seconds, spent, is_said
 ) -> None:
-    """100 steps in 10 s, and 4 readings that took 30 % of it, of which a short run's first are no surprise."""
+    """100 steps in 10 s, and 4 measurements that took 30 % of it, of which a short run's first are no surprise."""
     callback = HessianCallback(small_config(tmp_path).training.hessian, PowerIteration())
-    callback._plan, callback.seconds, callback.num_measured = ReadingPlan(0, 100, spent=spent), seconds, 4
+    callback._plan, callback.seconds, callback.num_measured = MeasurementPlan(0, 100, spent=spent), seconds, 4
     monkeypatch.setattr(training_curvature.time, "perf_counter", lambda: callback._started + 10.0)
     callback.on_train_end(SimpleNamespace(global_step=100), None)
     assert ("training.hessian.every=97 keeps to it" in caplog.text) == is_said
