@@ -13,7 +13,8 @@ from typing import Any, Protocol, overload
 from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
-from rm_optimizer.core.pairs.sources import load_source, mixed, mixed_rows, parse_sources
+from rm_optimizer.core.pairs.source_pairs import load_source, mixed, mixed_rows
+from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns

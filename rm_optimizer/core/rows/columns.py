@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rm_optimizer.core.rows.messages import is_message, messages_json
+from rm_optimizer.core.rows.messages import is_message
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError, did_you_mean
 from rm_optimizer.schema.data import Spelling
@@ -16,6 +16,25 @@ Columns = Mapping[str, str | None]
 """Our column name to the file's; None leaves the file's column of that name out."""
 _CONVERSATIONS = ("chosen", "rejected", "response_a", "response_b")
 _LISTS = ("responses", "scores", "ranks")
+
+
+def first_renamed(
+    first: Sequence[tuple[int, Row]], path: str, columns: Columns, spelling: Spelling
+) -> list[tuple[int, Row]]:
+    """The first rows of a source under our column names, once the columns of the mapping are known to be there.
+
+    Args:
+        first: the first rows, numbered.
+        path: the source as it was named.
+        columns: column mapping.
+        spelling: form of option names in messages.
+
+    Raises:
+        DataError: if they lack a column of the mapping, or a part of one; naming the option and what is there.
+    """
+    numbered = list(renamed(first, columns))
+    _require_columns([row for _, row in first], path, columns, spelling)
+    return numbered
 
 
 def renamed(rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
@@ -98,7 +117,7 @@ def _parsed(row: Row) -> Row:
     for name in _CONVERSATIONS:
         value = row.get(name)
         if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-            messages = messages_json(value) or _json(value)
+            messages = _json(value)
             if isinstance(messages, list) and all(map(is_message, messages)) and messages:
                 changed[name] = messages
             elif is_message(messages):
@@ -112,12 +131,7 @@ def _parsed(row: Row) -> Row:
     return row | changed if changed else row
 
 
-def require_mapped(path: str, columns: Columns, first: Sequence[Row], spelling: Spelling) -> None:
-    """Refuse a mapping to a column, or to a part of one, that the first rows lack.
-
-    Raises:
-        DataError: naming the option, the column and those that are there.
-    """
+def _require_columns(first: Sequence[Row], path: str, columns: Columns, spelling: Spelling) -> None:
     known = list(dict.fromkeys(name for row in first for name in row))
     for ours, theirs in columns.items():
         name = ours if theirs is None else theirs

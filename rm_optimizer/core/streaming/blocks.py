@@ -16,7 +16,8 @@ from typing import BinaryIO, TypeAlias
 import pyarrow.parquet as pq
 
 from rm_optimizer.core.pairs.formats import RowFormat
-from rm_optimizer.core.pairs.sources import FIRST_ROWS, DataSource, format_of
+from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
+from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows
 from rm_optimizer.errors import ConfigError, DataError
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.conversations import folded_prompt_id
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.sources import numbered_pairs
+from rm_optimizer.core.pairs.row_pairs import numbered_pairs
 from rm_optimizer.core.pairs.trained_pairs import pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow
 from rm_optimizer.core.rows.columns import renamed

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.sources import DataSource, SourcePairs, load_source, mixed, parse_sources
+from rm_optimizer.core.pairs.source_pairs import SourcePairs, load_source, mixed
+from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema.data import KwiseRule, OnBadRow

@@ -1,0 +1,73 @@
+"""Format of a source's rows, as its first rows show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from rm_optimizer.core.pairs.column_hints import no_format, require_readable, winner_untold
+from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
+from rm_optimizer.core.pairs.sources import OPTIONAL_COLUMNS, DataSource
+from rm_optimizer.core.rows.columns import first_renamed, renamed
+from rm_optimizer.core.rows.readers import Row
+from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS
+from rm_optimizer.core.rows.unread_columns import unread_note
+from rm_optimizer.schema.data import Spelling
+
+FIRST_ROWS = 50
+"""Rows that decide the format and the columns."""
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """Format of a source's rows, as its first rows show it.
+
+    Args:
+        rows: the source's rows, numbered, under our column names.
+        row_format: format of the rows.
+        has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
+        notes: sentences on columns that look like content and are not read.
+    """
+
+    rows: Iterator[tuple[int, Row]]
+    row_format: RowFormat
+    has_one_response: bool
+    notes: tuple[str, ...]
+
+
+def format_of(
+    source: DataSource,
+    first: Sequence[tuple[int, Row]],
+    rest: Iterable[tuple[int, Row]] = (),
+    spelling: Spelling = Spelling.hydra,
+    *,
+    named: str | None = None,
+) -> SourceFormat:
+    """The format named or detected, once the columns are known to be there and to mean what they are read as.
+
+    Args:
+        source: source to read, with its options.
+        first: its first `FIRST_ROWS` rows, numbered.
+        rest: the rows after them, which are not looked at.
+        spelling: form of option names in messages.
+        named: name of the source in its notes; None takes its path.
+
+    Raises:
+        DataError: if the first rows lack a column, look like no format, or hold a column that would be misread.
+    """
+    others = renamed(rest, source.columns)
+    numbered = first_renamed(first, source.path, source.columns, spelling)
+    ours = [row for _, row in numbered]
+    names = {name for row in ours for name in row}
+    form = source.named_format or detect_format(ours)
+    if form is None or (source.named_format and not any(names >= required for required in form.required)):
+        forms = FORMATS.values() if form is None else [form]
+        raise no_format(source.path, ours, source.columns, forms, spelling)
+    if form.name == "winner" and source.winner is None:
+        raise winner_untold(source.path, ours, source.columns, spelling)
+    require_readable(source.path, ours, source.columns, spelling)
+    has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
+    read = form.columns | {"response", "score", *OPTIONAL_COLUMNS} | CONTEXT_COLUMNS
+    note = unread_note(named or source.path, ours, read, spelling)
+    return SourceFormat(chain(numbered, others), form, has_one_response, () if note is None else (note,))

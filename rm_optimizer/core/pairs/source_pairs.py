@@ -1,0 +1,108 @@
+"""The pairs of sources: read, with bad rows refused or listed, and mixed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rm_optimizer.core.pairs.formats import gather_responses
+from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.row_pairs import numbered_pairs
+from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
+from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
+from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
+
+
+@dataclass(frozen=True)
+class SourcePairs:
+    """The pairs of a source in the order of its rows.
+
+    Args:
+        pairs: the pairs.
+        skipped: rows that gave none.
+        rows: rows that the pairs are of.
+        notes: sentences on columns that look like content and are not read.
+    """
+
+    pairs: tuple[PreferencePair, ...]
+    skipped: tuple[SkippedRow, ...]
+    rows: PairRows = field(default_factory=PairRows)
+    notes: tuple[str, ...] = ()
+
+
+def load_source(
+    source: DataSource,
+    *,
+    kwise_rule: KwiseRule,
+    on_bad_row: OnBadRow,
+    max_bad_share: float = 1.0,
+    spelling: Spelling = Spelling.hydra,
+) -> SourcePairs:
+    """Read every pair of one source.
+
+    Args:
+        source: source to read, with its options.
+        kwise_rule: pairs that a row of many scored responses gives.
+        on_bad_row: stop at the first bad row, or drop and list them. A k-wise row without two different scores is not
+            bad; it gives no pair and is listed either way.
+        max_bad_share: most bad rows that may be dropped, as a share of all rows.
+        spelling: form of option names in messages.
+
+    Raises:
+        DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
+            left.
+    """
+    tally = RowTally(source.path, on_bad_row, spelling, max_bad_share)
+    rows = tally.counted(read_rows(source.path, tally.report_unread))
+    first = list(itertools.islice(rows, FIRST_ROWS))
+    if not first:
+        raise tally.nothing_left()
+    form = format_of(source, first, rows, spelling)
+    numbered = gather_responses(form.rows, tally.report) if form.has_one_response else form.rows
+    found = list(numbered_pairs(source, form.row_format, numbered, kwise_rule, report=tally.report, skip=tally.skip))
+    tally.require_few_bad()
+    if not found:
+        raise tally.nothing_left()
+    kept = PairRows.of_source(tally, [number for number, _ in found])
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, form.notes)
+
+
+def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:
+    """Pairs of all sources, repeated or sampled by the sources' weights.
+
+    A source of weight `w` gives all its pairs `floor(w)` times and a random `w - floor(w)` of them once more; repeats
+    carry `metadata["copy"]`, counted from 1. The draw depends on the seed and the source's place in the list alone.
+
+    Args:
+        loaded: each source with its pairs.
+        seed: of the random parts.
+    """
+    mixture: list[PreferencePair] = []
+    for place, copy, positions in _draws(loaded, seed):
+        pairs = loaded[place][1].pairs
+        mixture.extend(_marked([pairs[index] for index in positions], copy))
+    return tuple(mixture)
+
+
+def mixed_rows(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> PairRows:
+    """The rows of the pairs that `mixed` gives."""
+    return PairRows.joined([loaded[place][1].rows.take(positions) for place, _, positions in _draws(loaded, seed)])
+
+
+def _draws(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Place of a source, number of the copy and positions of its pairs, for each part of the mixture."""
+    for place, (source, loaded_pairs) in enumerate(loaded):
+        num_pairs, whole = len(loaded_pairs.pairs), int(source.weight)
+        yield from ((place, copy, np.arange(num_pairs)) for copy in range(whole))
+        yield place, whole, random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place])
+
+
+def _marked(pairs: Sequence[PreferencePair], copy: int) -> Iterable[PreferencePair]:
+    return (replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in pairs) if copy else pairs
