@@ -58,7 +58,9 @@ def test_random_vectors_share_the_graphs_that_products_build_as_far_as_memory_go
         densities.append(analyzer.compute_spectrum(pairs()[:2], top_k=1, options=little).density)
         counts.append(len(graphs))
     assert np.diff(counts).tolist() == [8, 8]
-    assert densities[0].nodes == densities[1].nodes == densities[2].nodes  # type: ignore[union-attr]
+    shared, *others = (np.array(density.nodes) for density in densities if density is not None)
+    for nodes in others:  # not equal to the bit: on some processors rounding depends on where in memory vectors lie
+        np.testing.assert_allclose(nodes, shared, rtol=1e-10)
 
 
 def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part() -> None:

@@ -158,7 +158,8 @@ def test_a_server_gives_the_rewards_of_its_model(policy, reward_model, tmp_path,
 
 def test_the_divergence_of_one_token_is_exact_and_of_more_is_unbiased(policy):
     moved = TrainedPolicy(policy, max_new_tokens=1, temperature=0.7)
-    assert moved.respond(PROMPTS, 2, 0).divergence.abs().max() == 0.0
+    unmoved = moved.respond(PROMPTS, 2, 0).divergence
+    assert unmoved.abs().max() < 1e-5  # some processors round the logits of two equal models differently
     with torch.no_grad():
         moved.model.lm_head.weight.add_(torch.randn(moved.model.lm_head.weight.shape) * 0.1)
         encoded = moved._encoded(PROMPTS[:1])
