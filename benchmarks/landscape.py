@@ -41,6 +41,7 @@ from unittest.mock import patch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from landscape_cross_fit import measure_cross_fit
 from landscape_minilm import measure_callback, measure_minilm, measure_watching
 from landscape_oracle import measure_oracle
 from landscape_subjects import SHAPES, Subject, ours, prepare, some, timed
@@ -68,7 +69,7 @@ LEAN: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """Ways to save memory, by the name that follows `memory_ratio`: the default, a basis of twice as many vectors as
 eigenvalues, and no kept graphs."""
-PARTS = ("oracle", "spectrum", "gradients", "gauss_newton", "density", "warm", "memory", "growth")
+PARTS = ("oracle", "spectrum", "gradients", "gauss_newton", "density", "cross_fit", "warm", "memory", "growth")
 Results = dict[str, float]
 WORST: dict[str, Callable[[list[float]], float]] = {
     "products_over_oracle_top5": max,
@@ -353,6 +354,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Subject], Results]] = {
     "gradients": measure_gradients,
     "gauss_newton": measure_gauss_newton,
     "density": measure_density,
+    "cross_fit": measure_cross_fit,
     "warm": measure_warm,
     "memory": measure_memory,
     "growth": measure_growth,

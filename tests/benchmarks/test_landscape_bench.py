@@ -35,7 +35,7 @@ def test_an_error_is_that_of_the_worst_value_in_descending_order(benchmark: Modu
 @pytest.mark.slow
 def test_parts_print_what_they_measure(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyhessian")
-    parts = ("--parts", "oracle", "warm", "spectrum", "gradients", "gauss_newton", "growth")
+    parts = ("--parts", "oracle", "warm", "spectrum", "gradients", "gauss_newton", "cross_fit", "growth")
     benchmark.main([*TINY, "--top-k", "2", "--models", "encoder", "--give-up", "3", *parts])
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith((" ", "encoder:"))]
     found = {name: float(value) for name, value in (line.split(": ") for line in lines)}
@@ -48,6 +48,7 @@ def test_parts_print_what_they_measure(benchmark: ModuleType, capsys: pytest.Cap
     assert without_search <= found["cold_start_hvps_top1_after_1_encoder"]
     assert found["products_k_1_encoder"] < found["products_k_4_encoder"]
     assert found["hvp_gradients"] > 0
+    assert found["cross_fit_ratio_encoder"] > 0
     assert 0 <= found["products_over_oracle_top2_encoder"] < found["products_top2_encoder"]
     assert all(math.isfinite(value) for value in found.values())
 
