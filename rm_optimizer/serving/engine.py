@@ -62,7 +62,7 @@ class EngineDescription:
         shares_prompts: True if a common start of sequences is computed once.
         packed_linears: True if linear layers use weights in oneDNN's own layout.
         pad_token_id: the id that fills masked positions; it never ends a sequence.
-        tensors: for each mode, the tensors that an update must bring, by name.
+        tensors: names of the tensors that an update must bring, by mode.
         tokenizer_folder: folder with the model's tokenizer; empty if none was requested.
         identity: `ConversationRenderer.identity` of the model.
         export: the checkpoint's `export.json` with certificate and reward statistics; empty if there is none.

@@ -39,19 +39,19 @@ class ServeOptions:
     host: Annotated[str, Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, Option("--port", min=1, max=65535, help="Port to listen on.")] = 8000
     api_key: Annotated[
-        str | None, Option("--api-key", envvar="RM_OPT_API_KEY", help="Key every request must bring.")
+        str | None, Option("--api-key", envvar="RM_OPT_API_KEY", help="Key that every request must carry.")
     ] = None
     update_key: Annotated[
         str | None,
-        Option("--update-key", envvar="RM_OPT_UPDATE_KEY", help="Key of weight updates instead of --api-key."),
+        Option("--update-key", envvar="RM_OPT_UPDATE_KEY", help="Key of weight updates; by default that of --api-key."),
     ] = None
-    takes_updates: Annotated[bool, Option("--updates/--no-updates", help="Whether the weights may be replaced.")] = True
-    transports: Annotated[str, Option("--transports", help="Of weight updates: inline, path, gloo, nccl.")] = (
-        DEFAULT_TRANSPORTS
-    )
+    takes_updates: Annotated[bool, Option("--updates/--no-updates", help="Accept or refuse weight updates.")] = True
+    transports: Annotated[
+        str, Option("--transports", help="Accepted transports of weight updates: inline, path, gloo, nccl.")
+    ] = DEFAULT_TRANSPORTS
     dtype: Annotated[str, Option("--dtype", help="Type of the backbone's weights: float32 or bfloat16.")] = "float32"
     token_budget: Annotated[
-        int | None, Option("--token-budget", min=1, help="Tokens of one pass; measured if absent.")
+        int | None, Option("--token-budget", min=1, help="Tokens of one forward pass; measured if absent.")
     ] = None
     max_queued_tokens: Annotated[
         int, Option("--max-queued-tokens", min=1, help="Most tokens of unanswered requests.")
@@ -59,7 +59,7 @@ class ServeOptions:
     weights_root: Annotated[
         Path | None, Option("--weights-root", help="Folder below which weight updates may name files.")
     ] = None
-    served_model_name: Annotated[str | None, Option("--served-model-name", help="What requests call the model.")] = None
+    served_model_name: Annotated[str | None, Option("--served-model-name", help="Model name in requests.")] = None
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the model.")] = None
 
     def __post_init__(self) -> None:

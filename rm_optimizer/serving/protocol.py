@@ -254,7 +254,7 @@ class VersionResponse(WireModel):
     """`GET /version` and `GET /rm/version`: the weights that answer now, and the software."""
 
     version: str = Field(description="Version of the weights.")
-    revision: int = Field(description="Their serial number: milliseconds since 1970 when they came.")
+    revision: int = Field(description="Serial number of these weights: their arrival in milliseconds since 1970.")
     protocol: int = PROTOCOL_VERSION
     engine: str
     package: str
@@ -306,5 +306,5 @@ class InfoResponse(WireModel):
     max_request_items: int = Field(description="Most sequences of one request.")
     shares_prompts: bool
     sigmoid_convention: str = SIGMOID_CONVENTION
-    parity: dict[str, Any] | None = Field(description="Served rewards against the checkpoint's certificate.")
-    reward_statistics: dict[str, Any] | None = Field(description="Of the rewards on validation data, as exported.")
+    parity: dict[str, Any] | None = Field(description="Comparison of served rewards with the checkpoint's certificate.")
+    reward_statistics: dict[str, Any] | None = Field(description="Statistics of the rewards on validation data.")

@@ -26,7 +26,7 @@ class TensorSpec(WireModel):
     """One tensor of an update.
 
     Args:
-        name: as in the state of the `transformers` classifier, adapter layers included.
+        name: name in the state of the `transformers` classifier, adapter layers included.
         shape: sizes of its axes.
         dtype: `float32`, `bfloat16`, …
         sha256: hexadecimal digest of its contiguous little-endian bytes; None where none was computed.
@@ -43,7 +43,7 @@ class WeightProbe(WireModel):
 
     input_ids: Items[TokenIds] = Field(min_length=1)
     rewards: Items[float]
-    tolerance: float = Field(default=1e-4, gt=0, description="In units of max(1, |reward|).")
+    tolerance: float = Field(default=1e-4, gt=0, description="Largest difference, in units of max(1, |reward|).")
 
     @model_validator(mode="after")
     def _one_reward_each(self) -> WeightProbe:
@@ -63,8 +63,8 @@ class Begin(WireModel):
         base_revision: revision that must be served before the update, likewise.
         tensors: manifest of the tensors, in the order of their transfer.
         transport: channel of the transfer.
-        path: for `path`, the safetensors file, below the server's weights root.
-        rendezvous: for `gloo` and `nccl`, `host:port` where the sender waits.
+        path: safetensors file below the server's weights root, for the transport `path`.
+        rendezvous: `host:port` where the sender waits, for `gloo` and `nccl`.
         timeout_seconds: seconds after which the receiver abandons the update.
         probe: rewards to check before the new weights answer any request.
     """
@@ -93,7 +93,7 @@ class Ready(WireModel):
     """Answer to `Begin`: the receiver is ready for the transfer."""
 
     batch_id: str
-    version: str = Field(description="Of the weights that serve now.")
+    version: str = Field(description="Name of the weights that are served now.")
     revision: int
 
 
@@ -107,7 +107,7 @@ class Abort(WireModel):
     """Request to abandon the update; the served weights stay."""
 
     batch_id: BatchId
-    reason: StrictStr = Field(default="", description="Kept and logged on one line, up to 500 characters.")
+    reason: StrictStr = Field(default="", description="Reason, kept and logged on one line of at most 500 characters.")
 
     @model_validator(mode="after")
     def _one_short_line(self) -> Abort:
@@ -129,19 +129,19 @@ class Outcome(WireModel):
 
     batch_id: str
     status: OutcomeStatus
-    version: str = Field(description="Of the weights that serve now.")
+    version: str = Field(description="Name of the weights that are served now.")
     revision: int
     error: ErrorDetail | None = None
-    seconds: float = Field(default=0.0, description="From the beginning to this outcome.")
+    seconds: float = Field(default=0.0, description="Seconds from the beginning of the update to this outcome.")
 
 
 class WeightStatus(WireModel):
     """`GET /rm/weights/status`: the served weights, the update in progress and an outcome."""
 
-    version: str = Field(description="Of the weights that serve now.")
-    revision: int = Field(description="Their serial number.")
-    active: str | None = Field(description="The update under way.")
-    outcome: Outcome | None = Field(description="Of the update asked for, else of the last one; null where unknown.")
+    version: str = Field(description="Name of the weights that are served now.")
+    revision: int = Field(description="Serial number of these weights.")
+    active: str | None = Field(description="Id of the update in progress.")
+    outcome: Outcome | None = Field(description="Outcome of the update in question, else of the last; null if unknown.")
     root: str | None = Field(description="Folder for files of the transport `path`.")
     transports: list[Transport]
 

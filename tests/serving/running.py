@@ -84,7 +84,7 @@ def serve_process(checkpoint: Path, *options: str, port: int | None = None) -> I
     """`rm-opt serve` as a forked process: `url` and `process`.
 
     Args:
-        checkpoint: what it serves.
+        checkpoint: checkpoint that it serves.
         options: more options of the command.
         port: None takes a free one.
     """

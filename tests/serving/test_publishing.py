@@ -213,7 +213,7 @@ def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     with pytest.raises(PublishFailed, match=r"publish\.url: no server accepts connections at http://127\.0\.0\.1:9"):
         open_publisher(config)
     assert time.monotonic() - started < 60
-    with pytest.raises(ConfigError, match=r"publish\.url must be a URL"):
+    with pytest.raises(ConfigError, match=r"publish\.url must be like"):
         open_publisher(replace(config, url="http://[::1"))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY, which is not set"):

@@ -168,7 +168,7 @@ def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
     earlier = signal.getsignal(signal.SIGTERM)
     both = Served()
     try:
-        with pytest.raises(RMOptimizerError, match="can answer no more: the worker process ended 6 times"):
+        with pytest.raises(RMOptimizerError, match="cannot answer any more: the worker process ended 6 times"):
             asyncio.run(asyncio.wait_for(serve_module._run(both, None, both, None), timeout=10))
     finally:
         signal.signal(signal.SIGTERM, earlier)

@@ -72,8 +72,8 @@ class Publication:
     """A publish that runs in a thread, and that is to fail.
 
     Args:
-        url: of the server.
-        model: what is published, as `new`.
+        url: url of the server.
+        model: model that is published, as `new`.
         before_commit: called when the commit is about to be sent.
     """
 
@@ -155,7 +155,9 @@ def test_a_server_killed_in_a_commit_leaves_no_process_and_its_successor_serves_
             publication = kill_in_commit(server, new, moment)
         wait_until(lambda: all(map(is_gone, family)), f"of {family} some outlived their server")
         publication.join()
-    assert publication.failure.startswith(f"whether weights new serve at {server.url} is unknown: ")
+    assert publication.failure.startswith(
+        f"all of weights new were sent, but {server.url} did not answer whether it serves them; "
+    )
     first = {checkpoint_version(original.model, tmp_path / "export", {}): original.score(PROMPTS, RESPONSES)}
     with serve_process(checkpoint, port=httpx.URL(server.url).port) as server, RewardClient(server.url) as client:
         assert_whole([client.score_versioned(PROMPTS, RESPONSES)], first)

@@ -160,7 +160,7 @@ def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain, python):
         sender.kill()
     assert httpx.get(f"{plain.url}/rm/weights/status").json()["active"] == "half"
     hasty = create_rm_publisher(plain.url, timeout_seconds=1)
-    with hasty, pytest.raises(PublishFailed, match="half is under way"):
+    with hasty, pytest.raises(PublishFailed, match="half is in progress"):
         hasty.publish(plain.model, "hasty")
     assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
     version = next(names)

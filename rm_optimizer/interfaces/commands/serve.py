@@ -139,7 +139,7 @@ async def _answer(service: RewardService, options: ServeOptions) -> None:
     await _load(service, options)
     while service.engine.failure is None:
         await asyncio.sleep(WATCH_SECONDS)
-    raise RMOptimizerError(f"the server can answer no more: {service.engine.failure}")
+    raise RMOptimizerError(f"the server cannot answer any more: {service.engine.failure}")
 
 
 async def _load(service: RewardService, options: ServeOptions) -> None:

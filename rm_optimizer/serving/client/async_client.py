@@ -151,7 +151,7 @@ class AsyncRewardClient(ClientArguments):
     async def version(self) -> str:
         """Version of the weights that answer now; for a plain vLLM its model's name."""
         identity = await self.connect()
-        if not identity.is_ours:
+        if not identity.is_rm_opt:
             return identity.model
         answer = await self._connection.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
         return str(answer.json()["version"])

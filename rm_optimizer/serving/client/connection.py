@@ -121,9 +121,9 @@ class Connection:
                 raise
             return await self._ask_halves(form, rows, model, deadline, use_activation)
         except UnicodeEncodeError as error:
-            raise DataError("a text holds half of a UTF-16 surrogate pair, which is no character") from error
+            raise DataError("a text holds half of a UTF-16 surrogate pair, not a character; remove it") from error
         except ValueError as error:
-            raise WrongAnswer(f"{self.url}{form.path} answered with no JSON") from error
+            raise WrongAnswer(f"{self.url}{form.path} did not answer with JSON") from error
         numbers = finite_numbers(form, answer, len(rows))
         version = response.headers.get(VERSION_HEADER) or answer.get("rm_version") or answer.get("model")
         revision = response.headers.get(REVISION_HEADER)
@@ -140,7 +140,7 @@ class Connection:
             ]
             if first.weights == second.weights:
                 return ScoredBatch(first.rewards + second.rewards, *first.weights)
-            deadline.pause("its weights changed between two halves of a request")
+            deadline.pause("the weights changed between two halves of a request")
 
     async def request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
         """First successful answer, with as many attempts as the deadline allows.

@@ -1,4 +1,4 @@
-"""Handshake with a server: verification that its rewards are raw and that it tokenizes conversations as the client.
+"""Handshake with a server: verification that its rewards are raw and that it tokenizes as the client does.
 
 A server that applies a sigmoid, or renders conversations with another template, answers every request without an error.
 A policy trained on such rewards is worthless.
@@ -35,13 +35,13 @@ class ServerIdentity:
     """Properties of a server, found by the handshake.
 
     Args:
-        is_ours: True for a server with `/rm/info`, which announces versions and limits.
+        is_rm_opt: True for a server of this package, whose `/rm/info` announces versions and limits.
         model: model name for requests.
         limits: limits of one request.
         template_hash: hash of its rendering; None for a plain vLLM, which receives token ids.
     """
 
-    is_ours: bool
+    is_rm_opt: bool
     model: str
     limits: Limits
     template_hash: str | None
@@ -64,10 +64,11 @@ async def shake_hands(
             raise
         return await handshake.with_plain_vllm(renderer)
     try:
-        return await handshake.with_our_server(renderer, InfoResponse.model_validate(info))
+        return await handshake.with_rm_opt(renderer, InfoResponse.model_validate(info))
     except ValidationError as error:
         raise HandshakeFailed(
-            f"{connection.url}/rm/info has not the form of one: {error.errors()[0]['msg']}"
+            f"expected an answer of rm-opt's server from {connection.url}/rm/info, got another form "
+            f"({error.errors()[0]['msg']}); check the address"
         ) from error
 
 
@@ -78,7 +79,7 @@ class _Handshake:
     connection: Connection
     deadline: Deadline
 
-    async def with_our_server(self, renderer: ConversationRenderer | None, info: InfoResponse) -> ServerIdentity:
+    async def with_rm_opt(self, renderer: ConversationRenderer | None, info: InfoResponse) -> ServerIdentity:
         if info.protocol != PROTOCOL_VERSION:
             raise HandshakeFailed(
                 f"{self.connection.url} speaks protocol {info.protocol} where {PROTOCOL_VERSION} was expected; "
@@ -109,15 +110,15 @@ class _Handshake:
     async def _verify_tokens(
         self, renderer: ConversationRenderer, conversations: Sequence[Any], raw: ScoredBatch, model: str
     ) -> None:
-        """Verify that the client's token ids score as the server's own of the same conversations."""
+        """Verify that the client's and the server's token ids of the same conversations get the same rewards."""
         rows = _token_rows(renderer, conversations)
         while (ours := await self._ask(TOKEN_FORM, rows, model)).weights != raw.weights:
             await self._other_weights()
             raw = await self._ask(CONVERSATION_FORM, conversations, model)
         if not _close(ours.rewards, raw.rewards):
             raise HandshakeFailed(
-                f"{self.connection.url} scores conversations as {raw.rewards}, but this client's tokens of them as "
-                f"{ours.rewards}; take the tokenizer of the served checkpoint"
+                f"expected the rewards {raw.rewards} of {self.connection.url} for conversations, got {ours.rewards} "
+                "for this client's tokens of them; take the tokenizer of the served checkpoint"
             )
 
     async def with_plain_vllm(self, renderer: ConversationRenderer | None) -> ServerIdentity:
@@ -131,17 +132,17 @@ class _Handshake:
             asked = {"model": model, "prompt": text, "add_special_tokens": False}
             tokens = (await self.connection.request("POST", "/tokenize", self.deadline, json=asked)).json()["tokens"]
         except (RewardServerRefused, ValueError, KeyError, IndexError, TypeError) as error:
-            raise HandshakeFailed(f"{url} is neither our server nor vLLM's: {error}") from error
+            raise HandshakeFailed(f"{url} is a server of neither rm-opt nor vLLM: {error}") from error
         own = renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if list(tokens) != list(own):
-            raise HandshakeFailed(f"{url} tokenizes other than this client; take the tokenizer of the served model")
+            raise HandshakeFailed(f"{url} tokenizes unlike this client; take the tokenizer of the served model")
         await self._verify_sigmoid(TOKEN_FORM, _token_rows(renderer, DEFAULT_PROBE), model, may_be_identity=True)
         return ServerIdentity(False, model, PLAIN_LIMITS, None)
 
     async def _verify_sigmoid(
         self, form: Form, rows: Sequence[Any], model: str, *, may_be_identity: bool
     ) -> ScoredBatch:
-        """Verify that `use_activation` gives the sigmoid of the raw reward, or the raw one (a vLLM for regression)."""
+        """Verify that `use_activation` gives the raw reward's sigmoid; a vLLM for regression may give the raw one."""
         raw = await self._ask(form, rows, model)
         while (squashed := await self._ask(form, rows, model, use_activation=True)).weights != raw.weights:
             await self._other_weights()
@@ -149,18 +150,19 @@ class _Handshake:
         is_sigmoid = _close(squashed.rewards, tuple(map(sigmoid, raw.rewards)))
         if not (is_sigmoid or (may_be_identity and _close(squashed.rewards, raw.rewards))):
             raise HandshakeFailed(
-                f"{self.connection.url} answers {squashed.rewards} with use_activation=true where one sigmoid of its "
-                f"raw rewards {raw.rewards} was expected; it squashes twice, or not as it says"
+                f"expected the sigmoid of the raw rewards {raw.rewards} from {self.connection.url} with "
+                f"use_activation=true, got {squashed.rewards}; serve the model with rm-opt"
             )
         if may_be_identity and all(0.0 < reward < 1.0 for reward in raw.rewards):
             raise HandshakeFailed(
-                f"{self.connection.url} answers {len(raw.rewards)} unlike conversations with numbers between 0 and 1 "
-                "(use_activation=false), as a server does that ignores the field; serve the model with rm-opt"
+                f"expected raw rewards from {self.connection.url} with use_activation=false, got numbers between 0 and "
+                f"1 for {len(raw.rewards)} different conversations; it seems to ignore the field, so serve the model "
+                "with rm-opt"
             )
         return raw
 
     async def _other_weights(self) -> None:
-        """Wait a moment after a weight update between the two requests of a probe, which is then repeated."""
+        """Wait a moment before a probe is repeated, because the weights changed between its two requests."""
         if self.deadline.left <= PAUSE_SECONDS:
             raise RewardServerUnavailable(
                 f"the weights of {self.connection.url} changed between the two requests of every probe for "

@@ -19,9 +19,9 @@ except ModuleNotFoundError as error:
     raise MissingExtra("httpx", "serve") from error
 
 RETRIED_STATUSES = frozenset({429, 503})
-"""Statuses by which the server asks to retry. A proxy's 502 and 504 leave open if the server was reached."""
+"""Statuses by which the server asks to retry. After a proxy's 502 or 504 it is unknown if the server was reached."""
 RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
-"""Errors of connections that were refused or broken. A silent connection is waited for."""
+"""Errors of refused or broken connections. A connection without an answer is not an error; its timeout applies."""
 FIRST_DELAY_SECONDS = 0.05
 MOST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0

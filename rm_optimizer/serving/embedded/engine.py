@@ -197,7 +197,7 @@ class TransformersEngine(UpdatableEngine):
         if self._is_stopped:
             raise EngineUnavailable("the engine has stopped")
         if self.failure is not None:
-            raise EngineFailed(f"the engine can answer no more: {self.failure}")
+            raise EngineFailed(f"the engine cannot answer any more: {self.failure}")
         if self._link is None or not self._up.is_set():
             raise EngineUnavailable("the worker process is starting; try again")
         return self._link

@@ -64,7 +64,7 @@ def create_app(
     if local_only:
         app.add_middleware(Guard, check=local_host_check)
     app.add_middleware(Guard, check=header_size_check)
-    app.add_middleware(Observed, metrics=service.metrics)  # added last, hence outermost
+    app.add_middleware(RequestMetrics, metrics=service.metrics)  # added last, hence outermost
     app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
     return app
 
@@ -103,7 +103,7 @@ def _client_left(request: Request, error: Exception) -> Response:
 
 
 @dataclass(eq=False)
-class Observed:
+class RequestMetrics:
     """Middleware that counts requests by route and status, and measures their durations.
 
     Args:

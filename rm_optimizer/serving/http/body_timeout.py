@@ -23,11 +23,11 @@ LEAST_BYTES_PER_SECOND = 128 * 2**10
 
 
 class SlowBody(ApiError):
-    """The client stopped within its body, or sends it too slowly."""
+    """The client stopped before the end of its body, or sends it too slowly."""
 
     status, kind = 408, "SlowBody"
     headers: Mapping[str, str] = {"Connection": "close"}
-    """The rest of the body is not awaited."""
+    """The rest of the body is not read."""
 
 
 @dataclass(eq=False)
@@ -83,5 +83,5 @@ class _TimedReceive:
     def _slow(self, last_wait: float) -> SlowBody:
         return SlowBody(
             f"{self.size} bytes of the body came in {self.waited + last_wait:.1f} s; expected the next within "
-            f"{self.seconds:g} s and {self.least_rate:g} bytes a second; send the body in one go"
+            f"{self.seconds:g} s and {self.least_rate:g} bytes a second; send the body at once"
         )

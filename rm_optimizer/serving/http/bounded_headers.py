@@ -28,7 +28,7 @@ else:
 
 
 class SlowHeaders(ApiError):
-    """The client stopped within its headers, or sends them too slowly."""
+    """The client stopped before the end of its headers, or sends them too slowly."""
 
     status, kind = 408, "SlowHeaders"
 
@@ -45,7 +45,7 @@ class BoundedHeaders(HttpProtocol):
 
     @classmethod
     def limited(cls, max_connections: int, metrics: ServerMetrics) -> type[BoundedHeaders]:
-        """The protocol of one server with these counters, which holds so many connections open at most."""
+        """The protocol of one server with these counters, which keeps at most this many connections open."""
         return type("LimitedHeaders", (cls,), {"max_connections": max_connections, "metrics": metrics})
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -64,7 +64,7 @@ class BoundedHeaders(HttpProtocol):
             self._begin_wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop waiting for headers."""
         self._end_wait()
         super().connection_lost(exc)
 
@@ -117,7 +117,7 @@ class BoundedHeaders(HttpProtocol):
             self._refuse(
                 SlowHeaders(
                     f"{self._num_bytes} bytes of the request line and its headers came within {self.seconds:g} s, and "
-                    "no end of them; send them in one go"
+                    "not their end; send them at once"
                 )
             )
         else:

@@ -1,8 +1,8 @@
 """Pages for a browser on this machine alone.
 
-A request must name this server as its host, and come from no page of another origin. What it asks for beyond an empty
-page is behind a token, which stands in the address that the command prints. So neither other machines nor other sites
-nor other users of the machine can read anything.
+A request must name this server as its host, and must not come from a page of another origin. Everything but an empty
+page requires a token, which is part of the address that the command prints. Therefore other machines, other sites and
+other users of this machine cannot read anything.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from rm_optimizer.errors import ConfigError
 
 HOST = "127.0.0.1"
-"""Address that no other machine reaches."""
+"""Address that other machines cannot reach."""
 
 
 class LocalServer(ThreadingHTTPServer):
     """Server on a port of this machine.
 
     Args:
-        handler: answers the requests.
+        handler: class that answers the requests.
         port: port; 0 takes a free one.
 
     Raises:
@@ -53,13 +53,13 @@ class LocalServer(ThreadingHTTPServer):
         return secrets.compare_digest(given.encode(), self.token.encode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over a connection that the browser closed; report anything else."""
+        """Ignore a connection that the browser closed; report anything else."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class LocalHandler(BaseHTTPRequestHandler):
-    """A connection to a `LocalServer`."""
+    """Handler of a connection to a `LocalServer`."""
 
     server: LocalServer
     protocol_version = "HTTP/1.1"
@@ -67,18 +67,18 @@ class LocalHandler(BaseHTTPRequestHandler):
 
     @property
     def is_own_request(self) -> bool:
-        """True if the request names this server as its host, and comes from no page of another origin."""
+        """True if the request names this server as its host, and does not come from a page of another origin."""
         hosts = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         origin = self.headers.get("Origin")
         return self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{host}" for host in hosts])
 
     def send_content(self, status: HTTPStatus, kind: str, content: bytes, policy: str) -> None:
-        """Send an answer that no cache keeps and no other page may hold.
+        """Send an answer that must not be cached or embedded in another page.
 
         Args:
-            status: its status.
-            kind: its media type.
-            content: its body.
+            status: HTTP status.
+            kind: media type.
+            content: body of the answer.
             policy: content security policy.
         """
         self.send_response(status)
@@ -92,7 +92,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the command prints its own lines."""
+        """Print nothing, since the command prints its own lines."""
 
 
 def page_policy(page: bytes, also: Mapping[str, str]) -> str:

@@ -39,7 +39,7 @@ class ApiError(RMOptimizerError):
 
 
 class InvalidRequest(ApiError):
-    """A field has the wrong type, is empty or unknown, or the body is no JSON."""
+    """A field has the wrong type, is empty or unknown, or the body is not JSON."""
 
     kind = "InvalidRequest"
 

@@ -209,7 +209,7 @@ class InputReader:
                 raise InvalidRequest(f"{name} must not be empty", name)
             self._check_size(len(text), name)
             if not is_encodable(text):
-                raise InvalidRequest(f"{name} holds half of a UTF-16 surrogate pair, which is no character", name)
+                raise InvalidRequest(f"{name} holds half of a UTF-16 surrogate pair, not a character; remove it", name)
 
     def _check_size(self, num_characters: int, name: str) -> None:
         if num_characters > MAX_CHARACTERS_A_TOKEN * self.max_length:

@@ -83,7 +83,7 @@ class RewardService:
         if self._broken_revision == self.engine.revision:
             return f"weights {self.engine.version} give no finite reward; publish others"
         if self.engine.failure is not None:
-            return f"the engine can answer no more: {self.engine.failure}"
+            return f"the engine cannot answer any more: {self.engine.failure}"
         return None if self.engine.is_up else "the worker process is restarting"
 
     def require_updatable(self) -> None:
@@ -93,7 +93,7 @@ class RewardService:
             NotReady: if the model is loading, restarting, or differs from its certificate.
         """
         if self._reader is None or not self.engine.is_up or not (self.parity is None or self.parity.is_passed):
-            raise NotReady(f"no update is taken yet: {self.obstacle or 'the model is loading'}")
+            raise NotReady(f"updates are not accepted yet: {self.obstacle or 'the model is loading'}")
 
     @property
     def reader(self) -> InputReader:

@@ -101,7 +101,7 @@ class Pooling:
         """Call a method of `RewardWorkerExtension` in every worker; return the first error, or None.
 
         Raises:
-            TimeoutError: if a worker did not come to an end.
+            TimeoutError: if a worker did not finish in time.
         """
         self._num_updating += 1
         try:

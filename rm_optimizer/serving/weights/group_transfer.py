@@ -43,7 +43,7 @@ def open_store(host: str, timeout_seconds: float) -> TCPStore:
     try:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
     except (DistError, OSError) as error:
-        raise TransferFailed(f"no store can listen on {host}: {error}") from error
+        raise TransferFailed(f"the store of the transfer cannot listen on {host}: {error}") from error
 
 
 def connect_store(rendezvous: str, timeout_seconds: float) -> TCPStore:
@@ -148,10 +148,10 @@ class GroupLink:
             while not work.is_completed():
                 if time.monotonic() > self.deadline:
                     self.group.abort()
-                    raise TransferFailed(f"{name} did not pass in time")
+                    raise TransferFailed(f"{name} was not transferred in time")
                 time.sleep(_POLL_SECONDS)
         except (DistError, RuntimeError) as error:
-            raise TransferFailed(f"{name} did not pass: {_first_line(error)}") from error
+            raise TransferFailed(f"{name} was not transferred: {_first_line(error)}") from error
 
 
 def byte_pieces(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, memoryview]]:

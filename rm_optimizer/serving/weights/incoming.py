@@ -33,7 +33,7 @@ class Incoming(ABC):
     def __init__(self, begin: Begin, landing: Path) -> None:
         self._begin, self._landing = begin, landing
 
-    async def stand(self) -> None:  # noqa: B027 - most can receive at once
+    async def wait_ready(self) -> None:  # noqa: B027 - most can receive at once
         """Return once the sender may transfer.
 
         Raises:
@@ -79,7 +79,7 @@ class FromPath(Incoming):
 
     def __init__(self, begin: Begin, root: Path | None, landing: Path) -> None:
         if root is None:
-            raise WeightsRefused("transport path needs a server with a weights root; use inline, gloo or nccl")
+            raise WeightsRefused("transport path needs a server with --weights-root; use inline, gloo or nccl")
         if begin.path is None:
             raise WeightsRefused("transport path needs path, the safetensors file below the weights root")
         super().__init__(begin, landing)
@@ -128,7 +128,7 @@ def checked_path(root: Path, path: str) -> Path:
     try:
         is_direct, is_there = own.resolve() == own, own.is_file()
     except (OSError, ValueError) as error:  # a name that the file system rejects
-        raise WeightsRefused("path is no name of a file here") from error
+        raise WeightsRefused("path must be a name that this file system allows") from error
     if not is_direct:
         raise WeightsRefused("path must not lead through a link")
     if not is_there:
@@ -148,7 +148,7 @@ class FromBody(Incoming):
         """Write the body and return its size; a repeated body replaces the first.
 
         Raises:
-            WeightsRefused: if it is no safetensors file with the manifest's tensors, or the disk has no room for it.
+            WeightsRefused: if it is not a safetensors file with the manifest's tensors, or the disk has no room for it.
         """
         self._whole, size = False, 0
         try:
@@ -171,7 +171,7 @@ class FromBody(Incoming):
             WeightsRefused: if no complete body was received.
         """
         if not self._whole:
-            raise WeightsRefused("no whole body was uploaded before the commit")
+            raise WeightsRefused("the body was not uploaded completely before the commit")
         return self._landing
 
 
@@ -189,7 +189,7 @@ class FromGroup(Incoming):
         self._rendezvous, self._dropped = begin.rendezvous, False
         self._standing, self._received = Future[None](), Future[None]()
 
-    async def stand(self) -> None:
+    async def wait_ready(self) -> None:
         """Connect to the sender's store, then start the receiving thread.
 
         Raises:
@@ -237,7 +237,7 @@ class FromGroup(Incoming):
 
 
 def _settle(future: Future[None], error: RMOptimizerError | None = None) -> None:
-    """End a wait, unless it has ended or nobody waits any more."""
+    """End a wait, unless it has ended or was cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     if error is None:

@@ -127,7 +127,7 @@ def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[s
 
 def _checked(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256:
-        raise WeightsRefused(f"{spec.name}: its SHA-256 is not the manifest's; it was altered or torn on the way")
+        raise WeightsRefused(f"{spec.name}: its SHA-256 is not the manifest's; it was altered or cut off in transit")
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         raise WeightsRefused(f"{spec.name}: holds values that are not finite")
     return tensor

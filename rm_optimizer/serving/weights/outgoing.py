@@ -107,11 +107,11 @@ def outgoing(
         timeout_seconds: seconds for the transfer.
 
     Raises:
-        RMOptimizerError: if the server does not take this transport, or its weights root is not on this machine.
+        RMOptimizerError: if the server does not accept this transport, or its weights root is not on this machine.
     """
     if transport not in status.transports:
         taken = ", ".join(status.transports)
-        raise RMOptimizerError(f"the server does not take transport {transport.value}; use one of {taken}")
+        raise RMOptimizerError(f"the server does not accept transport {transport.value}; use one of {taken}")
     if transport is Transport.inline:
         yield ByBody()
     elif transport is Transport.path:

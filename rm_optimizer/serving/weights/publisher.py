@@ -56,7 +56,7 @@ class RMPublisherAdapter(PickledByArguments):
         transport: one HTTP body, a file below the server's weights root on one machine, gloo, or NCCL.
         api_key: bearer token; None sends none.
         timeout_seconds: seconds for one update.
-        host: for gloo and NCCL, an address of this machine that the server reaches.
+        host: address of this machine that the server reaches, for gloo and NCCL.
     """
 
     _: KW_ONLY
@@ -219,8 +219,8 @@ class RMPublisherAdapter(PickledByArguments):
             is_told = isinstance(silence, RewardServerRefused) and silence.status < 500  # it has no such update
             if isinstance(error, CommitUnanswered) and not is_told:
                 return PublishFailed(
-                    f"whether weights {version} serve at {self.url} is unknown: all of them were sent, and how their "
-                    f"swap ended was never answered; ask GET {self.url}/rm/weights/status, or publish again: {error}"
+                    f"all of weights {version} were sent, but {self.url} did not answer whether it serves them; "
+                    f"ask GET {self.url}/rm/weights/status, or publish again: {error}"
                 )
             return self._do_not_serve(version, str(error))
         outcome = Outcome.model_validate(answer.json())

@@ -72,7 +72,7 @@ class VersionTaken(ApiError):
 
 
 class UnknownUpdate(ApiError):
-    """The server has no update of this id, or no longer."""
+    """The server does not have an update of this id, or no longer has it."""
 
     status, kind = 404, "UnknownUpdate"
 
@@ -99,7 +99,7 @@ class WeightReceiver:
         transports: accepted transports.
 
     Raises:
-        RMOptimizerError: if the root is no folder.
+        RMOptimizerError: if the root is not a folder.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class WeightReceiver:
                 await asyncio.shield(active.standing)
         except (RMOptimizerError, TimeoutError) as error:
             self._release(active)
-            raise UpdateRefused(str(error) or "its receiving end did not stand in time") from error
+            raise UpdateRefused(str(error) or "its receiving end was not ready in time") from error
         return Ready(batch_id=begin.batch_id, version=self.engine.version, revision=self.engine.revision)
 
     async def upload(self, batch_id: str, chunks: AsyncIterator[bytes]) -> Received:
@@ -153,7 +153,8 @@ class WeightReceiver:
         """
         update = self._under_way(batch_id)
         if not isinstance(update.incoming, FromBody) or update.committing is not None:
-            raise UpdateRefused(f"update {batch_id} takes no body: it is {update.begin.transport.value}, or committed")
+            reason = f"its transport is {update.begin.transport.value}, or it is committed"
+            raise UpdateRefused(f"update {batch_id} accepts no body, since {reason}")
         try:
             size = await update.incoming.receive(chunks)
         except (WeightsRefused, OSError) as error:
@@ -189,7 +190,7 @@ class WeightReceiver:
         update = self._under_way(abort.batch_id)
         if update.committing is not None:
             return await asyncio.shield(update.committing)
-        return await self._give_up(update, abort.reason or "its sender gave it up")
+        return await self._give_up(update, abort.reason or "its sender aborted it")
 
     def status(self, batch_id: str | None = None) -> WeightStatus:
         """Served weights and update in progress.
@@ -215,11 +216,11 @@ class WeightReceiver:
         if active is not None and (active.begin.batch_id != begin.batch_id or active.committing is not None):
             left = math.ceil(max(1.0, active.deadline - self._now()))
             raise UpdateConflict(
-                f"update {active.begin.batch_id} is under way and ends within {left} s; try again then",
+                f"update {active.begin.batch_id} is in progress and ends within {left} s; try again then",
                 retry_after_seconds=min(left, MAX_RETRY_SECONDS),
             )
         if active is not None:
-            await self._give_up(active, "its sender began it anew")
+            await self._give_up(active, "its sender began it again")
             await self._make_room(begin)  # another update may have begun meanwhile
         self._outcomes.pop(begin.batch_id, None)
 
@@ -227,7 +228,7 @@ class WeightReceiver:
         """Compare the announcement with the served model."""
         if begin.transport not in self.transports:
             known = ", ".join(sorted(self.transports))
-            raise WeightsRefused(f"transport {begin.transport.value} is not taken here; use one of {known}")
+            raise WeightsRefused(f"transport {begin.transport.value} is not accepted here; use one of {known}")
         self.service.require_updatable()
         self._check_base(begin)
         served = {spec.name: spec for spec in self.engine.description.tensors.get(begin.mode, ())}
@@ -266,7 +267,7 @@ class WeightReceiver:
     def _new(self, begin: Begin) -> _Update:
         loop = asyncio.get_running_loop()
         way_in = incoming(begin, root=self.root, spool=self._spool)
-        standing = asyncio.ensure_future(way_in.stand())
+        standing = asyncio.ensure_future(way_in.wait_ready())
         update = self._active = _Update(begin, way_in, time.monotonic(), loop.time() + begin.timeout_seconds, standing)
         update.watchdog = loop.call_later(begin.timeout_seconds, self._expire, update)
         return update
@@ -279,7 +280,7 @@ class WeightReceiver:
 
     def _under_way(self, batch_id: str) -> _Update:
         if self._active is None or self._active.begin.batch_id != batch_id:
-            raise UnknownUpdate(f"no update {batch_id} is under way; begin it again", "batch_id")
+            raise UnknownUpdate(f"no update {batch_id} is in progress; begin it again", "batch_id")
         return self._active
 
     async def _commit(self, update: _Update) -> Outcome:

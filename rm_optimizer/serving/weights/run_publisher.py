@@ -21,7 +21,7 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
 
     Raises:
         ConfigError: if the variable of the API key is not set.
-        PublishFailed: if the server does not answer, or does not take the transport.
+        PublishFailed: if the server does not answer, or does not accept the transport.
     """
     try:
         publisher = RMPublisherAdapter(
@@ -33,7 +33,7 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
             host=config.host,
         )
     except httpx.InvalidURL as error:
-        raise ConfigError(f"publish.url must be a URL as http://127.0.0.1:8000, got {config.url!r}: {error}") from error
+        raise ConfigError(f"publish.url must be like http://127.0.0.1:8000, got {config.url!r}: {error}") from error
     try:
         taken = _first_status(publisher).transports
     except RMOptimizerError:
@@ -41,7 +41,7 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
         raise
     if publisher.transport not in taken:
         publisher.close()
-        raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server takes")
+        raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server accepts")
     return publisher
 
 

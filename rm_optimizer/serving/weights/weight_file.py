@@ -161,7 +161,7 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file after a check of its header against its size.
 
     Raises:
-        WeightsRefused: if it is no such file, is cut off, or a tensor cannot be read in the block.
+        WeightsRefused: if it is not such a file, is cut off, or a tensor cannot be read within the `with` block.
     """
     try:
         with safe_open(path, framework="pt") as stored:

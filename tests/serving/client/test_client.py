@@ -286,7 +286,7 @@ def test_a_call_never_mixes_two_models(renderer, expected, new):
 )
 def test_a_server_with_another_sigmoid_is_refused(stub, renderer, squash, what):
     stub.squash = squash
-    with pytest.raises(HandshakeFailed, match="one sigmoid of its raw rewards"):
+    with pytest.raises(HandshakeFailed, match="the sigmoid of the raw rewards"):
         connected(stub, renderer=renderer)
 
 
@@ -316,7 +316,7 @@ def test_another_template_is_refused(stub, renderer):
 def test_another_tokenizer_under_the_same_hash_is_refused(stub):
     mine = ConversationRenderer(decoder_tokenizer(), 128, render_fn=lambda messages, response: f"? {response}")
     stub.template_hash = mine.template_hash
-    with pytest.raises(HandshakeFailed, match="scores conversations as"):
+    with pytest.raises(HandshakeFailed, match="for conversations, got"):
         connected(stub, renderer=mine)
 
 
@@ -343,13 +343,13 @@ def test_a_plain_vllm_of_a_regression_model_is_taken(stub, renderer, expected):
 def test_a_plain_vllm_that_ignores_the_field_is_refused(stub, renderer):
     stub.is_ours = False
     stub.squash = lambda reward, wanted: sigmoid(reward)
-    with pytest.raises(HandshakeFailed, match="ignores the field"):
+    with pytest.raises(HandshakeFailed, match="ignore the field"):
         connected(stub, renderer=renderer)
 
 
 def test_a_plain_vllm_with_another_tokenizer_is_refused(stub, renderer):
     stub.is_ours, stub.shift = False, 1
-    with pytest.raises(HandshakeFailed, match="tokenizes other than this client"):
+    with pytest.raises(HandshakeFailed, match="tokenizes unlike this client"):
         connected(stub, renderer=renderer)
 
 

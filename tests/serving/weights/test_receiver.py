@@ -44,7 +44,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def unchanged(server):
-    """Whatever a test sends, the rewards and the version before serve after it, and nothing stays under way."""
+    """Whatever a test sends, the rewards and the version before serve after it, and nothing stays in progress."""
     before = served(server)
     yield
     assert served(server) == before
@@ -211,13 +211,13 @@ def test_bodies_that_are_not_the_manifests_size_are_refused(server):
     assert send(server, "begin", begin).status_code == 200
     assert "cut off" in refused(httpx.put(url, content=b"short"))
     assert "longer than" in refused(httpx.put(url, content=b"0" * 2**21))
-    assert "no whole body" in refused(send(server, "commit", {"batch_id": begin["batch_id"]}))
+    assert "not uploaded completely" in refused(send(server, "commit", {"batch_id": begin["batch_id"]}))
 
 
 def test_a_second_update_is_a_conflict_until_the_first_has_ended(server):
     first, second = (announcement(tensors_of(server), transport=Transport.inline) for _ in range(2))
     assert send(server, "begin", first).status_code == 200
-    assert f"update {first['batch_id']} is under way" in refused(send(server, "begin", second), 409)
+    assert f"update {first['batch_id']} is in progress" in refused(send(server, "begin", second), 409)
     assert send(server, "begin", first).status_code == 200  # the same message once more
     assert send(server, "abort", {"batch_id": first["batch_id"], "reason": "tired"}).json()["status"] == "aborted"
     assert send(server, "begin", second).status_code == 200
@@ -318,7 +318,7 @@ def test_no_update_is_taken_before_the_model_was_compared_with_its_certificate(s
         answer = send(server, "begin", begin)
     finally:
         service._reader = reader
-    assert "no update is taken yet: the model is loading" in refused(answer, 503)
+    assert "updates are not accepted yet: the model is loading" in refused(answer, 503)
     assert float(answer.headers["retry-after"]) > 0
 
 
@@ -331,7 +331,7 @@ def test_an_update_under_way_keeps_others_out_and_says_for_how_long(server):
     first, second = (announcement(tensors_of(server), transport=Transport.inline) for _ in range(2))
     assert send(server, "begin", first).status_code == 200
     answer = send(server, "begin", second)
-    assert f"update {first['batch_id']} is under way" in refused(answer, 409)
+    assert f"update {first['batch_id']} is in progress" in refused(answer, 409)
     assert 1 <= float(answer.headers["retry-after"]) <= 5
     assert send(server, "abort", {"batch_id": first["batch_id"]}).status_code == 200
     metrics = httpx.get(f"{server.url}/metrics").text
