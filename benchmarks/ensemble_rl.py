@@ -59,7 +59,7 @@ class NetworkModel(Scorer):
     Args:
         features: features of conversations.
         train: chosen and rejected rows of the training pairs.
-        val: the same of the pairs that choose the epoch.
+        val: chosen and rejected rows of the pairs that choose the epoch.
         seed: seed of weights and order.
     """
 

@@ -102,8 +102,8 @@ class Peer:
 
     Args:
         values: eigenvalues, in its order.
-        seconds: until each was done.
-        products: until each was done.
+        seconds: seconds until each was done.
+        products: products until each was done.
     """
 
     values: list[float]

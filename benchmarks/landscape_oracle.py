@@ -46,7 +46,7 @@ def over_oracle(operator: SymmetricOperator, tops: Sequence[int], seed: int = 0)
     Args:
         operator: the matrix.
         tops: numbers of eigenvalues, ascending.
-        seed: of the starting vector.
+        seed: seed of the starting vector.
     """
     state = KrylovState()
     taken = {k: lanczos(operator, k, which="magnitude", seed=seed, state=state).num_products for k in tops}

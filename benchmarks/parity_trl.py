@@ -49,8 +49,8 @@ class Difference:
     """Largest absolute differences of one case.
 
     Args:
-        loss: of the loss.
-        gradient: of any entry of any gradient.
+        loss: largest difference of the loss.
+        gradient: largest difference of any entry of any gradient.
         largest_gradient: largest entry of TRL's gradients, for scale.
     """
 

@@ -57,13 +57,13 @@ class Side:
     """One trained side.
 
     Args:
-        settings: what it was trained with.
+        settings: settings of its training.
         model: folder of its final weights.
         steps: optimizer steps.
         exported_step: step whose weights were exported.
-        wall_seconds: of the training call.
+        wall_seconds: seconds of the training call.
         cpu_seconds: process time of the training call, all threads.
-        train_wall_seconds: of the optimizer steps alone.
+        train_wall_seconds: seconds of the optimizer steps alone.
     """
 
     settings: dict[str, Any]
@@ -238,7 +238,7 @@ def paired_differences(
         theirs: their margins of the same pairs.
         prompt_ids: prompt of each pair.
         num_bootstrap: resamples.
-        seed: of the resampling.
+        seed: seed of the resampling.
     """
     terms = np.concatenate([_terms(ours), _terms(theirs), np.ones((len(ours), 1))], axis=1)
     cluster = np.unique(np.array(prompt_ids), return_inverse=True)[1]

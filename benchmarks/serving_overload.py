@@ -57,7 +57,7 @@ class SlowEngine:
     """Takes its time for every token, one batch after the other; the reward is the sum of the ids.
 
     Args:
-        description: of a real model, so that requests are read as ever.
+        description: description of a real model, so that requests are read as ever.
         tokens_per_second: its capacity.
     """
 

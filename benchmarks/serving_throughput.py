@@ -73,7 +73,7 @@ class Cost:
     Args:
         cpu: processor seconds.
         wall: seconds.
-        rewards: what came out.
+        rewards: rewards that it returned.
     """
 
     cpu: float

@@ -96,7 +96,7 @@ class Fit:
     """What one training gave.
 
     Args:
-        seconds: of the training loop, by the clock.
+        seconds: seconds of the training loop, by the clock.
         cpu_seconds: process time of the same, all threads.
         losses: training loss of each step.
         memory_bytes: growth of the process's peak since just before the training call; on a GPU the peak allocated.

@@ -138,7 +138,7 @@ def tiny_model(
     Args:
         family: a key of `DECODERS` or `ENCODERS`.
         tokenizer: gives the vocabulary and the special tokens; that of the family by default.
-        seed: of the weights.
+        seed: seed of the weights.
         spare_rows: rows of the embedding beyond the vocabulary.
         fields: further fields of the configuration.
     """

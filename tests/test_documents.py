@@ -40,10 +40,10 @@ class Run:
     """How a command is run here.
 
     Args:
-        instead: what is run in its place; None runs the command itself.
+        instead: command that runs in its place; None runs the command itself.
         in_checkout: run in the checkout instead of the shared scratch folder.
         prints: text that must be in its output.
-        slow: whether it trains, loads a model or needs what such a command left: `make test-slow` runs it.
+        slow: True if it trains, loads a model or needs what such a command left: `make test-slow` runs it.
     """
 
     instead: str | None = None

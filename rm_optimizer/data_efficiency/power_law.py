@@ -15,7 +15,7 @@ class PowerLaws:
     """Rising laws ``level - scale n^-exponent``, one a curve; NaN where no such law rises.
 
     Args:
-        level: what a curve tends to.
+        level: limit of the curve.
         scale: positive factor.
         exponent: speed of the approach.
     """

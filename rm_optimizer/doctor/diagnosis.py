@@ -65,8 +65,8 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
         model: name of the model, in words.
         seed: seed of every random choice.
         num_pairs: pairs given, for each data set.
-        num_pairs_scored: of these, pairs whose rewards were computed.
-        num_pairs_audited: of these, pairs whose text was audited.
+        num_pairs_scored: number of these pairs whose rewards were computed.
+        num_pairs_audited: number of these pairs whose text was audited.
         wall_seconds: duration in seconds.
         checks: the checks, in the order they were made.
     """

@@ -53,7 +53,7 @@ def diagnose(
     Args:
         model: the model, on its device.
         data: data sets by name; two or more are compared for leaks. None makes the checks of the model alone.
-        seed: of samples, folds, random labels and bootstraps.
+        seed: seed of samples, folds, random labels and bootstraps.
         trained: record of the pairs that the model was trained on; None if there is none.
         max_pairs: pairs, over all data sets, whose rewards are computed.
         max_audited_pairs: pairs of each data set whose tokens are counted.

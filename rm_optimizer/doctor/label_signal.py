@@ -32,7 +32,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     Args:
         scored: pairs with the hidden states of both sides.
         is_fresh: True for an untrained model, whose hidden states may miss an existing signal.
-        seed: of folds, random labels and bootstrap.
+        seed: seed of folds, random labels and bootstrap.
     """
     expected = ("above 0.5", "0.5")
     decided = _decided(scored)

@@ -38,7 +38,7 @@ class ScoredPairs:
 
     Args:
         pairs: the pairs, those that are equal after truncation left out.
-        rewards: of both sides, `chosen` first.
+        rewards: rewards of both sides, `chosen` first.
         features: hidden states of both sides that the head reads.
         num_scored: pairs of each data set.
         cut_pairs: pairs that are equal after truncation, which count as ties.

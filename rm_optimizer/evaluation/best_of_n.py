@@ -27,8 +27,8 @@ class BestOfN:
         num_lists: lists with at least `FEWEST_RESPONSES` different responses.
         mean_responses: responses of a list, on average.
         accuracy: share of lists whose highest reward is of one of the best responses, ties shared out.
-        random: the same for a response drawn at random.
-        longest: the same for the longest response.
+        random: accuracy of choosing a response at random.
+        longest: accuracy of choosing the longest response.
     """
 
     num_lists: int

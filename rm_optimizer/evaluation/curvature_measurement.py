@@ -28,7 +28,7 @@ class CurvatureMeasurement:
         num_pairs: pairs that the loss is averaged over.
         num_tokens: tokens of their micro-batches, with padding.
         num_gradients: cost in gradients over these pairs; a number `v^T H v` is a third of one.
-        num_gradients_next: the same of the next measurement if the eigenvectors turn little until then.
+        num_gradients_next: cost of the next measurement, if the eigenvectors turn little until then.
         preconditioned_sharpness: largest eigenvalue of `S H S`, as `top_eigenvalue` a Rayleigh quotient; None where no
             scale `S` was given.
     """

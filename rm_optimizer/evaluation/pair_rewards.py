@@ -201,13 +201,13 @@ def metrics_of(
     """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts.
 
     Args:
-        rewards: of the pairs.
+        rewards: rewards of the pairs.
         dataset: the pairs.
         beta: inverse temperature of the preference probability.
         num_bootstrap: resamples for the intervals; 0 gives standard errors only.
         seed: seed of the resamples.
         by: columns of the metadata to group by, beside source and subset.
-        most_groups: of a column, of which the smallest are taken together as `(other)`; None is no limit.
+        most_groups: most groups of one column; the smallest further ones become `(other)`. None sets no limit.
         kept_group: a group that stands alone however small it is.
     """
     pairs = [dataset[int(index)] for index in rewards.pair_index]

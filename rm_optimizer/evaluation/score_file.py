@@ -34,7 +34,7 @@ def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None
     """Refuse rewards that are NaN or infinite; called wherever rewards are about to be printed or written.
 
     Args:
-        rewards: of one model, in any order.
+        rewards: rewards of one model, in any order.
         name: names the reward at an index for the message, such as `response 3`.
 
     Raises:

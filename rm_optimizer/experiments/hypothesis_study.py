@@ -133,9 +133,9 @@ class ArmScores:
     """An arm's scores over seeds and its means of steps and seconds.
 
     Args:
-        accuracy: on the test pairs.
-        nll: likewise, in nats.
-        ece: likewise.
+        accuracy: accuracy on the test pairs.
+        nll: negative log-likelihood on the test pairs, in nats.
+        ece: expected calibration error on the test pairs.
         scored_step: mean step of the scored weights.
         cpu_seconds: mean CPU seconds of training and scoring.
         parameters: trained parameters.
@@ -216,7 +216,7 @@ class HypothesisStudy:
         """Run or read every trial, and write `hypotheses.json` into the folder.
 
         Args:
-            executor: what runs the trials; None is this process.
+            executor: executor of the trials; None is this process.
             retries: further attempts at a trial that failed.
             on_trial: called with each trial that ends, and its result.
 

@@ -105,7 +105,7 @@ class RunComparison(JsonRecord, indent=2):
         num_prompts: prompts of these.
         runs: each run, arm by arm.
         arms: each arm, the baseline first.
-        differences: of each other arm and each of `SCORES`.
+        differences: differences of each other arm and each of `SCORES`.
         notes: sentences that must be known to read the numbers.
     """
 
@@ -146,7 +146,7 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     """Compare runs on their common validation pairs; the first run's arm is the baseline.
 
     Args:
-        found: at least two runs.
+        found: two runs or more.
         num_bootstrap: resamples of prompts for intervals; 0 gives those of several seeds alone.
 
     Raises:

@@ -36,7 +36,7 @@ def scored_trial(label: str, config: TrainConfig, scored: Mapping[str, Path]) ->
     """A trial that trains with these options and scores the files of pairs.
 
     Args:
-        label: what tells it from the other trials.
+        label: short text that tells it from the other trials.
         config: options of the run; its `output_dir` is not used.
         scored: files of pairs by name, for `margins_of`.
     """

@@ -45,7 +45,7 @@ class Verdict(JsonRecord):
         num_seeds: seeds that both arms have.
         difference: the challenger's score less the reference's, with its 95 % interval over seeds and prompts.
         p_value: two-sided, against no difference.
-        holm_p: the same after Holm's correction over challengers; None of an exploratory score.
+        holm_p: `p` after Holm's correction over challengers; None for an exploratory score.
         margin: difference that does not matter.
         equivalence_p: against a difference of at least the margin, by two one-sided tests; of the primary score after
             Holm's correction.

@@ -24,7 +24,7 @@ class Job:
         objective: validation NLL; None where the job has none.
         folder: its run folder.
         error: the sentence that ended it.
-        exit_code: that of the sentence; 0 for a finished job.
+        exit_code: exit code of the error; 0 for a finished job.
     """
 
     overrides: tuple[str, ...]

@@ -130,7 +130,7 @@ class AnalysisContext:
         """Open the ledger of a measurement in the folder.
 
         Args:
-            name: of the file.
+            name: name of the file.
             identity: all that the pieces depend on.
             num_wanted: pieces of the whole measurement.
 

@@ -18,8 +18,8 @@ class SpectrumComparison(JsonRecord):
 
     Args:
         ratios: largest eigenvalues of the second over those of the first; NaN over an eigenvalue of 0.
-        bottom_ratios: likewise of the smallest ones, the smallest first.
-        trace_ratio: likewise of the traces; None where either is missing or the first is 0.
+        bottom_ratios: the same ratios for the smallest ones, the smallest first.
+        trace_ratio: ratio of the traces; None where either is missing or the first is 0.
         subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
             k / parameters for independent spaces; None if eigenvectors were not kept.
         num_compared: k.
@@ -39,7 +39,7 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
 
     Args:
         first: the reference, such as an earlier step of a run.
-        second: of the same matrix over the same parameters.
+        second: spectrum of the same matrix over the same parameters.
         top_k: eigenvalues compared from each end; None takes as many as both have from it.
 
     Raises:

@@ -92,11 +92,11 @@ class LayerCurvature(JsonRecord, indent=1):
     """Curvature of each layer of a model.
 
     Args:
-        blocks: from the input to the head.
+        blocks: blocks from the input to the head.
         missing: blocks whose search for the Hessian's largest eigenvalue an interruption left out.
         num_pairs: pairs that the loss is averaged over.
         num_prompts: different prompts among them.
-        seed: of the pairs, starting vectors and probes.
+        seed: seed of the pairs, starting vectors and probes.
         source: checkpoint, step and pairs, in words.
     """
 
@@ -186,7 +186,7 @@ def block_traces(
         blocks: positions of each block.
         known: `tr(G_b)` of each block.
         num_probes: random vectors, at least 2.
-        seed: of the random vectors.
+        seed: seed of the random vectors.
     """
     random = RandomVectors(hessian, seed)
     forms: dict[str, list[float]] = {name: [] for name in blocks}

@@ -31,7 +31,7 @@ def fixed_batches(
         source: the pairs; batches of a loader are taken as they are.
         token_budget: tokens with padding of a micro-batch that is made here.
         num_pairs: pairs to draw; None takes all. Pairs of a loader are all taken.
-        seed: of the draw.
+        seed: seed of the draw.
         fewest: pairs that must be left; 0 for a process that may have a share of none.
 
     Raises:

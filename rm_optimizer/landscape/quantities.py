@@ -27,7 +27,7 @@ class Quantity:
         estimate: the number. From a trace or density that was estimated it has a standard error. From eigenvalues alone
             it has none, and an interval as wide as their error bounds allow; its `num_samples` is then 0.
         reason: reason why there is none.
-        note: what the number is of, where that depends on the spectrum.
+        note: exact definition, where that depends on the spectrum.
     """
 
     estimate: Estimate | None

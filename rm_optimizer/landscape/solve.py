@@ -104,7 +104,7 @@ class Solution:
         is_warm: True if Lanczos started from earlier vectors.
         trace: trace of the pairs, with its interval over pairs where that was requested, or an estimate.
         sampling: the first eigenvalues with their spread over resampled pairs.
-        cross_fit: the same eigenvalues cross-fitted.
+        cross_fit: cross-fitted values of the same eigenvalues.
         not_cross_fitted: ranks that are not, and the reason; empty where all are.
         gram: products of the rows of a Gauss-Newton or Fisher matrix, where the method computed them.
         pair_curvatures: curvature of each pair along the same vectors.

@@ -30,7 +30,7 @@ class HessianSpectrum(JsonRecord, indent=2):
     """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs. Derived numbers: `quantities`.
 
     Args:
-        eigenvalues: those computed, descending.
+        eigenvalues: eigenvalues that were computed, descending.
         residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
         error_bounds: distance from each within which an eigenvalue lies: the residual, or `4 residual^2 / gap` where
             the gap to the other values is resolved; rounding included.
@@ -43,7 +43,7 @@ class HessianSpectrum(JsonRecord, indent=2):
         is_exhaustive: True if every unlisted eigenvalue is 0.
         trace: estimate from random vectors, or the trace of the pairs with its interval over pairs; its `kind` tells.
             None where it was not estimated.
-        density: of all eigenvalues; None where it was not estimated.
+        density: density of all eigenvalues; None where it was not estimated.
         sampling: the first eigenvalues with their spread over resampled pairs, as many as requested.
         cross_fit: the first eigenvalues cross-fitted; None where no error over pairs was requested, or of few prompts.
         not_cross_fitted: ranks without a cross-fitted value and the reason; empty where all have one.
@@ -60,7 +60,7 @@ class HessianSpectrum(JsonRecord, indent=2):
         gradients_per_product: cost of a product in gradients, where it was measured.
         wall_seconds: total time in seconds.
         dtype: type computed in.
-        seed: of all random vectors.
+        seed: seed of all random vectors.
         status: end of the computation.
         by_pair: origin of the top eigenvalue, by groups of pairs and single pairs; None where it is not known.
         source: checkpoint, step and pairs, in words.

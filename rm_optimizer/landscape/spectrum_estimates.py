@@ -46,7 +46,7 @@ def add_estimates(
         found: its eigenvalues.
         method: method of the eigenvalues.
         options: requested estimates.
-        seed: of resampling; random vectors take the next one.
+        seed: seed of the resampling; random vectors take the next one.
         clusters: number of each pair's prompt, in the order of the batches.
     """
     found.not_cross_fitted = "the analysis was interrupted before"

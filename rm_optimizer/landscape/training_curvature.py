@@ -71,7 +71,7 @@ def measure_curvature(
         micro_batches: the pairs, the same for every call.
         loss: training loss.
         num_products: products of each call after the first, 1 or 2, where these are enough.
-        seed: of the first vector and of the probes.
+        seed: seed of the first vector and of the probes.
     """
     return _Measurement(model, micro_batches, loss, num_products, seed)
 

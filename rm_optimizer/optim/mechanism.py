@@ -95,7 +95,7 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
     Args:
         optimizer: optimizer that has taken one step; gradients of that step are still in the parameters.
         name: name in the registry.
-        before: what `mechanism_state` returned before the step.
+        before: result of `mechanism_state` before the step.
         passes: forward and backward passes of the step, those of micro-batches counted once.
 
     Raises:

@@ -22,7 +22,7 @@ class Ledger:
 
     Args:
         path: the file.
-        file: the same file, open for reading and writing, at the end of its last whole line.
+        file: the ledger's file, open for reading and writing, at the end of its last whole line.
         header: its first line, still to be written if `file` is at its start.
     """
 

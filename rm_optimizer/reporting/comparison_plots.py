@@ -49,7 +49,7 @@ def plot_differences(comparison: RunComparison) -> Figure:
     """Differences of each arm to the baseline in accuracy and NLL, with 95 % intervals.
 
     Args:
-        comparison: with at least two arms.
+        comparison: comparison of at least two arms.
     """
     arms = [arm.name for arm in comparison.arms[1:]]
     caption = (
@@ -81,7 +81,7 @@ def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
     """Largest eigenvalues by rank, and densities where all spectra have one.
 
     Args:
-        spectra: of one matrix and selection of parameters, by run.
+        spectra: spectra by run, all of one matrix and one selection of parameters.
     """
     first = next(iter(spectra.values()))
     sizes = sorted({spectrum.num_pairs for spectrum in spectra.values()})

@@ -46,7 +46,7 @@ class Place:
 
     Args:
         end: `largest` or `smallest`.
-        rank: from that end, from 1.
+        rank: rank counted from that end, from 1.
     """
 
     end: str
@@ -86,7 +86,7 @@ def plot_spectrum(
     Args:
         values: eigenvalues, descending.
         errors: bound on the error of each.
-        places: from which end of the spectrum each is counted, and its rank from there.
+        places: place of each eigenvalue: the end of the spectrum to count from, and the rank from there.
         title: name of the matrix.
         caption: pairs, parameters, seed.
         cross_fitted: the first eigenvalues cross-fitted, with their interval over pairs.

@@ -39,7 +39,7 @@ class BestOfNCurve(JsonRecord, indent=2):
     """Expected rewards of best-of-n selection.
 
     Args:
-        points: by ascending n; the first is n = 1, the policy itself.
+        points: points by ascending n; the first is n = 1, the policy itself.
         num_prompts: prompts, over which the intervals are.
         num_samples: responses in the pool of each prompt.
     """

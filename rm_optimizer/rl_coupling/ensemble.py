@@ -96,7 +96,7 @@ class RewardModelEnsemble(Scorer):
     reference responses; `min` and `uwo` need it. Margins (`predict_margins`) are comparable up to scale without it.
 
     Args:
-        models: at least two scorers, or paths and hub ids of saved models.
+        models: scorers, or paths and hub ids of saved models, at least two.
         uncertainty_threshold: standard deviation over members above which a response is uncertain, not negative; None
             takes the reference's.
         aggregation: `mean`, `min` or `uwo`, what `score` returns.

@@ -44,8 +44,8 @@ def conformal_threshold(scores: Float[np.ndarray, " reference"], false_positive_
     with them (Vovk et al., 2005, "Algorithmic Learning in a Random World").
 
     Args:
-        scores: of reference responses that nothing else was fitted to.
-        false_positive_rate: in (0, 1).
+        scores: scores of reference responses that nothing else was fitted to.
+        false_positive_rate: share of reference responses above the threshold, in (0, 1).
 
     Raises:
         ConfigError: if the rate is not in (0, 1).

@@ -77,7 +77,7 @@ class OveroptimizationCurve(JsonRecord, indent=2):
 
     Args:
         optimization: way in which the policy moved; it decides the form.
-        points: by ascending distance; the first is the policy itself at 0.
+        points: points by ascending distance; the first is the policy itself at 0.
         fit: coefficients of the form.
         peak_distance: distance up to the last point at which the fitted gold gain is largest.
         peak_gain: fitted gold gain there.
@@ -164,7 +164,7 @@ class OveroptimizationCurve(JsonRecord, indent=2):
         """The curve of a run of reinforcement learning.
 
         Args:
-            divergence: of each checkpoint from the first, in nats, ascending from 0.
+            divergence: divergence of each checkpoint from the first, in nats, ascending from 0.
             proxy: mean proxy reward of each checkpoint's responses to each prompt.
             gold: mean gold reward of the same responses.
             scales: standard deviation of proxy and gold within prompts under the first checkpoint.

@@ -37,7 +37,7 @@ def require_finite(rewards: PairRewards, data: PreferenceDataset, run_dir: Path,
     """Raise where validation gave a reward that is not a number.
 
     Args:
-        rewards: of the validation pairs.
+        rewards: rewards of the validation pairs.
         data: the validation pairs.
         run_dir: the run folder.
         step: optimizer steps that the weights had taken.

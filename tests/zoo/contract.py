@@ -44,7 +44,7 @@ class Outcome:
         refused: why an optimizer or an adapter refuses it, by name.
         trained: optimizers and adapters that trained it.
         failures: promises that it broke.
-        depends_on_batch: whether a reward changed with what was scored beside it, without a refusal.
+        depends_on_batch: True if a reward changed with what was scored beside it, without a refusal.
     """
 
     family: str

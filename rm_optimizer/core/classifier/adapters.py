@@ -154,7 +154,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
 
     Args:
         model: changed in place; its mode stays.
-        config: as `prepared_config` returned it, or as it was stored; not mutated.
+        config: result of `prepared_config`, or a stored configuration; not mutated.
         seed: seed of the factors.
 
     Raises:

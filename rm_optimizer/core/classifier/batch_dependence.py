@@ -57,7 +57,7 @@ def refuse_measured(
     and what changes with the length of the batch alone is bounded by `window.exact_length`.
 
     Args:
-        name: of the model, for the message.
+        name: name of the model, for the message.
         rewards_of: the model's rewards from padded ids and their mask, in evaluation mode.
         head: the final layer.
         num_tokens: ids are drawn below it.

@@ -93,7 +93,7 @@ def require_trained_head(model: PreTrainedModel, drawn: Collection[str], source:
     """Refuse to score with a model whose rewards would be those of a random projection.
 
     Args:
-        model: as loaded.
+        model: model after loading.
         drawn: names of its weights that the source lacks.
         source: path or name of the model, for the message.
 

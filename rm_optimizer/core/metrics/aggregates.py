@@ -50,7 +50,7 @@ def probability_of_improvement(
 
     Args:
         first: score of each seed on each data set, higher being better.
-        second: the same of the other arm, on the same data sets.
+        second: scores of the other arm, on the same data sets.
         num_bootstrap: resamples, at least two.
         seed: seed of the resampling.
 

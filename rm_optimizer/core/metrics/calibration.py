@@ -129,7 +129,7 @@ def calibration_noise_floor(pairs: FoldedPairs, bins: Int[np.ndarray, " pairs"],
     Args:
         pairs: the folded pairs; outcomes are not used.
         bins: bin of each pair.
-        seed: of the simulation.
+        seed: seed of the simulation.
     """
     rng = np.random.default_rng(seed)
     order = np.argsort(bins, kind="stable")

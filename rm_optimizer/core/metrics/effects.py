@@ -199,7 +199,7 @@ def power(effect: float, standard_error: float, freedom: float, *, error_rate: f
 
     Args:
         effect: true difference.
-        standard_error: of its estimate, positive.
+        standard_error: standard error of its estimate, positive.
         freedom: degrees of freedom of the standard error.
         error_rate: probability to find a difference where there is none; 0.05 is the 95 % interval's.
     """
@@ -215,7 +215,7 @@ def detectable_effect(
     """Smallest true difference that a paired comparison finds with probability `wanted`.
 
     Args:
-        standard_error: of the estimated difference, positive.
+        standard_error: standard error of the estimated difference, positive.
         freedom: degrees of freedom of the standard error.
         wanted: power, above `error_rate` and below 1.
         error_rate: probability to find a difference where there is none.

@@ -111,7 +111,7 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0) -
     """Mean of independent samples with Student's interval `mean ± t s / sqrt(n)`; one sample gets none.
 
     Args:
-        samples: at least one.
+        samples: numbers, at least one.
         bias: size of an error that all samples share; adds to the standard error as an independent one does.
 
     Example:
@@ -165,7 +165,7 @@ def with_honest_width(
     effective number of clusters `(sum w)^2 / sum w^2` (Kish, 1965). An unbounded one gets no interval and no error.
 
     Args:
-        estimate: as `cluster_bootstrap` gives it.
+        estimate: result of `cluster_bootstrap`.
         cluster_weight: weight of each cluster in the statistic, not negative.
         bounds: smallest and largest value that the statistic can take; None for an unbounded one.
 
@@ -206,9 +206,9 @@ def cluster_bootstrap(
 
     Args:
         sums: share of each cluster in each total.
-        statistic: from totals to statistics; called with a leading axis of resamples.
+        statistic: function from totals to statistics; called with a leading axis of resamples.
         num_bootstrap: resamples; 0 skips the bootstrap.
-        seed: of the resampling; the same seed and number of clusters resample alike.
+        seed: seed of the resampling; the same seed and number of clusters resample alike.
         kind: kind of the interval.
 
     Returns:

@@ -55,7 +55,7 @@ class PairwiseMetrics(JsonRecord):
 
     Args:
         num_pairs: pairs evaluated.
-        num_undecided: of these, pairs labeled exactly 0.5.
+        num_undecided: number of these pairs that are labeled exactly 0.5.
         num_prompts: different prompts.
         beta: inverse temperature of the probabilities.
         accuracy: share of pairs whose better response has the higher reward, ties one half.
@@ -74,7 +74,7 @@ class PairwiseMetrics(JsonRecord):
         temperature: the temperature that would calibrate the rewards.
         reliability: frequency against confidence, bin by bin.
         collapse: test that the rewards distinguish responses; if they do not, no other number is meaningful.
-        groups: the same metrics for each value of each grouping column, `groups["source"]["hh"]`.
+        groups: metrics of each value of each grouping column, `groups["source"]["hh"]`.
         longer_wins: accuracy of calling the longer response better, equal lengths one half; NaN where lengths are
             unknown.
         over_length: `accuracy` less `longer_wins`, its interval from the same resamples.
@@ -175,7 +175,7 @@ def evaluate_pairs(
         length_gap: length of the preferred response less that of the other, for the length baseline.
         groups: columns to report separately, each with a value for every pair (`{"source": […]}`).
         num_bootstrap: resamples; 0 gives standard errors only, for quick evaluations.
-        seed: of the bootstrap and the noise floor.
+        seed: seed of the bootstrap and the noise floor.
 
     Raises:
         ValueError: if there are no pairs, lengths differ, rewards are not finite, or a number is out of range.

@@ -14,7 +14,7 @@ def settle_input(
 
     Args:
         loaded: the model.
-        source: where it was loaded from, for messages.
+        source: path or hub id that it was loaded from, for messages.
         form: `plain` or `pair` for a trained model without a chat template; None takes `plain`, with a warning.
         has_render_fn: a function of the user renders the conversations.
         is_trained: the model brings a trained reward head.

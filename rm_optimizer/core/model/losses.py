@@ -71,7 +71,7 @@ def bradley_terry_pair_losses(
         rejected: rewards of the other responses, in the same order.
         beta: inverse temperature, positive.
         label_smoothing: probability that a label is flipped, in [0, 0.5).
-        margin: by how much `chosen` ought to lead, in units of reward; none is 0.
+        margin: reward by which `chosen` ought to lead; None is 0.
         label: probability that `chosen` is the better one, in [0, 1]; none is 1.
         center_rewards: coefficient of `(c + r)^2`, which pulls the mean reward of a pair to 0; not negative.
         reward_l2: coefficient of `(c^2 + r^2) / 2`; not negative.
@@ -140,7 +140,7 @@ def bradley_terry_loss(
         rejected: rewards of the other responses, in the same order.
         beta: inverse temperature, positive.
         label_smoothing: probability that a label is flipped, in [0, 0.5).
-        margin: by how much `chosen` ought to lead, in units of reward.
+        margin: reward by which `chosen` ought to lead.
         label: probability that `chosen` is the better one, in [0, 1].
         weight: number of pairs that each counts for, positive; none is 1.
         center_rewards: coefficient of the mean of `(c + r)^2`; not negative.

@@ -82,7 +82,7 @@ class SequenceScorer:
         token_budget: tokens, padding included, of one pass.
 
     Attributes:
-        shares: whether a common start is computed once.
+        shares: True to compute a common start once.
     """
 
     def __init__(self, model: PassModel, token_budget: int) -> None:

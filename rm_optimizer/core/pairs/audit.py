@@ -67,12 +67,12 @@ class SplitAudit:
         num_uneven_cut: pairs whose two sides lost different parts of their common prompt.
         num_response_cut: pairs of which a response lost tokens.
         chosen_tokens: quantiles `QUANTILES` of the tokens of prompt and chosen together, before truncation.
-        rejected_tokens: the same of prompt and rejected.
+        rejected_tokens: the same quantiles of prompt and rejected together.
         longer_wins: accuracy of calling the longer response better, ties one half.
         num_margins: pairs with a margin.
         num_zero_labels: pairs with label 0, of which the rejected response is the better one.
         num_soft_labels: pairs whose label is neither 0 nor 1.
-        sources: the same by source, largest first.
+        sources: the same numbers by source, largest first.
     """
 
     num_pairs: int

@@ -109,7 +109,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
             kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
             on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
             max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
-            seed: of the random part that a fractional weight takes.
+            seed: seed of the random part that a fractional weight takes.
             spelling: entrance whose options messages name. Notes of a Python call are logged; commands say them.
 
         Raises:
@@ -211,7 +211,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
         Args:
             fraction: share of prompts to hold out, in (0, 1).
-            seed: of the choice.
+            seed: seed of the choice.
 
         Raises:
             ValueError: if the fraction lies outside (0, 1).

@@ -82,7 +82,7 @@ def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[
 
     Args:
         loaded: each source with its pairs.
-        seed: of the random parts.
+        seed: seed of the random parts.
     """
     mixture: list[PreferencePair] = []
     for place, copy, positions in _draws(loaded, seed):

@@ -145,7 +145,7 @@ class PairRows:
     """The rows that pairs are of.
 
     Args:
-        tallies: those of the sources.
+        tallies: tallies of the sources.
         places: source and row number of each pair, shape (pairs, 2).
     """
 

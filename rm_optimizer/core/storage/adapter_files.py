@@ -49,7 +49,7 @@ class BaseModel:
         source: hub id or absolute folder.
         revision: commit on the hub; None for a folder.
         is_quantized: True if its matrices were in four bits.
-        fingerprint: of its weights.
+        fingerprint: fingerprint of its weights.
     """
 
     source: str

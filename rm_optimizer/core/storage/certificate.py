@@ -62,8 +62,8 @@ class ProbeScore:
         prompt: text, or the messages before the response.
         response: the response's text.
         input_ids: token ids that the model read, special tokens included.
-        reward: in memory, before the export.
-        reloaded: from the exported files through plain `transformers`.
+        reward: reward in memory, before the export.
+        reloaded: reward by the exported files through plain `transformers`.
     """
 
     prompt: Prompt
@@ -119,7 +119,7 @@ def require_parity(
 
     Args:
         certificate: stored with the model.
-        rewards: of its `shortest` conversations, in that order, as loaded.
+        rewards: rewards of its `shortest` conversations, in that order, as loaded.
         dtype: type of the model's matrix products.
         source: path or name of the model, for the message.
 
@@ -152,8 +152,8 @@ def certify(
     Args:
         probe: prompts and responses.
         input_ids: their token ids.
-        rewards: of the model in memory.
-        reloaded: of the exported files.
+        rewards: rewards by the model in memory.
+        reloaded: rewards by the exported files.
         dtype: type of the exported backbone; sets the tolerance.
         device: device of both computations.
     """

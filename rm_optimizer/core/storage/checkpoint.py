@@ -87,8 +87,8 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Pa
     """Load a checkpoint's weights into a classifier, every one of them; a base in four bits stays as it was read.
 
     Args:
-        model: as `read_checkpoint`'s payload describes it.
-        weights: as `read_checkpoint` gives them.
+        model: model of the architecture in `read_checkpoint`'s payload.
+        weights: weights from `read_checkpoint`.
         path: the file, for the message.
 
     Raises:

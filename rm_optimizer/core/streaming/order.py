@@ -130,8 +130,8 @@ class MacroBatchStream:
 
     Args:
         pool: tokenizes blocks; closed with the stream.
-        order: of the blocks and pairs.
-        shape: of the macro-batches.
+        order: order of the blocks and pairs.
+        shape: shape of the macro-batches.
 
     Attributes:
         position: before the next macro-batch; set it to start elsewhere.

@@ -104,7 +104,7 @@ class PackedPairBatch(_Pairs):
 
     Args:
         trees: the tokens in rows; branches 2 i and 2 i + 1 are pair i's chosen and rejected sequence.
-        margin, label, weight, pair_index: as those of a `PairBatch`.
+        margin, label, weight, pair_index: numbers of the pairs, as in a `PairBatch`.
     """
 
     trees: PackedTrees

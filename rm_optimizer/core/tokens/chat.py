@@ -183,7 +183,7 @@ class ConversationRenderer:
         """Token ids of conversations that are text already; over-long ones lose tokens from the left, after BOS.
 
         Args:
-            texts: as `text` renders them.
+            texts: texts rendered by `text`.
             max_length: most tokens of a sequence.
         """
         encodings = []

@@ -124,7 +124,7 @@ class LastLayerInformation:
     Args:
         pool: the pairs; those that are labeled are in the matrix from the start.
         differences: their differences of features.
-        prior_precision: as in `DOptimal`.
+        prior_precision: prior precision, as in `DOptimal`.
 
     Attributes:
         weights: ``p (1 - p)`` of each pair, with the members' mean margin.

@@ -21,7 +21,7 @@ def on_ray(
 
     Args:
         compute: function of a module that the workers can import.
-        model: what all tasks share.
+        model: model that all tasks share.
         tasks: further arguments of each task.
         num_workers: tasks at a time, positive; each takes a GPU where this machine has one.
 

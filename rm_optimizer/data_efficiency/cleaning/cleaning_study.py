@@ -62,14 +62,14 @@ class CleaningRow(JsonRecord, indent=1):
         flips: share of labels that was turned around.
         num_pairs: training pairs.
         num_splits: splits.
-        auroc: how well the held-out probability tells turned labels from others; None without flips.
+        auroc: AUROC of the held-out probability for turned labels; None without flips.
         estimated: estimated share of turned labels.
         suspected: share of the pairs that was taken out.
         precision: share of those that had been turned; None without flips or suspects.
         accuracy: test accuracy after training on all pairs.
         gain: accuracy after training on the pairs that stay, less that.
-        fewer_gain: the same after taking out as many pairs at random.
-        exact_gain: the same after taking out the turned labels and no others; None in results of earlier versions.
+        fewer_gain: gain after taking out as many pairs at random.
+        exact_gain: gain after taking out the turned labels and no others; None in results of earlier versions.
     """
 
     pool: str
@@ -136,7 +136,7 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
     Each model's penalty is the one of its own lowest held-out NLL.
 
     Args:
-        spec: as `planned_cleanings` gives it.
+        spec: one of `planned_cleanings`.
         folder: not used; a trial takes seconds.
     """
     features = None if spec["features"] is None else LabeledFeatures.read(Path(spec["features"]))

@@ -60,10 +60,10 @@ class VoteCalibration(JsonRecord, indent=1):
         num_pairs: pairs with votes for a side.
         num_votes: such votes.
         vote_accuracy: probability that a vote is for the side that the model prefers, model ties one half.
-        majority_accuracy: the same of the majority of votes; pairs without one are left out.
+        majority_accuracy: accuracy of the majority of votes; pairs without one are left out.
         vote_nll: mean NLL of a vote, in nats.
         ece: expected calibration error of the probability against the share of votes, weighted by votes.
-        correlation: of probability and share of votes, each pair seen from both sides.
+        correlation: correlation of probability and share of votes, each pair seen from both sides.
         temperature: temperature that fits the probabilities to the votes; None where none does.
         bins: share of votes by probability.
         ceiling: agreement of the annotators; None where no pair has two votes.

@@ -103,7 +103,7 @@ def require_question_file(path: Path, option: str) -> None:
 
     Args:
         path: the file.
-        option: where its name was given, for the message.
+        option: option or column that gave its name, for the message.
 
     Raises:
         ConfigError: if its ending is none of `SUFFIXES`, or that of the labeling page's answers.

@@ -49,7 +49,7 @@ class LabelSplit:
     Args:
         differences: features of the first response less those of the second, of the pool.
         labels: 1 where the first response of a pair was preferred, else 0.
-        test_differences: the same of the test pairs.
+        test_differences: differences of the test pairs.
         test_chances: probability that the first response of a test pair is preferred.
         lengths: logarithm of the first response's length over the other's, of the pool; 0 where there are no texts.
         groups: number of the conversation of each pair of the pool.

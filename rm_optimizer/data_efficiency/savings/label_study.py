@@ -77,7 +77,7 @@ def planned_splits(study: LabelStudy, pool: str, num_splits: int, features: Path
     """Trials of a pool, one a split, with the penalties that suit the random draw best.
 
     Args:
-        study: what they have in common.
+        study: study that the splits belong to.
         pool: name of a synthetic pool, or of the pool in `features`.
         num_splits: splits.
         features: file of a `LabeledFeatures`; None for a synthetic pool.
@@ -121,7 +121,7 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
     """Accuracy and NLL of every rule after every round on one split, as `RULE/LABELS/METRIC`.
 
     Args:
-        spec: as `planned_splits` gives it.
+        spec: one of `planned_splits`.
         folder: not used; a trial takes seconds.
     """
     study = LabelStudy(spec["budget"], spec["start"], spec["batch"], spec["flips"])

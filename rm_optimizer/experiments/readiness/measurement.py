@@ -76,7 +76,7 @@ class MeasuredModel:
     """One reward model.
 
     Args:
-        spec: how it was trained.
+        spec: description of its training.
         features: measured features; `@` stands before the number of labels.
         outcomes: gold rewards in standard deviations within prompts under the first policy.
     """

@@ -100,7 +100,7 @@ def train_policies(
         world: the world.
         models: its reward models.
         prompts: prompts to train on.
-        algorithm: how advantages are made.
+        algorithm: name of the algorithm, which determines the advantages.
         schedule: optimizer steps.
         seed: seed of the prompts, which all policies share, and of their responses.
     """

@@ -119,7 +119,7 @@ class CountRewards:
 
     Args:
         into: weights into the hidden layer.
-        bias: of the hidden layer.
+        bias: bias of the hidden layer.
         out: weights out of it.
         has_bigrams: count neighbors too.
     """

@@ -63,7 +63,7 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
     """Measure one world on one thread, and keep its models in `world.json`.
 
     Args:
-        spec: as `planned_worlds` gives it.
+        spec: one of `planned_worlds`.
         folder: folder of the trial's work.
     """
     threads = torch.get_num_threads()

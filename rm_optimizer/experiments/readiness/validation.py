@@ -120,7 +120,7 @@ class Validation(JsonRecord, indent=1):
         worlds: seeds of the test worlds.
         num_models: reward models in all of them.
         taus: every predictor and outcome.
-        differences: of the readiness score and accuracy.
+        differences: differences between the readiness score and accuracy.
         curve: tau against labels.
         outcomes: quantiles 0, 1/4, 1/2, 3/4 and 1 of every outcome over the models.
         over_optimized: share of models whose policy without a penalty ends more than 0.3 below its peak, and below its
@@ -184,7 +184,7 @@ def validate(fits: Mapping[str, FittedOutcome], choice: FrozenChoice, worlds: Se
     """Test the fits on worlds that they were not fitted on.
 
     Args:
-        fits: as `fitted_outcomes` gives them.
+        fits: result of `fitted_outcomes`.
         choice: the choice behind them.
         worlds: test worlds.
     """
@@ -296,7 +296,7 @@ def resampled_taus(
     Args:
         first: one number of each model.
         second: the other one.
-        counts: how often each draw has each model.
+        counts: number of times that each draw has each model.
     """
     signs = [np.sign(values[:, None] - values[None, :]) for values in (first, second)]
     weights = counts.astype(np.float64)

@@ -39,7 +39,7 @@ class PlannedTrial:
 
     Args:
         name: hash of its identity, the name of its folder.
-        label: what tells it from the other trials.
+        label: short text that tells it from the other trials.
         spec: JSON values that the task is called with.
     """
 
@@ -109,7 +109,7 @@ def planned_trial(label: str, spec: Mapping[str, Any], identity: Mapping[str, An
     """A trial with the name that its identity gives it.
 
     Args:
-        label: what tells it from the other trials.
+        label: short text that tells it from the other trials.
         spec: JSON values that the task is called with.
         identity: values that decide its result; None takes the spec.
     """

@@ -15,7 +15,7 @@ def require_shared(
     Args:
         overrides: options of every trial, as name=value.
         owned: options, and groups of them, that the study sets, each with the reason.
-        study: what the study is, in the words of a sentence.
+        study: name of the kind of study, as in a sentence.
         but: options of these groups that may be set.
 
     Raises:

@@ -32,7 +32,7 @@ def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
     The pairs are part of it by their content, not by their paths.
 
     Args:
-        label: what tells it from the other trials.
+        label: short text that tells it from the other trials.
         config: its options, with absolute paths; `output_dir` is not used.
     """
     options = options_of(config)

@@ -36,7 +36,7 @@ class TrialSpec(JsonRecord, indent=1):
 
     Args:
         task: function that measures it, as `package.module:name`.
-        label: what tells it from the other trials.
+        label: short text that tells it from the other trials.
         spec: JSON values that the task is called with.
     """
 
@@ -71,7 +71,7 @@ class TrialFailure(JsonRecord, indent=1):
     Args:
         attempts: failed attempts.
         error: the last one's error.
-        traceback: where it came up.
+        traceback: traceback of the error.
     """
 
     attempts: int

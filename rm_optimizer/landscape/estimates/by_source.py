@@ -21,7 +21,7 @@ class PairCurvatures:
 
     Args:
         along: `v_k^T H_i v_k` of each pair.
-        weights: of the pairs in the loss.
+        weights: weight of each pair in the loss.
         pair_index: position of each pair in the data.
         gram: products of the pairs' rows of a Gauss-Newton or Fisher matrix; None for a Hessian.
     """

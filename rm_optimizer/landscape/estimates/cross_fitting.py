@@ -91,7 +91,7 @@ def halves_of(num_pairs: int, clusters: Sequence[int] | None, seed: int) -> tupl
     Args:
         num_pairs: pairs in all.
         clusters: number of each pair's prompt; None takes each pair as one.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     numbers = np.arange(num_pairs) if clusters is None else np.asarray(clusters)
     distinct = np.random.default_rng(seed).permutation(np.unique(numbers))
@@ -120,7 +120,7 @@ def cross_fit_hessian(
         top: largest eigenvalue of all pairs.
         sampling: eigenvalues of all pairs with their interval over pairs.
         clusters: number of each pair's prompt, in the order of the batches.
-        seed: of halves, starting vectors and resampling.
+        seed: seed of halves, starting vectors and resampling.
         state_file: file beside which each search keeps its state; None keeps none. The caller removes them.
     """
     objective = operator.objective
@@ -177,7 +177,7 @@ def cross_fit_gram(
         gram: products of the rows of all pairs.
         num_values: eigenvalues.
         clusters: number of each pair's prompt.
-        seed: of halves and resampling.
+        seed: seed of halves and resampling.
     """
     if num_prompts(gram.num_pairs, clusters) < FEWEST_PROMPTS:
         return None
@@ -310,12 +310,12 @@ def combined(
 
     Args:
         columns: curvatures.
-        weights: of the pairs.
+        weights: weight of each pair.
         clusters: number of each pair's prompt; None takes each pair as one.
-        seed: of the resampling.
+        seed: seed of the resampling.
         sampling: eigenvalues of all pairs with their interval over pairs.
         smaller: largest eigenvalue of quarters and halves.
-        whole: that of all pairs.
+        whole: largest eigenvalue of all pairs.
         num_products: products with halves and quarters.
     """
     values = weighted_means(columns, weights, clusters=clusters, num_bootstrap=_RESAMPLES, seed=seed)

@@ -129,7 +129,7 @@ def spectral_density(
         operator: the matrix.
         num_probes: random vectors.
         num_steps: Lanczos steps of each; the change by the last one estimates the error.
-        seed: of the vectors.
+        seed: seed of the vectors.
         found: eigenpairs to deflate; None deflates none.
         at_once: random vectors whose iterations take their products together, each of which holds its own basis. Where
             the operator builds a graph anew in each call, they share it. The numbers are the same.

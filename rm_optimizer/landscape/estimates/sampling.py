@@ -75,11 +75,11 @@ def sampling_error(
 
     Args:
         objective: the loss.
-        curvatures: of each pair along each vector, see `pair_curvatures`.
+        curvatures: curvature of each pair along each vector, see `pair_curvatures`.
         clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
             resampling draws clusters. None takes each pair as one.
         num_bootstrap: resamples.
-        seed: of the resampling.
+        seed: seed of the resampling.
 
     Raises:
         ConfigError: if the clusters are not one for each pair.
@@ -105,10 +105,10 @@ def weighted_means(
 
     Args:
         values: one row for each pair.
-        weights: of the pairs.
+        weights: weight of each pair.
         clusters: number of each pair's cluster; None takes each pair as one.
         num_bootstrap: resamples.
-        seed: of the resampling.
+        seed: seed of the resampling.
     """
     sums = cluster_totals(np.column_stack([values * weights[:, None], weights]), clusters)
     return cluster_bootstrap(

@@ -149,7 +149,7 @@ def estimate_trace(
         operator: the matrix.
         method: one of `TraceMethod`.
         num_products: products to spend; `hutchpp` and `xtrace` need 6.
-        seed: of the random vectors.
+        seed: seed of the random vectors.
         found: eigenpairs that `deflated` takes out, with None nothing; the other methods do not use them.
         is_semidefinite: True if no eigenvalue is negative.
 

@@ -70,7 +70,7 @@ class GramSpectrum:
             clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
                 what is drawn anew are clusters. None takes each pair as one.
             num_bootstrap: resamples.
-            seed: of the resampling.
+            seed: seed of the resampling.
 
         Raises:
             ConfigError: if the clusters are not one for each pair.

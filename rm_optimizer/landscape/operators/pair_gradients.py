@@ -40,7 +40,7 @@ class PairRows:
 
     Args:
         number: the pair's place among all pairs.
-        rewards: of the pair, with their graph.
+        rewards: rewards of the pair, with their graph.
         seeds: `sqrt(c_k) u_k`.
     """
 

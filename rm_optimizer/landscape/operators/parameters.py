@@ -31,7 +31,7 @@ class ParameterSubset:
     """Parameters of a model, laid end to end in the model's order.
 
     Args:
-        names: as `BradleyTerryRM.named_parameters` gives them.
+        names: names from `BradleyTerryRM.named_parameters`.
         shapes: shape of each.
     """
 

@@ -56,7 +56,7 @@ class BetweenModels(JsonRecord, indent=1):
     """Spectra of several models over the same pairs, and what lies between them.
 
     Args:
-        names: of the models.
+        names: names of the models.
         spectra: spectrum of each; fewer than the names after an interruption.
         overlaps: for each pair of models `(first, second)` in the order of `paths`, the overlap of the subspaces of
             their largest eigenvalues, in [0, 1]; None where vectors are gone.

@@ -20,8 +20,8 @@ class KeptState:
     Args:
         operator: the matrix.
         support: its rows that are searched.
-        file: of the state; None keeps it in memory alone.
-        seed: of the starting vector.
+        file: file of the state; None keeps it in memory alone.
+        seed: seed of the starting vector.
 
     Raises:
         CheckpointError: if the file holds another search, or cannot be read.

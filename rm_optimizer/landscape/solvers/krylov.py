@@ -107,7 +107,7 @@ class KrylovState:
 
     Args:
         basis: the orthonormal vectors.
-        diagonal: of the small matrix.
+        diagonal: diagonal of the small matrix.
         off_diagonal: below it; its last entry belongs to the vector that comes next. Those of the first `num_kept`
             vectors stand in the row of the vector that follows them instead.
         num_kept: first vectors that are Ritz vectors of a larger basis, kept by `shrink`.

@@ -132,7 +132,7 @@ def lanczos(
         max_basis: most vectors of the basis, at least `FEWEST_SPARE` more than values wanted; None sets no limit. Of a
             full basis the best Ritz vectors stay. That takes more products; the stopping rule is the same.
         num_vectors: eigenvectors to give, of the first values; None gives all.
-        seed: of the starting vector.
+        seed: seed of the starting vector.
         start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0, with a
             random part, without which it would miss an eigenvector at right angles to all of them.
         state: an earlier iteration on the same matrix to continue; holds the newest one also when interrupted.
@@ -202,7 +202,7 @@ def most_products(dimension: int, wanted: int, max_products: int | None, max_bas
     """Limit of products; a bounded basis may take more than the matrix has dimensions.
 
     Args:
-        dimension: of the matrix.
+        dimension: dimension of the matrix.
         wanted: eigenvalues.
         max_products: limit asked for; None is the solver's own.
         max_basis: vectors of a bounded basis; None for no bound.
@@ -263,8 +263,8 @@ class _Ritz:
 
     Args:
         values: ascending.
-        vectors: of the tridiagonal matrix, one a column.
-        residuals: of each value.
+        vectors: eigenvectors of the tridiagonal matrix, one a column.
+        residuals: residual of each value.
         errors: the solver's part of each error bound.
         rounded: machine epsilon of the iteration's own arithmetic, for either of them.
         selected: positions of the wanted values, by descending value; fewer than wanted while the space is small.

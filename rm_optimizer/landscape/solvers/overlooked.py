@@ -36,7 +36,7 @@ def with_overlooked(
             copy, which is then not found.
         which: end of the spectrum.
         tolerance: relative error of each value; of a new one its residual.
-        seed: of the random vectors.
+        seed: seed of the random vectors.
 
     Returns:
         As many pairs as were given. The residual of a new one includes what the old residuals may add. Beside new ones

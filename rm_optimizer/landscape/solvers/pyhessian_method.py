@@ -137,7 +137,7 @@ def pyhessian_eigenpairs(
         top_k: number of eigenvalues, by magnitude.
         tolerance: relative change that ends an iteration, PyHessian's `tol`.
         max_iterations: products for each value at most, PyHessian's `maxIter`.
-        seed: of its starting vectors.
+        seed: seed of its starting vectors.
 
     Raises:
         ConfigError: if more values are wanted than the matrix has, or the pairs lie in several processes.

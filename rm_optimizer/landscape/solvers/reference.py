@@ -74,7 +74,7 @@ def power_iteration(
         top_k: number of eigenpairs.
         tolerance: relative residual that ends each.
         max_products: products in all, divided evenly over the values.
-        seed: of the starting vectors.
+        seed: seed of the starting vectors.
 
     Raises:
         ConfigError: if more values are wanted than the matrix has.

@@ -31,7 +31,7 @@ class Directions:
     """Named vectors over a subset of parameters, and where they come from.
 
     Args:
-        names: for legends and axes.
+        names: names of the vectors for legends and axes.
         vectors: one row each.
         method: origin of the directions, in words.
         values: eigenvalue of each, or its share of the trajectory's variance; None for random ones.
@@ -75,7 +75,7 @@ def filter_normalized(model: nn.Module, subset: ParameterSubset, count: int, *, 
         model: gives the weights.
         subset: the parameters to move.
         count: number of directions.
-        seed: of the draws, which are the same on every device.
+        seed: seed of the draws, which are the same on every device.
 
     Raises:
         ConfigError: if the subset holds no matrix.
@@ -121,7 +121,7 @@ class TrajectoryPlane:
 
     Args:
         directions: orthonormal, with the share of the squared distances to the last point that each one holds.
-        coordinates: of each point in the plane; the last is zero.
+        coordinates: coordinates of each point in the plane; the last is zero.
         off_plane: distance of each point from the plane, in parameter distance.
     """
 
@@ -167,7 +167,7 @@ def displacements_of(
     """Weights of each checkpoint less those of the last, over a subset, in float32.
 
     Args:
-        weights: by name as `BradleyTerryRM.named_parameters` gives them, oldest first; one is held at a time.
+        weights: weights by `BradleyTerryRM.named_parameters`' names, oldest first; one is held at a time.
         subset: the parameters.
     """
     rows = torch.stack([subset.flatten([held[name].float() for name in subset.names]) for held in weights])

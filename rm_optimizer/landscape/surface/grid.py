@@ -51,7 +51,7 @@ def measure_grid(
 
     Args:
         measured_loss: model, pairs and loss.
-        directions: along which to move.
+        directions: directions to move along.
         points: coordinates of the points.
         ledger: ledger for the results, which keeps the measured points after an interruption.
         processes: processes that share the points; CPU only.

@@ -25,7 +25,7 @@ class PointLoss:
         loss: weighted mean over the pairs.
         loss_standard_error: its sampling error over pairs, those of one prompt counted as one.
         accuracy: weighted share of pairs ranked as labeled, ties one half.
-        accuracy_standard_error: likewise.
+        accuracy_standard_error: sampling error of the accuracy, likewise.
     """
 
     loss: float

@@ -21,13 +21,13 @@ class GridDescription:
 
     Args:
         method: origin of the directions, in words.
-        names: of the directions.
+        names: names of the directions.
         values: eigenvalue or share of variance of each direction; None for random ones.
         params: the parameters that move.
         num_parameters: numbers among them.
         num_pairs: pairs that the loss is averaged over.
         num_prompts: different prompts among them.
-        seed: of the pairs and of random directions.
+        seed: seed of the pairs and of random directions.
         source: checkpoint, step and pairs, in words.
     """
 
@@ -49,7 +49,7 @@ class Slice(JsonRecord):
     Args:
         measured: description of the measurement.
         steps: distances along each direction, in its length; 0 is among them.
-        points: for each direction, one a distance; `MISSING` where it was not measured.
+        points: losses along each direction, one a distance; `MISSING` where none was measured.
     """
 
     measured: GridDescription
@@ -103,7 +103,7 @@ class Trajectory(JsonRecord):
     Args:
         surface: losses in the plane; its origin is the last checkpoint.
         steps: optimizer steps of the checkpoints.
-        coordinates: of each checkpoint in the plane, in parameter distance.
+        coordinates: coordinates of each checkpoint in the plane, in parameter distance.
         off_plane: distance of each checkpoint from the plane.
         points: losses at the checkpoints themselves.
     """

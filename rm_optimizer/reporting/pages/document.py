@@ -20,9 +20,9 @@ class Answer:
     """The one thing to know.
 
     Args:
-        tone: how good it is.
+        tone: judgment that the color shows.
         headline: a few words.
-        sentences: what they mean; they get a capital and a full stop.
+        sentences: meaning in sentences; each gets a capital and a full stop.
     """
 
     tone: Literal["good", "fair", "bad", "open"]
@@ -37,7 +37,7 @@ class Drawing:
     Args:
         name: stem of its files.
         figure: the figure.
-        caption: what it shows, in one sentence.
+        caption: content in one sentence.
     """
 
     name: str

@@ -35,7 +35,7 @@ class Exhibits:
         Args:
             name: stem of its files.
             figure: the figure.
-            caption: what it shows, in one sentence.
+            caption: content in one sentence.
             rows: its numbers; None reads them from its lines, bars and intervals.
         """
         self.figures[name] = figure

@@ -30,7 +30,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
     Args:
         folder: folder of the run or study.
-        output: where to write; None takes `report/` of the folder.
+        output: folder to write into; None takes `report/` of the folder.
 
     Raises:
         ConfigError: if it holds a study without a page, or one without a result.

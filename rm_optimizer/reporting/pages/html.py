@@ -88,7 +88,7 @@ def answer(tone: str, headline: str, *sentences: str) -> str:
     Args:
         tone: `good`, `fair`, `bad` or `open`.
         headline: a few words.
-        sentences: what they mean.
+        sentences: meaning in sentences.
     """
     text = "".join(paragraph(sentence(each)) for each in sentences)
     return f'<div class="answer {tone}"><strong>{escape(headline)}</strong>{text}</div>'
@@ -120,7 +120,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
     """A table whose first column names its rows; wide ones scroll on their own.
 
     Args:
-        caption: what it holds.
+        caption: content of the table.
         head: names of the columns; all empty leaves the head out.
         rows: cells as text.
     """
@@ -157,7 +157,7 @@ def drawn(figure: Figure, caption: str) -> str:
 
     Args:
         figure: the figure.
-        caption: what it shows, in one sentence.
+        caption: content in one sentence.
     """
     alt = f"{sentence(caption)} {described(figure)}"
     stream = io.BytesIO()

@@ -37,9 +37,9 @@ class Work:
     """Work of a run, in forward passes over a token under the training's precision.
 
     Args:
-        steps: of all optimizer steps.
-        evaluation: of one evaluation of every validation pair.
-        final: of the last evaluation, in float32.
+        steps: cost of all optimizer steps.
+        evaluation: cost of one evaluation of every validation pair.
+        final: cost of the last evaluation, in float32.
     """
 
     steps: float
@@ -104,7 +104,7 @@ def plan_evaluations(
     last step, that of the best weights and, with `at_start`, that of the untrained ones are always made.
 
     Args:
-        work: of steps and evaluations.
+        work: cost of steps and evaluations.
         num_steps: optimizer steps of the run.
         steps_per_epoch: optimizer steps of an epoch.
         num_pairs: validation pairs.

@@ -69,7 +69,7 @@ def stopped_after(steps: int, num_steps: int, where: str, run_dir: Path, checkpo
     Args:
         steps: optimizer steps done.
         num_steps: optimizer steps planned.
-        where: what it was doing, after a blank; empty between two steps.
+        where: activity that was interrupted, after a blank; empty between two steps.
         run_dir: the run folder.
         checkpoint: its last checkpoint.
     """

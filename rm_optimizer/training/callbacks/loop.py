@@ -50,7 +50,7 @@ class Evaluated:
 
     Args:
         step: optimizer steps done.
-        metrics: of the validation pairs, without intervals.
+        metrics: metrics of the validation pairs, without intervals.
     """
 
     step: int

@@ -28,7 +28,7 @@ class ProgressLines(pl.Callback):
     """Logs a line every `seconds`: step, loss, accuracy, pairs a second and time left; inside an evaluation its pairs.
 
     Args:
-        seconds: between two lines.
+        seconds: seconds between two lines.
         clock: monotonic seconds.
     """
 

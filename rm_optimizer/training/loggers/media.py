@@ -36,7 +36,7 @@ def log_histogram(loggers: Iterable[Logger], name: str, values: Float[np.ndarray
 
     Args:
         loggers: the run's; those that hold numbers alone are passed over.
-        name: of the values, as `stage/name`.
+        name: name of the values, as `stage/name`.
         values: all of them, finite.
         step: optimizer step they belong to.
     """
@@ -54,7 +54,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
 
     Args:
         loggers: the run's; those that hold numbers alone are passed over.
-        name: of the table, as `stage/name`.
+        name: name of the table, as `stage/name`.
         rows: values by column, the same columns in each.
         step: optimizer step it belongs to.
     """
