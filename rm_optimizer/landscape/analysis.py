@@ -125,9 +125,9 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
 
 
 def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
-    """Gauss-Newton spectrum and traces of each layer's block, and by `lanczos` the largest eigenvalue of the Hessian's.
+    """Measure each layer's Gauss-Newton spectrum and traces, and with `lanczos` the Hessian's largest eigenvalue.
 
-    All but the last come at once; the searches go on after a kill at the product where they stood.
+    Spectra and traces of all layers are measured together. After a kill, a search continues with its next product.
     """
     measured_loss, sample, config = context.measured_loss, context.measured_loss.sample, context.config
     searches = config.method == SpectrumMethod.lanczos
@@ -171,7 +171,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
 
 
 def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum]:
-    """Eigenvalues with error bounds and sampling error, the trace, and for a density analysis all of the spectrum."""
+    """Measure eigenvalues with error bounds and sampling error, the trace, and for a density analysis the density."""
     measured_loss, config = context.measured_loss, context.config
     is_density = config.type == AnalysisType.density
     matrix = _MATRICES.get(config.type, "hessian")
@@ -254,7 +254,7 @@ def _new_directions(context: AnalysisContext, count: int) -> Directions:
 
 
 def _span(config: LandscapeConfig, directions: Directions) -> float:
-    """Span of the options; by default 1, or the distance at which the largest eigenvalue's parabola rises by 1 nat."""
+    """Span of the options; by default 1, or where a parabola with the largest eigenvalue's curvature rises by 1 nat."""
     if config.span is not None:
         return config.span
     largest = max((abs(value) for value in directions.values or ()), default=0.0)
@@ -263,7 +263,7 @@ def _span(config: LandscapeConfig, directions: Directions) -> float:
 
 @contextmanager
 def _points(context: AnalysisContext, identity: str, num_points: int) -> Iterator[GridLedger]:
-    """Open the points measured so far, before anything is computed, so that a refusal costs nothing."""
+    """Open the ledger of measured points before anything is computed, so that a refusal costs no time."""
     config = context.config
     kind = [identity, config.type.value, config.num_points, config.span]
     with context.ledger(POINTS_FILE, kind, num_points) as ledger:

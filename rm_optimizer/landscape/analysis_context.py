@@ -22,25 +22,24 @@ from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.schema.landscape import LandscapeConfig
 
 POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
-"""In the folder of results: each measured point as soon as it is, the directions that they lie along, each measured
-layer, and where an iteration stands."""
+"""Files in the folder of results: measured points, their directions, measured layers, and the state of an iteration."""
 ResultT = TypeVar("ResultT", bound=JsonRecord)
 
 
 SCHEMA_VERSION = 1
-"""Version of the JSON of results: it rises when an entry changes its meaning or goes, not when one is added."""
+"""Version of the JSON of results. It rises when an entry is removed or changes its meaning, not when one is added."""
 
 
 @dataclass(frozen=True)
 class AnalysisInput:
-    """Weights and pairs of an analysis, for whoever reads its results alone.
+    """Weights and pairs of an analysis, stated in its results.
 
     Args:
         checkpoint: run folder, exported folder, checkpoint or hub id, as given.
         step: optimizer steps that the weights were trained for; None where it is not recorded.
-        data: the pairs: path or name, and their split.
-        pairs: digest of the pairs that were drawn; the same wherever they are drawn.
-        params: parameters measured.
+        data: path or name of the pairs, and their split.
+        pairs: digest of the drawn pairs; the same draw on another machine has the same digest.
+        params: measured parameters.
     """
 
     checkpoint: str
@@ -71,7 +70,7 @@ class AnalysisResult(Generic[ResultT]):
     subject: AnalysisInput | None = None
 
     def to_json(self) -> str:
-        """The result as JSON text, after the version of its entries and what was measured."""
+        """The result as JSON text, preceded by the version of its entries and the input."""
         header = {"schema_version": SCHEMA_VERSION, "analysis": json_values(self.subject)}
         return json.dumps(header | self.result.entries(), allow_nan=False, indent=1)
 
@@ -84,7 +83,7 @@ class AnalysisContext:
         measured_loss: model, pairs and loss.
         config: the options.
         folder: folder for measured points, from which the same analysis continues after a kill.
-        on_progress: function of the current step, its progress, its total (None if unknown) and a remark.
+        on_progress: function of the current step's name, its progress, its total (None if unknown) and a remark.
         subject: weights and pairs, for captions.
     """
 
@@ -96,7 +95,7 @@ class AnalysisContext:
 
     @property
     def solver_options(self) -> SpectrumOptions:
-        """Accuracy, cost, trace and error over pairs of a spectrum."""
+        """Options of a spectrum: accuracy, cost, trace and error over pairs."""
         config = self.config
         num_sampled = config.top_k if config.num_sampled is None else config.num_sampled
         options = SpectrumOptions(
@@ -131,7 +130,7 @@ class AnalysisContext:
 
         Args:
             name: name of the file.
-            identity: all that the pieces depend on.
+            identity: everything that the pieces depend on.
             num_wanted: pieces of the whole measurement.
 
         Raises:

@@ -17,13 +17,13 @@ class SpectrumComparison(JsonRecord):
     """Changes from one spectrum to another.
 
     Args:
-        ratios: largest eigenvalues of the second over those of the first; NaN over an eigenvalue of 0.
+        ratios: largest eigenvalues of the second divided by those of the first; NaN if the first is 0.
         bottom_ratios: the same ratios for the smallest ones, the smallest first.
         trace_ratio: ratio of the traces; None where either is missing or the first is 0.
         subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
             k / parameters for independent spaces; None if eigenvectors were not kept.
-        num_compared: k.
-        num_pairs: pairs behind each.
+        num_compared: number of compared eigenvalues, k.
+        num_pairs: number of pairs of each spectrum.
     """
 
     ratios: tuple[float, ...]
@@ -40,10 +40,10 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
     Args:
         first: the reference, such as an earlier step of a run.
         second: spectrum of the same matrix over the same parameters.
-        top_k: eigenvalues compared from each end; None takes as many as both have from it.
+        top_k: number of eigenvalues to compare at each end; None takes as many as both spectra have.
 
     Raises:
-        ConfigError: if they are of different matrices or parameters, or have no k of the largest eigenvalues each.
+        ConfigError: if they are of different matrices or parameters, or do not both have the k largest eigenvalues.
     """
     kinds = [(spectrum.matrix, spectrum.params, spectrum.num_parameters) for spectrum in (first, second)]
     if kinds[0] != kinds[1]:

@@ -46,9 +46,9 @@ class HessianAnalyzer:
     Args:
         model: the reward model.
         loss: training loss; None is the plain Bradley-Terry loss.
-        params: `trainable`, `head`, `lora`, or patterns of parameter names.
-        token_budget: tokens with padding of a micro-batch; bounds memory and changes nothing else.
-        dtype: type to compute in; another than the weights' measures a copy.
+        params: parameters to derive by: `trainable`, `head`, `lora`, or patterns of parameter names.
+        token_budget: most tokens of a micro-batch, padding included; it limits memory and does not change results.
+        dtype: type to compute in; if the weights have another type, a copy is measured.
         seed: seed of all random vectors and of the draw of pairs.
         group: processes that hold shares of the pairs; None where this one has all.
     """
@@ -84,15 +84,15 @@ class HessianAnalyzer:
             pairs: pairs, or a loader of batches of pairs.
             method: `lanczos`, `power_iteration`, `full` (few parameters), `gauss_newton_exact` (from single pairs) or
                 `pyhessian` (an extra, to compare with).
-            top_k: eigenvalues to find, at each end where `options.which` is `both`.
-            matrix: `hessian`, `gauss_newton` or `fisher`; None is the Hessian, or what the method is of.
+            top_k: number of eigenvalues to find, at each end if `options.which` is `both`.
+            matrix: `hessian`, `gauss_newton` or `fisher`; None takes the method's own matrix, otherwise the Hessian.
             num_pairs: pairs to draw; None takes all.
             options: further quantities to compute, and their accuracy.
             start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
-            prompts: number of each pair's prompt by its `pair_index`, for a loader; pairs know their prompts. Errors
-                over pairs take pairs of one prompt as one.
+            prompts: number of each pair's prompt by its `pair_index`, needed for a loader only. Errors over pairs count
+                pairs of one prompt as one.
             on_iteration: function called after each product of `lanczos`.
-            on_product: function of the products so far, by other methods and by the estimates after the eigenvalues.
+            on_product: function of the number of products, called by other methods and by the estimates that follow.
 
         Raises:
             ConfigError: if an option is unknown or does not fit, the model cannot be differentiated twice, or `start`
@@ -173,7 +173,7 @@ class HessianAnalyzer:
 
 
 def _warn_of_few(num_pairs: int, clusters: Sequence[int] | None, options: SpectrumOptions) -> None:
-    """Warn where intervals over pairs are asked for and pairs are too few for them."""
+    """Warn if intervals over pairs are requested and there are too few prompts for them."""
     count = num_prompts(num_pairs, clusters)
     if options.num_sampled and count < FEW_PROMPTS:
         _log.warning(
@@ -183,12 +183,12 @@ def _warn_of_few(num_pairs: int, clusters: Sequence[int] | None, options: Spectr
 
 
 def _start(spectrum: HessianSpectrum, operator: LossOperator, method: str) -> Tensor:
-    """The vector to start from: the sum of an earlier spectrum's."""
+    """Starting vector: the sum of an earlier spectrum's eigenvectors."""
     if method != "lanczos":
-        raise ConfigError(f"start is of method=lanczos, got {method}; leave it out")
+        raise ConfigError(f"start needs method=lanczos, got {method}; leave it out")
     vectors = spectrum.eigenvectors
     if vectors is None or not len(vectors):
-        raise ConfigError("start has no eigenvectors, as one read from JSON; give a spectrum just computed, or none")
+        raise ConfigError("start must have eigenvectors, which JSON does not hold; give a computed spectrum, or none")
     if vectors.shape[1] != operator.dimension:
         raise ConfigError(
             f"start is over {vectors.shape[1]} parameters, and these are {operator.dimension}; "

@@ -43,7 +43,7 @@ class TopEigenvalue:
         error_bound: bound on its error.
         converged: True if it is within the requested tolerance, as in `Eigenpairs`.
         num_products: Hessian-vector products spent.
-        cross_fit: the eigenvalue cross-fitted; None where that was not asked for, or of few prompts.
+        cross_fit: cross-fitted eigenvalue; None if it was not requested, or there are too few prompts.
     """
 
     value: float
@@ -55,15 +55,15 @@ class TopEigenvalue:
 
 @dataclass(frozen=True)
 class BlockCurvature:
-    """Curvature over the parameters of one layer, all others held.
+    """Curvature over the parameters of one layer, with all other parameters fixed.
 
     Args:
-        block: `embeddings`, `layer 1` … or `output`, whatever follows the layers.
-        num_parameters: numbers in it.
+        block: name of the layer: `embeddings`, `layer 1` … or `output` for everything after the layers.
+        num_parameters: number of its parameters.
         gauss_newton: eigenvalues of the Gauss-Newton block, descending; all others are 0.
-        cross_fit: the largest of them cross-fitted; None of few prompts.
+        cross_fit: cross-fitted value of the largest; None if there are too few prompts.
         gauss_newton_trace: trace of the Gauss-Newton block, with its interval over pairs.
-        trace: trace of the Hessian's block, with the error of its probes.
+        trace: trace of the Hessian's block, with its error over random vectors.
         hessian_top: largest eigenvalue of the Hessian's block; None where it was not searched for.
     """
 
@@ -125,15 +125,15 @@ def curvature_of_blocks(
     product: ProductName = "auto",
     on_product: Callable[[int], None] = lambda num_products: None,
 ) -> tuple[BlockCurvature, ...]:
-    """Gauss-Newton spectra of all blocks from the gradients of single pairs, and Hessian traces from common probes.
+    """Gauss-Newton spectra of all blocks from gradients of single pairs, and Hessian traces from shared random vectors.
 
-    A block `G_b = B_b^T B_b` of the Gauss-Newton matrix has the nonzero eigenvalues of `B_b B_b^T`, with `B_b` the
-    block's columns of the rows of all pairs. See `block_traces` for the Hessian.
+    A block `G_b = B_b^T B_b` of the Gauss-Newton matrix has the same nonzero eigenvalues as `B_b B_b^T`, where `B_b`
+    holds the block's columns of the rows of all pairs. See `block_traces` for the Hessian.
 
     Args:
         measured_loss: model, pairs and loss.
         num_probes: random vectors for the traces, one Hessian-vector product each.
-        memory_bytes: most memory for the rows; more rows are taken again, for some parameters at a time.
+        memory_bytes: most memory for the rows; if they need more, they are computed for some parameters at a time.
         product: Hessian-vector product method, or `auto`.
         on_product: function of the products so far.
     """
@@ -175,10 +175,10 @@ def block_traces(
     """Traces of all diagonal blocks of the Hessian from the same random signs over all parameters.
 
     With `R = H - G` and `z_b` the part of `z` in block `b`, `tr(G_b) + z_b^T (R z)_b` has mean `tr(H_b)`. Its variance
-    is `2 (||R_bb||_F^2 - ||diag R_bb||^2) + sum_{c != b} ||R_bc||_F^2`: a probe of the block alone (Hutchinson, 1990)
-    lacks the sum over other blocks, and costs a product for each block. `tr(G_b)` is known, and `G z` comes from its
-    rows, so that the Gauss-Newton matrix adds nothing to the variance. Probes are independent, and the interval over
-    them is Student's; estimates of different blocks share their probes and are correlated.
+    is `2 (||R_bb||_F^2 - ||diag R_bb||^2) + sum_{c != b} ||R_bc||_F^2`. Vectors over one block (Hutchinson, 1990) would
+    avoid the sum over other blocks, but cost products for each block. `tr(G_b)` is known and `G z` is computed
+    from its rows, so the Gauss-Newton matrix adds nothing to the variance. The vectors are independent, and the
+    interval over them is Student's. Estimates of different blocks share their vectors and are correlated.
 
     Args:
         hessian: the Hessian `H`.
@@ -205,9 +205,9 @@ def top_eigenvalues(
     *,
     on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
 ) -> Iterator[BlockCurvature]:
-    """The blocks with the largest eigenvalue of each block of the Hessian, by a search in one after the other.
+    """Search each block of the Hessian for its largest eigenvalue, and yield the blocks with the results.
 
-    A product of the whole Hessian mixes the blocks, so that each search takes products of its own. Cross-fitting takes
+    A product with the whole Hessian mixes the blocks, so each search needs products of its own. Cross-fitting needs
     about as many again. Blocks yielded before an interruption stay valid.
 
     Args:
@@ -229,7 +229,7 @@ def top_eigenvalues(
             )
             options = replace(
                 options, product=cast("ProductName", operator.product)
-            )  # the cheapest of the first block serves the others
+            )  # the cheapest method for the first block is used for the others
         yield replace(block, hessian_top=_top_eigenvalue(found))
         if file is not None:
             remove_states(file)

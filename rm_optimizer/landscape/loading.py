@@ -25,7 +25,7 @@ from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 
 _log = logging.getLogger("rm_optimizer")
 _PROMPT = 80
-"""Characters of a prompt that name a pair."""
+"""Number of characters of a prompt by which a pair is named."""
 
 
 def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -> MeasuredLoss:
@@ -33,7 +33,7 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
 
     Args:
         options: the composed options.
-        checkpoint: loaded in place of `options.checkpoint`, of the same run.
+        checkpoint: checkpoint of the same run to load in place of `options.checkpoint`.
 
     Raises:
         CheckpointError: if the model cannot be loaded.
@@ -57,7 +57,7 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
 
 
 def _described(pairs: Sequence[PreferencePair], sample: PairSample) -> dict[int, DescribedPair]:
-    """The drawn pairs, with the columns that tell them apart."""
+    """The drawn pairs, with the columns that group them."""
     indices = pair_indices(sample.batches)
     columns = [
         column
@@ -74,7 +74,7 @@ def _described(pairs: Sequence[PreferencePair], sample: PairSample) -> dict[int,
 
 
 def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
-    """Warn if the loss has another inverse temperature than the model, as outside of its run folder."""
+    """Warn if the loss has another inverse temperature than the model was trained with."""
     if trained not in (1.0, options.loss.beta):
         _log.warning(
             "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",
@@ -85,7 +85,7 @@ def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
 def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
     if options.data.train is None and RunFolder.of(options.checkpoint) is None:
         raise ConfigError(
-            f"data.train must name pairs, for {options.checkpoint} is in no run folder that records its own; "
+            f"data.train must name pairs, since no run folder of {options.checkpoint} records them; "
             "add --data PAIRS (data.train=PAIRS)"
         )
     if options.split == Split.all and options.data.train is not None:
@@ -96,7 +96,7 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
 
 
 def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
-    """Refuse pairs that differ from those that the run read from the same place.
+    """Refuse pairs that differ from those that the run was trained on.
 
     Raises:
         DataError: if their fingerprints differ.

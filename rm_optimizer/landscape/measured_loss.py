@@ -1,4 +1,4 @@
-"""Measured loss: a model, its loss, and the fixed pairs of the average, with the identity of all of it."""
+"""Measured loss: a model, its loss, and the fixed pairs of the average, with a fingerprint of all three."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rm_optimizer.schema import LossConfig
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """Model at one point of weight space with its loss and pairs. Can be sent to other processes.
+    """Model with fixed weights, its loss and its pairs. It can be sent to other processes.
 
     Args:
         model: the reward model.
         sample: the pairs.
         loss: training loss.
-        params: the parameters that may move; see `select_parameters`.
+        params: parameters to derive by; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
         described: the pairs of the sample by their position in the data.
     """

@@ -24,19 +24,19 @@ def fixed_batches(
     seed: int,
     fewest: int = FEWEST,
 ) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
-    """All pairs of the source, or some drawn once, in micro-batches, and their prompts if the source has them.
+    """All pairs of the source or a draw of them, in micro-batches, with their prompts if the source has them.
 
     Args:
         model: model that tokenizes the pairs.
-        source: the pairs; batches of a loader are taken as they are.
-        token_budget: tokens with padding of a micro-batch that is made here.
-        num_pairs: pairs to draw; None takes all. Pairs of a loader are all taken.
+        source: pairs, or a loader, whose batches are used unchanged.
+        token_budget: most tokens, padding included, of a micro-batch that is made here.
+        num_pairs: number of pairs to draw; None takes all. A loader allows None only.
         seed: seed of the draw.
-        fewest: pairs that must be left; 0 for a process that may have a share of none.
+        fewest: least number of pairs that must remain; 0 for a process whose share may be empty.
 
     Raises:
-        ConfigError: if pairs of a loader shall be drawn.
-        DataError: if fewer pairs are left.
+        ConfigError: if `num_pairs` is given for a loader.
+        DataError: if fewer pairs remain.
     """
     if _are_pairs(source):
         pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
@@ -52,7 +52,7 @@ def fixed_batches(
 
 
 def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
-    """Number of each pair's prompt, in the order of the batches; None where the prompts are not known."""
+    """Number of each pair's prompt, in the order of the batches; None if the prompts are not known."""
     if prompts is None:
         return None
     return [prompts[index] for batch in batches for index in batch.pair_index.tolist()]

@@ -1,4 +1,4 @@
-"""Quantities derived from a spectrum, each with its definition; None with a reason if it cannot be known."""
+"""Quantities derived from a spectrum, each with its definition, or the reason why it is not known."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Quantity:
 
 
 def condition_number(spectrum: HessianSpectrum) -> Quantity:
-    """`|lambda|_1 / |lambda|_k`, eigenvalues by magnitude and `k` the last one whose rank is known.
+    """`|lambda|_1 / |lambda|_k` of eigenvalues by magnitude, where `k` is the last one whose rank is known.
 
-    Where `|lambda|_k` is not larger than twice its error bound, the ratio is known to exceed a limit: the estimate is
-    that limit, with no upper end.
+    If `|lambda|_k` is at most twice its error bound, only a lower limit of the ratio is known. The estimate is then
+    that limit, without an upper end.
     """
     largest = _largest(spectrum)
     if isinstance(largest, str):
@@ -61,7 +61,7 @@ def condition_number(spectrum: HessianSpectrum) -> Quantity:
 
 
 def top_ratio(spectrum: HessianSpectrum) -> Quantity:
-    """`lambda_1 / lambda_5`: how far the largest stands out."""
+    """`lambda_1 / lambda_5`: the largest eigenvalue relative to the fifth."""
     top = _top(spectrum)
     if len(top) < 5:
         return Quantity(None, f"needs the five largest eigenvalues, and {len(top)} were computed; raise top_k")
@@ -81,9 +81,9 @@ def flatness(spectrum: HessianSpectrum) -> Quantity:
 
 
 def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
-    """`lambda_max / trace`: the share of the total curvature that one direction has.
+    """`lambda_max / trace`: share of one direction in the total curvature.
 
-    Its standard error and interval are those of the trace, the interval widened by the eigenvalue's error bound.
+    Standard error and interval come from the trace; the interval is widened by the eigenvalue's error bound.
     """
     trace, top = spectrum.trace, _top(spectrum)
     if trace is None:
@@ -93,7 +93,7 @@ def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
     if trace.standard_error is None or trace.low is None or trace.high is None:
         return Quantity(None, "the trace has no interval; raise trace_products or density_probes")
     if trace.low <= 0:
-        return Quantity(None, "the interval of the trace is not all positive, so a share of it is not defined")
+        return Quantity(None, "the interval of the trace is not positive, so a share of it is not defined")
     largest, bound = top[0]
     score = largest / trace.value
     ends = [(largest + side * bound) / end for side in (-1, 1) for end in (trace.low, trace.high)]
@@ -115,7 +115,7 @@ def entropy_rank(spectrum: HessianSpectrum) -> Quantity:
 
 
 def participation_rank(spectrum: HessianSpectrum) -> Quantity:
-    """`(sum |lambda|)^2 / sum lambda^2`: how many eigenvalues of one size would spread alike."""
+    """`(sum |lambda|)^2 / sum lambda^2`: number of equal eigenvalues with the same ratio."""
     return _resolved(
         _of_all(spectrum, lambda v: np.stack([np.abs(v), v**2]), lambda totals: totals[0] ** 2 / totals[1])
     )
@@ -142,7 +142,7 @@ def negative_share(spectrum: HessianSpectrum) -> Quantity:
 
 
 def effective_parameters(spectrum: HessianSpectrum, threshold: float) -> Quantity:
-    """`sum |lambda| / (|lambda| + z)`: how many directions are curved beyond a threshold `z` (MacKay, 1992)."""
+    """`sum |lambda| / (|lambda| + z)`: effective number of directions with more curvature than `z` (MacKay, 1992)."""
     count = _of_all(spectrum, lambda v: (np.abs(v) / (np.abs(v) + threshold))[None], lambda totals: totals[0])
     return _resolved(count)
 
@@ -150,8 +150,8 @@ def effective_parameters(spectrum: HessianSpectrum, threshold: float) -> Quantit
 def num_above(spectrum: HessianSpectrum, threshold: float) -> Quantity:
     """Number of eigenvalues above a positive threshold.
 
-    Known where all eigenvalues are, or where those from the top reach below the threshold. A density does not tell: the
-    few nodes of a quadrature rule cannot resolve a step.
+    It is known if all eigenvalues are known, or if the listed largest ones reach below the threshold. A density does
+    not suffice, since the few nodes of a quadrature rule cannot resolve a step.
     """
     top = _top(spectrum)
     if not _has_all(spectrum) and not any(value + bound <= threshold for value, bound in top):
@@ -172,11 +172,11 @@ SUMMARY: dict[str, Callable[[HessianSpectrum], Quantity]] = {
     "intrinsic_dimension": intrinsic_dimension,
     "negative_share": negative_share,
 }
-"""The quantities that need no further number, by name."""
+"""Quantities that need no further argument, by name."""
 
 
 def summarize(spectrum: HessianSpectrum) -> dict[str, Quantity]:
-    """Every quantity of `SUMMARY`."""
+    """Compute every quantity of `SUMMARY`."""
     return {name: quantity(spectrum) for name, quantity in SUMMARY.items()}
 
 
@@ -190,10 +190,10 @@ def _listed(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
 
 
 def _ranked(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
-    """Magnitudes of which none larger is missing, descending, with their error bounds.
+    """Largest magnitudes without a gap, descending, with their error bounds.
 
-    Unlisted eigenvalues lie between the last of the top and the first of the bottom, so none of them is larger than the
-    larger magnitude of these two.
+    Unlisted eigenvalues lie between the last of the top and the first of the bottom. So their magnitudes are at most
+    the larger magnitude of these two.
     """
     sizes = sorted(((abs(value), bound) for value, bound in _listed(spectrum)), reverse=True)
     if _has_all(spectrum) or spectrum.method in _BY_MAGNITUDE:
@@ -204,18 +204,18 @@ def _ranked(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
 
 
 def _is_rough(spectrum: HessianSpectrum) -> bool:
-    """True if eigenvalues were iterated to a tolerance, rather than computed to rounding."""
+    """True if eigenvalues were iterated to a tolerance and not computed to rounding."""
     return spectrum.method not in ("full", "gauss_newton_exact")
 
 
 def _top(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
-    """The largest eigenvalues with their error bounds, none missing between them."""
+    """The largest eigenvalues without a gap, with their error bounds."""
     listed = _listed(spectrum)
     return listed if _has_all(spectrum) else listed[: spectrum.num_top]
 
 
 def _largest(spectrum: HessianSpectrum) -> tuple[float, float] | str:
-    """`|lambda|max` with its error bound, or why it is not known."""
+    """`|lambda|max` with its error bound, or the reason why it is not known."""
     if not spectrum.eigenvalues:
         return "no eigenvalue was computed"
     has_ends = spectrum.num_top > 0 and (spectrum.num_bottom > 0 or spectrum.matrix in _SEMIDEFINITE)
@@ -229,7 +229,7 @@ def _largest(spectrum: HessianSpectrum) -> tuple[float, float] | str:
 
 
 def _of_all(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
-    """A function of totals over all eigenvalues; zeros add nothing to any term here."""
+    """Function of totals over all eigenvalues; zeros add nothing to any of the terms in use."""
     if _has_all(spectrum):
         return _of_listed(spectrum, terms, combine)
     if spectrum.density is None:
@@ -258,7 +258,7 @@ def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quan
 
 
 def _resolved(rank: Quantity) -> Quantity:
-    """The rank, or n/a where its error is more than half of it, or its interval holds 0."""
+    """The rank, or none if its error is more than half of it or its interval contains 0."""
     found = rank.estimate
     if found is None:
         return rank
@@ -288,6 +288,6 @@ def _within(value: float, bound: float) -> Estimate:
 
 
 def _between(value: float, low: float, high: float) -> Estimate:
-    """A number that was not sampled, and lies between two others."""
+    """Number without a sampling error, known to lie between two others."""
     kind = IntervalKind.exact if low == high else IntervalKind.bounds
     return Estimate(value, 0.0 if low == high else None, 0, low, high, kind)

@@ -51,27 +51,27 @@ class SpectrumOptions:
     """Quantities to compute, and their accuracy.
 
     Args:
-        which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each, of a Gauss-Newton or Fisher
-            matrix the largest alone, since its smallest are 0.
+        which: end of the spectrum, for `lanczos`; `both` finds `top_k` values at each end. For a Gauss-Newton or Fisher
+            matrix it finds only the largest, since the smallest are 0.
         tolerance: error bound of each eigenvalue, relative to it.
-        max_products: most products of the solver; None is its own.
-        max_basis: most vectors that `lanczos` holds, `FEWEST_SPARE` more than eigenvalues or more; None sets no limit.
-            Twice as many as eigenvalues cost few products more.
-        vector_bytes: most memory for all vectors of `lanczos`, its basis and the eigenvectors; None takes half of what
-            is free, the other half of which kept graphs may take.
-        keep_vectors: False gives no eigenvectors beyond `num_sampled`. Trace and density are then not deflated, and
-            overlooked eigenvalues not looked for.
+        max_products: most products of the solver; None takes the solver's own limit.
+        max_basis: most vectors that `lanczos` holds, at least the number of eigenvalues plus `FEWEST_SPARE`; None sets
+            no limit. Twice the number of eigenvalues costs few additional products.
+        vector_bytes: most memory for the basis and the eigenvectors of `lanczos`; None takes half of the free memory
+            and leaves the other half to kept graphs.
+        keep_vectors: False keeps no eigenvectors beyond `num_sampled`. Trace and density are then not deflated, and
+            overlooked eigenvalues are not searched for.
         trace_products: products for the trace; 0 estimates none.
-        trace_method: one of `TraceMethod`; `deflated` takes the found eigenpairs out.
+        trace_method: one of `TraceMethod`; `deflated` removes the found eigenpairs.
         density_probes: random vectors for the density, which also gives the trace; 0 estimates none.
-        density_steps: products of each.
-        num_sampled: eigenvalues from the top that are cross-fitted and get their error over pairs; of a Gauss-Newton or
-            Fisher matrix, whose trace then has its interval over pairs, from the gradients of single pairs.
-        sam_rho: radius of the ascent step that `geometry` is measured with; 0 measures none.
+        density_steps: products for each random vector.
+        num_sampled: number of largest eigenvalues that are cross-fitted and get an error over pairs. A Gauss-Newton or
+            Fisher matrix computes them from the gradients of single pairs, and its trace gets an interval too.
+        sam_rho: radius of the ascent step of `geometry`; 0 does not measure it.
         state_file: file of `lanczos`'s state, from which it continues after a kill; the caller removes it.
         memory_bytes: most memory for the gradients of single pairs.
         product: Hessian-vector product method, or `auto`; see `choose_product`.
-        graph_memory_bytes: most memory for kept graphs; None takes half of what is free.
+        graph_memory_bytes: most memory for kept graphs; None takes half of the free memory.
     """
 
     which: End = "both"
@@ -100,17 +100,17 @@ class Solution:
         pairs: eigenpairs.
         is_exhaustive: True if all unlisted eigenvalues are 0.
         is_interrupted: True if the user stopped it.
-        searched: end of the spectrum that Lanczos iterated to the tolerance; None if it did not, or another method did.
+        searched: end of the spectrum that Lanczos iterated to the tolerance; None otherwise, or by another method.
         is_warm: True if Lanczos started from earlier vectors.
         trace: trace of the pairs, with its interval over pairs where that was requested, or an estimate.
         sampling: the first eigenvalues with their spread over resampled pairs.
         cross_fit: cross-fitted values of the same eigenvalues.
-        not_cross_fitted: ranks that are not, and the reason; empty where all are.
-        gram: products of the rows of a Gauss-Newton or Fisher matrix, where the method computed them.
+        not_cross_fitted: ranks that are not cross-fitted, and the reason; empty if all are.
+        gram: products of the rows of a Gauss-Newton or Fisher matrix, if the method computed them.
         pair_curvatures: curvature of each pair along the same vectors.
         density: estimated density.
         geometry: gradient and sharpness at the point.
-        seconds_before: seconds of an earlier process that this one continues from.
+        seconds_before: seconds of earlier processes whose search this one continued.
     """
 
     pairs: Eigenpairs
@@ -149,10 +149,10 @@ def check_choices(method: str, matrix: str, dtype: torch.dtype, options: Spectru
         raise ConfigError(f"tolerance must lie in (0, 1), got {options.tolerance:g}")
     if method == "gauss_newton_exact" and matrix == "hessian":
         raise ConfigError(
-            "method=gauss_newton_exact is of matrix=gauss_newton or fisher, got hessian; use method=lanczos"
+            "method=gauss_newton_exact needs matrix=gauss_newton or fisher, got hessian; use method=lanczos"
         )
     if method == "pyhessian" and matrix != "hessian":
-        raise ConfigError(f"method=pyhessian is of matrix=hessian, got {matrix}; use method=lanczos")
+        raise ConfigError(f"method=pyhessian needs matrix=hessian, got {matrix}; use method=lanczos")
     _warn_of_unused(method, options)
 
 
@@ -170,10 +170,10 @@ def _warn(option: str, by: str, remedy: str) -> None:
 def of_known_rank(
     objective: PairObjective, matrix: str, options: SpectrumOptions, top_k: int
 ) -> tuple[SpectrumOptions, int]:
-    """Options and `top_k` by what is known of a matrix: `both` finds the largest of a Gauss-Newton or Fisher matrix.
+    """Options and `top_k` adapted to the rank of a Gauss-Newton or Fisher matrix, of which `both` finds the largest.
 
-    No more than its rank are looked for, which is at most the number of pairs, or twice that with a regularizer of the
-    rewards: the smallest are 0. An end that was named is kept, with its zeros.
+    The rank is at most the number of pairs, or twice that with a regularizer of the rewards. All other eigenvalues are
+    0, so that `top_k` is limited to the rank. If the user named one end, it is kept, zeros included.
     """
     if matrix == "hessian" or options.which != "both":
         return options, top_k
@@ -182,9 +182,9 @@ def of_known_rank(
 
 
 def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, int]:
-    """Numbers of the descending values that are the largest of all, and the smallest of all, without a gap.
+    """Numbers of the first and last of the descending values that are the largest and smallest of all, without a gap.
 
-    Values of largest magnitude are both: an eigenvalue above the smallest positive of them would be among them.
+    Values of largest magnitude count at both ends: a larger eigenvalue than the smallest positive one would be listed.
     """
     count = len(values)
     if method == "full":
@@ -218,7 +218,7 @@ def solve(
     """Eigenvalues by the method of that name.
 
     Raises:
-        ConfigError: if more are wanted than there are.
+        ConfigError: if more eigenvalues are wanted than the matrix has.
     """
     if method == "full":
         found = full_spectrum(operator)
@@ -244,9 +244,9 @@ def _by_gram(operator: OutputOperator, top_k: int, options: SpectrumOptions) -> 
 
 
 def _gram_pairs(gram: GramSpectrum, operator: OutputOperator) -> Eigenpairs:
-    """All values of the small matrix; only the first have vectors.
+    """Eigenpairs of the small matrix; only the first values have vectors.
 
-    Rounding moves a vector `B^T u / sqrt(lambda)` the more, the smaller its value: residuals are bounds of that.
+    The smaller its value, the more a vector `B^T u / sqrt(lambda)` is moved by rounding; residuals bound that error.
     """
     values = torch.from_numpy(gram.values.copy())
     bounds = torch.full_like(values, rounding(operator.dtype, gram.values))
@@ -302,8 +302,8 @@ def _by_lanczos(
         found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance, start)
         return Solution(matrix.widened(found), is_interrupted=True, seconds_before=seconds_before)
     kept.save()
-    state.basis = OrthonormalBasis()  # the memory that whole eigenvectors take
-    is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products, where nothing converges
+    state.basis = OrthonormalBasis()  # frees the memory that whole eigenvectors need
+    is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products no value converges
     is_done |= torch.tensor(pairs.converged)
     searched = options.which if options.keep_vectors and bool(is_done.all()) else None
     is_warm = start is not None
@@ -313,10 +313,10 @@ def _by_lanczos(
 def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int | None:
     """Vectors of the basis that the limits allow beside the eigenvectors; None for no limit.
 
-    Without a limit of bytes it is the free memory that kept graphs leave.
+    Without a limit of bytes, vectors may use the free memory that kept graphs leave.
 
     Raises:
-        ConfigError: if they are too few, or more eigenvalues are wanted than there are.
+        ConfigError: if they are too few for the search, or more eigenvalues are wanted than the matrix has.
     """
     wanted, size = num_wanted(matrix.dimension, top_k, options.which), _bytes_of_vector(matrix)
     kept = wanted if options.keep_vectors else min(options.num_sampled, wanted)
@@ -344,10 +344,10 @@ def memory_of_vectors(device: torch.device, options: SpectrumOptions) -> int:
 
 
 def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, most_vectors: int | None) -> int:
-    """Tell what a search will take, and give the products that it and what follows it are expected to take.
+    """Log the expected cost of a search, and return the expected products of the search and of what follows.
 
-    Most spectra take 10 products and 2 an eigenvalue. Cross-fitting takes about as many again, and the search for
-    overlooked eigenvalues `CHECK_PRODUCTS`.
+    Most spectra need 10 products and 2 for each eigenvalue. Cross-fitting needs about as many again, and the search for
+    overlooked eigenvalues needs `CHECK_PRODUCTS`.
     """
     wanted = num_wanted(matrix.dimension, top_k, options.which)
     most = most_products(matrix.dimension, wanted, options.max_products, most_vectors)
@@ -365,7 +365,7 @@ def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, 
 
 
 def _announce_time(state: KrylovState, expected: int) -> None:
-    """Tell how long the rest will take, by the products done, in earlier processes too."""
+    """Log the expected time of the rest, estimated from all products so far, also those of earlier processes."""
     seconds, left = state.wall_seconds / state.num_products, max(0, expected - state.num_products)
     _log.info(f"a product takes {seconds:.2g} s, {left} more of them about {left * seconds / 60:.2g} min")
 

@@ -20,7 +20,7 @@ class SpectrumStatus(StrEnum):
     """End of a computation."""
 
     complete = "complete"
-    """Complete, though single values may not have converged."""
+    """Complete; single values may not have converged."""
     interrupted = "interrupted"
     """Stopped by the user, with the values found until then."""
 
@@ -31,42 +31,43 @@ class HessianSpectrum(JsonRecord, indent=2):
 
     Args:
         eigenvalues: eigenvalues that were computed, descending.
-        residuals: `||A v - lambda v||` of each; with what rounding may add where it follows from the iteration.
-        error_bounds: distance from each within which an eigenvalue lies: the residual, or `4 residual^2 / gap` where
-            the gap to the other values is resolved; rounding included.
-        converged: True for each value whose error bound is within the tolerance, whose residual is within 2.5 times it
-            and whose magnitude is above what rounding of products may move it by.
+        residuals: `||A v - lambda v||` of each, plus the possible rounding error if it follows from the iteration.
+        error_bounds: distance from each within which an eigenvalue lies: the residual, or `4 residual^2 / gap` if the
+            gap to the other values is resolved; rounding included.
+        converged: True for each value whose error bound is within the tolerance, whose residual is within 2.5
+            tolerances, and whose magnitude is above the possible rounding error of products.
         num_top: number of the first values that are the largest of all, with none missing between them.
         num_bottom: number of the last values that are the smallest of all, with none missing between them.
-        num_overlooked: values that a search beside those of Lanczos added, such as copies; None where it did not take
-            place, and copies may be missing.
+        num_overlooked: number of values, such as copies, that a search after Lanczos added; None if there was no
+            search, so that copies may be missing.
         is_exhaustive: True if every unlisted eigenvalue is 0.
-        trace: estimate from random vectors, or the trace of the pairs with its interval over pairs; its `kind` tells.
-            None where it was not estimated.
+        trace: estimate from random vectors, or the trace of the pairs with its interval over pairs, see its `kind`;
+            None if it was not estimated.
         density: density of all eigenvalues; None where it was not estimated.
         sampling: the first eigenvalues with their spread over resampled pairs, as many as requested.
-        cross_fit: the first eigenvalues cross-fitted; None where no error over pairs was requested, or of few prompts.
+        cross_fit: cross-fitted first eigenvalues; None if no error over pairs was requested, or there are too few
+            prompts.
         not_cross_fitted: ranks without a cross-fitted value and the reason; empty where all have one.
         geometry: gradient and sharpness at the point; None if not requested.
         matrix: `hessian`, `gauss_newton` or `fisher`.
         method: method of the eigenvalues.
         params: selection of the parameters.
-        num_parameters: eigenvalues in all.
+        num_parameters: total number of eigenvalues.
         num_pairs: pairs that the loss is averaged over.
         loss: the loss.
-        num_products: products with vectors, those of trace and density included.
+        num_products: number of products with vectors, those of trace and density included.
         product: Hessian-vector product method.
         product_reason: reason of its choice, with the costs of the others.
         gradients_per_product: cost of a product in gradients, where it was measured.
         wall_seconds: total time in seconds.
-        dtype: type computed in.
+        dtype: type of the computation.
         seed: seed of all random vectors.
         status: end of the computation.
-        by_pair: origin of the top eigenvalue, by groups of pairs and single pairs; None where it is not known.
+        by_pair: shares of groups of pairs and of single pairs in the top eigenvalue; None if they are not known.
         source: checkpoint, step and pairs, in words.
-        pair_curvatures: curvature of each pair along the first eigenvectors, where they were sampled; not part of the
-            JSON text.
-        eigenvectors: one row for each eigenvalue, where they were kept; not part of the JSON text.
+        pair_curvatures: curvature of each pair along the first eigenvectors, if it was measured; not part of the JSON
+            text.
+        eigenvectors: one row for each eigenvalue, if they were kept; not part of the JSON text.
     """
 
     eigenvalues: tuple[float, ...]

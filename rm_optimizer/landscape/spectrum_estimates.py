@@ -1,4 +1,4 @@
-"""Estimates beside the eigenvalues: trace, density, sampling error, and the geometry of the point."""
+"""Estimates in addition to eigenvalues: trace, density, sampling error, and the local geometry of the loss."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def add_estimates(
 ) -> None:
     """Add the requested estimates that the solver did not give, unless it was interrupted.
 
-    Where random vectors follow anyway, or Lanczos started from earlier vectors, eigenvalues that it overlooked are
-    looked for. After Ctrl-C the estimates so far stay, and the solution is marked as interrupted.
+    If random vectors are used anyway, or Lanczos started from earlier vectors, eigenvalues that it overlooked are
+    searched for. After Ctrl-C the finished estimates stay, and the solution is marked as interrupted.
 
     Args:
         operator: the matrix.
@@ -49,7 +49,7 @@ def add_estimates(
         seed: seed of the resampling; random vectors take the next one.
         clusters: number of each pair's prompt, in the order of the batches.
     """
-    found.not_cross_fitted = "the analysis was interrupted before"
+    found.not_cross_fitted = "the analysis was interrupted before it"
     if found.is_interrupted:
         return
     try:
@@ -96,7 +96,7 @@ def _estimate(
 
 
 def _probes_at_once(operator: LossOperator, options: SpectrumOptions, pairs: Eigenpairs) -> int:
-    """Random vectors whose Lanczos bases fit beside the eigenvectors together; 1 where products share nothing."""
+    """Number of random vectors whose Lanczos bases fit into memory together; 1 if products have nothing to share."""
     if isinstance(operator, HessianOperator) and operator.product == KeptGraph.name:
         return 1
     basis = (options.density_steps + 1) * operator.dimension * torch.finfo(operator.dtype).bits // 8
@@ -112,7 +112,7 @@ def _add_sampling(
     seed: int,
     clusters: Sequence[int] | None,
 ) -> None:
-    """Error of the first eigenvalues over pairs, and cross-fitted values of those that are the largest."""
+    """Add the errors of the first eigenvalues over pairs, and cross-fitted values of the largest ones."""
     num_values = len(found.pairs.values)
     num_top, num_bottom = known_ends(found.pairs.values.tolist(), method, options.which)
     num_nonzero = _num_nonzero(found.pairs)
@@ -146,7 +146,7 @@ def _sample_gram(
     seed: int,
     clusters: Sequence[int] | None,
 ) -> None:
-    """Errors over pairs from the gradients of single pairs, whatever method found the eigenvalues."""
+    """Add errors over pairs from the gradients of single pairs; they do not depend on the method of the eigenvalues."""
     gram = found.gram or gauss_newton_exact(
         operator.objective, curvature=operator.curvature, memory_bytes=options.memory_bytes
     )
@@ -168,7 +168,7 @@ def _sample_hessian(
     *,
     is_top: bool,
 ) -> None:
-    """Errors over pairs from second derivatives of single pairs along the vectors."""
+    """Add errors over pairs from second derivatives of single pairs along the vectors."""
     objective, pairs = operator.objective, found.pairs
     curvatures = pair_curvatures(objective, pairs.vectors[:count], pairs.values[:count].tolist())
     found.sampling = sampling_error(objective, curvatures, clusters=clusters, seed=seed)

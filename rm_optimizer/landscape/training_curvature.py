@@ -1,4 +1,4 @@
-"""Top eigenvalue and trace of the Hessian during training, for little time."""
+"""Top eigenvalue and trace of the Hessian during training, at low cost."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from rm_optimizer.schema import LossConfig
 
 Differences = GradientDifferences | ScaledDifferences
 FIRST_PRODUCTS = 10
-"""Products of a measurement's top eigenvalue, at most. The first has nothing to start from."""
+"""Most products for a measurement's top eigenvalue. The first measurement has no vectors to start from."""
 SETTLED = 0.25
-"""Residual, relative to the value, from which a later measurement takes further products.
+"""Residual, relative to the value, above which a later measurement takes further products.
 
-Where the top vector turned by half between two measurements, values are then within 3 % in place of 28 % off.
+If the top vector changed by half between two measurements, values are then within 3 % and not 28 % off.
 """
 TOLERANCE = 0.02
 """Relative error of the top eigenvalue that ends the first measurement's search for it."""
 NUM_PROBES = 4
 """Random vectors of the trace, one forward pass each."""
 REST_SHARE = 3.0
-"""Weight of the rest of the first vector's image, relative to that image, beside the second vector of length 1: both
-count where the residual is a third of the eigenvalue, and the second alone where the first is an eigenvector."""
+"""Weight of the first vector's residual, relative to its image, in the direction that it shares with the second vector.
+
+Both have equal weight if the residual is a third of the eigenvalue. The second vector has all of it if the first one is
+an eigenvector."""
 NUMBER_GRADIENTS = 1 / 3
-"""Cost of a number `v^T H v`, which is a forward pass, in gradients."""
+"""Cost of a number `v^T H v`, one forward pass, in gradients."""
 _EXHAUSTED = 1e-6
-"""Rest of a product, relative to it, below which its vector is an eigenvector."""
+"""Length of a residual, relative to the product, below which the vector counts as an eigenvector."""
 
 
 def measure_curvature(
@@ -52,25 +54,25 @@ def measure_curvature(
 ) -> MeasureCurvature:
     """Create a measurement that is called repeatedly while the model trains.
 
-    The first call finds the top two eigenvectors by Lanczos. Each later one starts from the last call's Ritz vectors
-    and takes a product, at the present weights, of the first, and with `num_products` of 2 also one of a mixture of the
-    second with the first's residual. Products of residuals follow while the residual is more than `SETTLED` of the
-    value, up to `FIRST_PRODUCTS`. The last residual comes with the number `q^T H q`, and Rayleigh-Ritz over all gives
-    the value and the next two vectors. A second product is what sees an eigenvalue overtake the first. No product is
-    kept from one call to the next, since the matrix changes and sums of products of different matrices have no meaning.
+    The first call finds the top two eigenvectors by Lanczos. Each later call starts from the last call's two Ritz
+    vectors. At the present weights it takes a product with the first vector. With `num_products` of 2 it takes another
+    one with a mixture of the second vector and the first one's residual, which reveals an eigenvalue that overtakes the
+    first. Products with residuals follow as long as the residual is more than `SETTLED` of the value, up to
+    `FIRST_PRODUCTS`. For the last residual `q` only the number `q^T H q` is computed. Rayleigh-Ritz over all these
+    vectors gives the value and the next two vectors. No product is kept for the next call, since the matrix changes.
 
-    Each call ends with a number along each of `NUM_PROBES` random vectors for the trace (Hutchinson, 1990). They are
-    the same in every call, so that differences between calls are those of the matrix, and their common error does not
-    hide a change. A later call therefore costs a gradient, one more for each product and a third of one for each
-    number: 3.7 gradients of the pairs with one product, 4.7 with two. With a scale `S` a call also follows the largest
-    eigenvalue of `S H S`, in the same way from one product: 1.3 gradients more. Weights, gradients, modes and random
-    generators are restored. Every process that calls it measures by itself.
+    Each call ends with a number along each of `NUM_PROBES` random vectors for the trace (Hutchinson, 1990). The vectors
+    are the same in every call. Their error is then common to all calls and does not hide a change of the matrix. A
+    later call therefore costs a gradient, one more for each product and a third of one for each number: 3.7 gradients
+    of the pairs with one product, 4.7 with two. With a scale `S` a call also follows the largest eigenvalue of `S H S`
+    in the same way with one product, for 1.3 gradients more. Weights, gradients, modes and random generators are
+    restored. Every process that calls it measures on its own.
 
     Args:
         model: the model in training.
         micro_batches: the pairs, the same for every call.
         loss: training loss.
-        num_products: products of each call after the first, 1 or 2, where these are enough.
+        num_products: usual number of products of each call after the first, 1 or 2.
         seed: seed of the first vector and of the probes.
     """
     return _Measurement(model, micro_batches, loss, num_products, seed)
@@ -121,7 +123,7 @@ class _Measurement:
 
 
 def num_gradients(num_products: int, num_numbers: int) -> float:
-    """Cost of a measurement in gradients over its pairs: one where the weights are, one a product, a third a number."""
+    """Cost of a measurement in gradients over its pairs: one at the weights, one a product, a third a number."""
     return 1 + num_products + NUMBER_GRADIENTS * num_numbers
 
 
@@ -129,7 +131,7 @@ def num_gradients(num_products: int, num_numbers: int) -> float:
 class _Top:
     value: float
     vectors: Float[Tensor, "vectors parameters"]
-    """Vectors of the largest Ritz value, and of the second if there is one."""
+    """Vector of the largest Ritz value, and that of the second largest if there is one."""
     residual: float
 
 
@@ -140,7 +142,7 @@ def _found(hessian: Differences, seed: int) -> _Top:
 
 
 def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]) -> _Top:
-    """Rayleigh-Ritz over the first vector, a direction beside it where there is a second, and residuals."""
+    """Rayleigh-Ritz over the first vector, a second direction if there is one, and residuals."""
     basis = [vectors[0]]
     images = [hessian.apply(vectors[:1])[0]]
     beside = _beside(basis[0], images[0], vectors[1:]) if len(vectors) > 1 else None
@@ -166,9 +168,10 @@ def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]
 
 
 def _beside(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
-    """The second vector and, in `REST_SHARE`, what the first one's image has outside both; None if there is neither.
+    """Mixture of the second vector and, weighted by `REST_SHARE`, the first one's residual; None if there is neither.
 
-    The rest of a first vector that is an eigenvector is rounding; in a larger share it would wear the second out.
+    If the first vector is an eigenvector, its residual is rounding, and a larger weight would destroy the second
+    vector.
     """
     size = length(image) or 1.0
     rest = _rest(image, [first, *(unit(_rest(vector, [first])) for vector in second)])
@@ -179,7 +182,7 @@ def _beside(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
 def _rest(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:
     """Part of a vector outside an orthonormal basis."""
     rest = vector.clone()
-    for direction in (*basis, *basis):  # twice, for what rounding leaves of the first time
+    for direction in (*basis, *basis):  # twice, since rounding leaves a part after the first time
         rest.sub_(direction, alpha=inner(direction, rest))
     return rest
 

@@ -12,7 +12,7 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 
 HEAVIEST = 10
-"""Pairs named."""
+"""Number of pairs that are listed by name."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class GroupCurvature:
         name: the group.
         num_pairs: pairs in it.
         along: `v_k^T H_s v_k` along the first eigenvectors of all pairs, `H_s` being the group's matrix.
-        share: part of the first eigenvalue that the group makes up; shares of a column sum to 1.
-        eigenvalues: the group's own largest eigenvalues; empty for a Hessian, where they cost products.
+        share: the group's share of the first eigenvalue; the shares of a column sum to 1.
+        eigenvalues: largest eigenvalues of the group alone; empty for a Hessian, since they would cost products.
     """
 
     column: str
@@ -70,12 +70,12 @@ class GroupCurvature:
 
 @dataclass(frozen=True)
 class PairShare:
-    """Part of a pair in the first eigenvalue.
+    """Share of a pair in the first eigenvalue.
 
     Args:
         pair: the pair.
         curvature: `v_1^T H_i v_1` of the pair alone.
-        share: its part of the first eigenvalue; negative for a pair that lowers it.
+        share: its share of the first eigenvalue; negative for a pair that lowers it.
     """
 
     pair: DescribedPair
@@ -85,7 +85,7 @@ class PairShare:
 
 @dataclass(frozen=True)
 class CurvatureByPair:
-    """Origin of the top curvature.
+    """Shares of groups and of single pairs in the top curvature.
 
     Args:
         groups: each group of each column.
@@ -102,7 +102,7 @@ def pair_indices(batches: Iterable[AnyPairBatch]) -> tuple[int, ...]:
 
 
 def curvature_by_pair(found: PairCurvatures, described: Mapping[int, DescribedPair]) -> CurvatureByPair:
-    """Origin of the curvature along the first eigenvectors, from numbers of each pair that are known already.
+    """Shares of pairs and groups in the curvature along the first eigenvectors, without further products.
 
     Args:
         found: curvature of each pair.

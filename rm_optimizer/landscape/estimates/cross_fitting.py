@@ -1,4 +1,4 @@
-"""Top eigenvalues cross-fitted: vectors from one half of the pairs, curvature along them from the other."""
+"""Cross-fitted top eigenvalues: vectors from one half of the pairs, curvature along them from the other half."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from rm_optimizer.landscape.solvers.support import SupportedOperator
 FIT_TOLERANCE = 0.05
 """Relative residual of a half's eigenvalues. The value along a vector is unbiased whatever the vector is."""
 FEWEST_PROMPTS = 4
-"""Prompts below which a quarter of the pairs may be empty, and nothing is cross-fitted."""
+"""Least number of prompts for cross-fitting; with fewer, a quarter of the pairs may be empty."""
 FEW_PROMPTS = 32
-"""Prompts below which intervals over pairs hold the truth too seldom, and a measurement warns."""
+"""Number of prompts below which a measurement warns that intervals over pairs cover the truth too seldom."""
 _RESAMPLES = 1000
 Pairs = NDArray[np.int64]
 """Places of pairs in the order of the objective's batches."""
@@ -50,16 +50,16 @@ class TopOfSamples:
 
 @dataclass(frozen=True)
 class CrossFit:
-    """Top eigenvalues cross-fitted, and how the largest falls with the number of pairs.
+    """Cross-fitted top eigenvalues, and the decrease of the largest eigenvalue with the number of pairs.
 
     A sample's largest eigenvalue is too large on average, as its vector is fitted to the pairs that it is measured on.
     A cross-fitted one is too small on average, as no vector has more curvature than the population's top one.
 
     Args:
-        values: curvature along each half's vector over the other half, the mean of both ways, with its interval over
-            pairs.
-        population_low: lower end of the 95 % interval of the population's largest eigenvalue: that of the cross-fitted.
-        population_high: upper end, the larger one of the cross-fitted and the sample's intervals over pairs.
+        values: curvature along each half's vector measured on the other half, averaged over the two halves, with its
+            interval over pairs.
+        population_low: lower end of a 95 % interval of the population's largest eigenvalue, the cross-fitted value's.
+        population_high: its upper end, the larger one of the cross-fitted value's and the sample's.
         by_num_pairs: the largest eigenvalue of quarters, halves and all of the pairs.
         num_products: products with halves and quarters of the pairs.
     """
@@ -86,7 +86,7 @@ def num_prompts(num_pairs: int, clusters: Sequence[int] | None) -> int:
 
 
 def halves_of(num_pairs: int, clusters: Sequence[int] | None, seed: int) -> tuple[Pairs, Pairs]:
-    """Two halves of the pairs, of which no prompt has pairs in both.
+    """Two halves of the pairs; all pairs of one prompt are in the same half.
 
     Args:
         num_pairs: pairs in all.
@@ -111,14 +111,14 @@ def cross_fit_hessian(
 ) -> CrossFit | None:
     """Cross-fit the Hessian's top eigenvalues.
 
-    Costs about as much as the eigenvalues of all pairs to `FIT_TOLERANCE`. None for fewer than `FEWEST_PROMPTS`.
+    None for fewer than `FEWEST_PROMPTS`. The cost is about that of the eigenvalues of all pairs to `FIT_TOLERANCE`.
     The operator's `on_product` is called after each product with a part of the pairs, too.
 
     Args:
         operator: the Hessian.
-        num_values: eigenvalues.
+        num_values: number of eigenvalues.
         top: largest eigenvalue of all pairs.
-        sampling: eigenvalues of all pairs with their interval over pairs.
+        sampling: eigenvalues of all pairs with their intervals over pairs.
         clusters: number of each pair's prompt, in the order of the batches.
         seed: seed of halves, starting vectors and resampling.
         state_file: file beside which each search keeps its state; None keeps none. The caller removes them.
@@ -139,7 +139,7 @@ def cross_fit_hessian(
         found = top_of(part, num_values, file)
         columns[held, : len(found.values)] = pair_curvatures(other, found.vectors).cpu().numpy()
         fits.append(_Fit(float(found.values[0]), len(found.values), found.num_products))
-        del found  # the memory that the other half's vectors take
+        del found  # frees the memory that the other half's vectors need
     quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
     tops = _tops_of(objective, quarters, files[2:], top_of)
     return combined(
@@ -214,10 +214,10 @@ def not_cross_fitted(
 
     Args:
         num_top: largest eigenvalues that are listed.
-        num_asked: eigenvalues that were to be cross-fitted.
-        num_nonzero: first eigenvalues that lie further from 0 than their error bounds.
+        num_asked: number of eigenvalues to cross-fit.
+        num_nonzero: number of the first eigenvalues that lie further from 0 than their error bounds.
         prompts: different prompts of the pairs.
-        crossed: values that are there.
+        crossed: cross-fitted values that exist.
         lists_smallest: True if smallest eigenvalues are listed beside the largest.
 
     Example:
@@ -236,7 +236,7 @@ def not_cross_fitted(
 
 def _why_not(found: int, num_asked: int, num_nonzero: int, prompts: int) -> str:
     if prompts < FEWEST_PROMPTS and num_asked:
-        return f"{prompts} prompts, and halves of halves take at least {FEWEST_PROMPTS}"
+        return f"{prompts} prompts, and halves of halves need at least {FEWEST_PROMPTS}"
     if found == num_asked:
         return f"num_sampled={num_asked}"
     if found == num_nonzero:
@@ -309,7 +309,7 @@ def combined(
     """Cross-fit from the curvature of each pair along the other half's vectors.
 
     Args:
-        columns: curvatures.
+        columns: curvature of each pair along each of the other half's vectors.
         weights: weight of each pair.
         clusters: number of each pair's prompt; None takes each pair as one.
         seed: seed of the resampling.

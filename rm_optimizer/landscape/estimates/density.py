@@ -45,12 +45,12 @@ class SpectralDensity(JsonRecord):
     num_products: int
 
     def statistic(self, terms: Terms, combine: Combine) -> Estimate:
-        """A function of totals over all eigenvalues, with Student's interval for random vectors and quadrature.
+        """Function of totals over all eigenvalues, with Student's interval for random vectors and quadrature.
 
         Totals of polynomials of degree below twice the steps are unbiased; others, such as `|lambda|`, the rules only
-        approximate (Golub & Meurant, 2010), all vectors in the same way. The error over vectors is the jackknife's, the
-        rules' own is what their last step changed, and the root of the sum of the squares is given. The second part
-        overstates the error where the rules converge.
+        approximate (Golub & Meurant, 2010), all vectors in the same way. The standard error is the root of the sum of
+        two squares: the jackknife's error over vectors, and the change by the rules' last step. The second part
+        overstates the error of rules that converge.
         """
         known = terms(np.array(self.exact)).sum(axis=1)
 
@@ -69,8 +69,8 @@ class SpectralDensity(JsonRecord):
     def moment(self, power: int) -> Estimate:
         """`sum_i lambda_i^power`: the trace for 1, the square of the Frobenius norm for 2.
 
-        With Student's interval over the random vectors. Each gives an unbiased value where the power is below twice the
-        steps; the standard error of a higher power holds what the rules' last step changed, as in `statistic`.
+        The interval is Student's over the random vectors. Each vector gives an unbiased value if the power is below
+        twice the steps. The standard error of a higher power includes the change by the last step, as in `statistic`.
         """
         known = float(sum(value**power for value in self.exact))
         if not self.nodes:
@@ -84,7 +84,7 @@ class SpectralDensity(JsonRecord):
         return student_mean(samples(self), bias=change)
 
     def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors columns"]:
-        """Totals of each vector over the rest, and a 1 that counts the vectors in sums."""
+        """Totals of each vector over the unknown eigenvalues, with a 1 appended that counts vectors in sums."""
         rules = zip(self.nodes, self.weights, strict=True)
         return np.array([[*(terms(np.array(node)) @ np.array(weight)), 1.0] for node, weight in rules])
 
@@ -97,9 +97,9 @@ class SpectralDensity(JsonRecord):
     def on_grid(self, grid: Float[np.ndarray, " points"], *, width: float) -> Float[np.ndarray, " points"]:
         """Density at points; integrates to 1.
 
-        Each eigenvalue is spread as a normal of standard deviation `width`. A node that stands for many of them is
-        spread by half the distance to the farther one of its neighbors where that is more, as a rule says nothing of
-        what lies between its nodes.
+        Each eigenvalue is spread as a normal of standard deviation `width`. A node that represents many eigenvalues is
+        spread by half the distance to its farther neighbor if that is more, since a rule has no information between
+        its nodes.
         """
         nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
         share = max(len(self.nodes), 1)
@@ -123,7 +123,7 @@ def spectral_density(
 
     From a random vector `z`, `num_steps` of Lanczos give nodes `theta_j` and weights `||z||^2 tau_j^2`, with `tau_j`
     the first entries of the small eigenvectors, such that `z^T f(A) z` is about `sum_j w_j f(theta_j)`. Found
-    eigenpairs are taken out of the matrix and of the vectors, and stand in the density exactly.
+    eigenpairs are removed from the matrix and from the vectors, and enter the density exactly.
 
     Args:
         operator: the matrix.
@@ -156,7 +156,7 @@ def spectral_density(
 def _iterated(
     operator: SymmetricOperator, num_probes: int, num_steps: int, random: RandomVectors
 ) -> list[tuple[float, KrylovState]]:
-    """Lengths of random vectors, and Lanczos iterations from them in lockstep, each until its space is used up."""
+    """Lengths of random vectors, and Lanczos iterations from them in lockstep, each until its space is exhausted."""
     probes: list[tuple[float, KrylovState]] = []
     for _ in range(num_probes):
         probe = random.signs(1)
@@ -176,10 +176,10 @@ def _iterated(
 
 
 def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The Gauss rule of one node less for the same vector; one node alone is exact, as no second step was possible.
+    """Gauss rule of one node less for the same vector; a single node is exact, since no second step was possible.
 
     Householder reflections that keep the first axis bring `[[1, sqrt(w)^T], [sqrt(w), diag(theta)]]` to tridiagonal
-    form, and below the first row stands the matrix whose eigenvalues the nodes are (Gragg & Harwood, 1984).
+    form. Without its first row and column it is the matrix whose eigenvalues are the nodes (Gragg & Harwood, 1984).
     """
     arrow = np.diag([1.0, *nodes])
     arrow[0, 1:] = arrow[1:, 0] = np.sqrt(weights)
@@ -192,7 +192,7 @@ def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tupl
 
 
 def _widths(nodes: tuple[float, ...], least: float) -> Float[np.ndarray, " nodes"]:
-    """Half the distance of each node to the farther one of its neighbors, at least `least`; nodes ascend."""
+    """Half the distance of each ascending node to its farther neighbor, at least `least`."""
     gaps = np.diff(nodes)
     farther = np.maximum(np.concatenate([gaps[:1], gaps]), np.concatenate([gaps, gaps[-1:]]))
     return np.maximum(farther / 2, least) if len(gaps) else np.full(len(nodes), least)
@@ -200,9 +200,9 @@ def _widths(nodes: tuple[float, ...], least: float) -> Float[np.ndarray, " nodes
 
 _POINTS = 400
 _WIDTH = 0.01
-"""Standard deviation that an eigenvalue is spread by, relative to the range of all."""
+"""Standard deviation of the normal for one eigenvalue, relative to the range of all eigenvalues."""
 SPREAD = "each node spread by half the way to its neighbors, at least 1 % of the range"
-"""Width of the picture's kernel, for its caption."""
+"""Width of the figure's kernel, for its caption."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ class DensityCurve:
     Args:
         grid: eigenvalues.
         density: share of all eigenvalues per unit at each; integrates to 1.
-        standard_error: over random vectors, without the quadrature's own error; NaN where there is one vector only, 0
-            where every eigenvalue is known.
-        width: standard deviation of the normal that stands for one eigenvalue; nodes are as wide as their distance.
+        standard_error: standard error over random vectors, without the quadrature's own error; NaN for one vector, 0 if
+            every eigenvalue is known.
+        width: standard deviation of the normal for one eigenvalue; a node is as wide as the distance to its neighbors.
     """
 
     grid: Float[np.ndarray, " points"]
@@ -224,7 +224,7 @@ class DensityCurve:
 
 
 def density_curve(density: SpectralDensity) -> DensityCurve:
-    """The density over the range of everything known of the eigenvalues, which are spread by 1 % of it or more."""
+    """Density over the range of all known eigenvalues and nodes, each spread by at least 1 % of the range."""
     known = np.array([*density.exact, *(node for rule in density.nodes for node in rule)])
     low, high = float(known.min()), float(known.max())
     width = _WIDTH * (high - low) or _WIDTH * max(abs(high), 1.0)

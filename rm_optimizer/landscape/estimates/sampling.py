@@ -19,7 +19,7 @@ from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import load_forward_rules
 
 LARGEST_STEP = {torch.float32: 1e-2, torch.float64: 1e-4}
-"""Distance to either side along a unit vector, from which smaller ones are tried."""
+"""First step of a difference along a unit vector; smaller steps are tried after it."""
 _NUM_STEPS, _STEP_RATIO = 6, 4
 """Most steps tried, and the ratio of each to the next."""
 ACCURATE = 1e-3
@@ -35,13 +35,13 @@ def pair_curvatures(
 
     Their mean over pairs is `v^T H v`. The step of a difference is divided by 4 until the error of the mean is within
     `ACCURATE`, or becomes larger again as rounding grows. The first step of a vector is four times the last one of the
-    vector before, so that most vectors take two. A central difference of step `h` has an error that is
-    proportional to `h^2`: without a known mean, it is a fifteenth of the difference to the step before.
+    vector before, so that most vectors need two. The error of a central difference is proportional to the square of
+    its step. Therefore, if the mean is not known, the error is a fifteenth of the change from the step before.
 
     Args:
         objective: the loss.
         vectors: unit vectors.
-        quotients: `v^T H v` of each, which saves up to half of the differences; None where they are not known.
+        quotients: `v^T H v` of each vector, which saves up to half of the differences; None if they are not known.
 
     Raises:
         ConfigError: if the model has no forward derivatives, or the pairs lie in several processes.
@@ -70,8 +70,8 @@ def sampling_error(
 ) -> tuple[Estimate, ...]:
     """Each vector's Rayleigh quotient with its error over pairs, by resampling pairs with their curvatures.
 
-    For an eigenvector that is the spread of the eigenvalue under resampling, to first order, in which the vector stays
-    as it is; see `weighted_means` for what the interval holds.
+    For an eigenvector this is the spread of the eigenvalue under resampling to first order, in which the vector does
+    not change. See `weighted_means` for the coverage of the interval.
 
     Args:
         objective: the loss.
@@ -97,11 +97,11 @@ def weighted_means(
     num_bootstrap: int,
     seed: int,
 ) -> tuple[Estimate, ...]:
-    """Each column's weighted mean with the spread that it has when clusters are drawn anew.
+    """Weighted mean of each column, with its spread when clusters are resampled.
 
-    The interval (bias-corrected and accelerated) holds the population's mean in about 95 % of samples if the columns
+    The interval (bias-corrected and accelerated) covers the population's mean in about 95 % of samples if the columns
     were fixed beforehand and there are some dozens of clusters without heavy tails. A column along an eigenvector of
-    the same pairs is one that these pairs made large: its mean lies above the population's, and the interval with it.
+    the same pairs was fitted to these pairs. Its mean is therefore too large, and the interval lies too high.
 
     Args:
         values: one row for each pair.
@@ -129,7 +129,7 @@ def _along_all(objective: PairObjective, vector: Tensor, known: float | None, fi
         if best is not None and error >= least:
             break
         best, used, before = found, step, mean
-        if math.isnan(error):  # the first step, whose mean there is nothing to compare with
+        if math.isnan(error):  # the first step has no earlier mean to compare with
             continue
         least = error
         if error <= ACCURATE * float((found.abs() * share).sum()):
@@ -139,7 +139,7 @@ def _along_all(objective: PairObjective, vector: Tensor, known: float | None, fi
 
 
 def _along(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, step: float) -> Tensor:
-    """Central difference of the pairs' slopes along the vector: some activations have no second forward derivative."""
+    """Central difference of slopes along the vector, since some activations have no second forward derivative."""
     try:
         ahead, behind = (_slopes(objective, batch, vector, place) for place in (step, -step))
     except torch.OutOfMemoryError:

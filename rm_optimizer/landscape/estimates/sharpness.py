@@ -36,7 +36,7 @@ class LocalGeometry:
 
 
 def local_geometry(objective: PairObjective, hessian: SymmetricOperator, *, rho: float = 0.05) -> LocalGeometry:
-    """Loss, gradient, sharpness along the gradient; where the gradient is 0, its direction's numbers are NaN.
+    """Loss, gradient, and sharpness along the gradient; numbers along a gradient of 0 are NaN.
 
     Args:
         objective: the loss.
@@ -59,7 +59,7 @@ def local_geometry(objective: PairObjective, hessian: SymmetricOperator, *, rho:
 
 @torch.no_grad()
 def loss_at(objective: PairObjective, displacement: Float[Tensor, " parameters"]) -> float:
-    """The loss at the weights moved by a vector; the weights themselves stay."""
+    """Loss at the weights moved by a vector; the weights themselves are not changed."""
     weights = objective.moved(displacement)
     return objective.summed_shares(
         objective.share(objective.rewards_at(weights, batch), batch) for batch in objective.batches

@@ -1,4 +1,4 @@
-"""Trace of a symmetric operator from products with random vectors, with honest error bars."""
+"""Trace of a symmetric operator from products with random vectors, with error bars."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def hutchinson_trace(
 ) -> Estimate:
     """Mean of `z^T A z` over vectors of random signs (Hutchinson, 1990).
 
-    The interval is Student's. From one vector the variance is bounded by `2 ||A z||^2`, whose mean is `2 ||A||_F^2`. Of
-    a positive semidefinite matrix it is `_chi_squared`'s, since the mean of few squares is skewed.
+    The interval is Student's. For a positive semidefinite matrix it is `_chi_squared`'s, since the mean of few squares
+    is skewed. With a single vector, the variance is taken to be `2 ||A z||^2`, whose mean bounds it.
     """
     _require_products(num_products, 1, "hutchinson")
     return _mean_of_probes(operator, RandomVectors(operator, seed), num_products, is_semidefinite=is_semidefinite)
@@ -35,10 +35,10 @@ def hutchinson_trace(
 def deflated_trace(
     operator: SymmetricOperator, found: Eigenpairs, num_products: int, *, seed: int, is_semidefinite: bool = False
 ) -> Estimate:
-    """Trace with approximate eigenpairs taken out: `tr(V A V^T) + mean (P z)^T A (P z)` with `P = 1 - V^T V`.
+    """Trace with approximate eigenpairs removed: `tr(V A V^T) + mean (P z)^T A (P z)` with `P = 1 - V^T V`.
 
-    Exact in expectation for any orthonormal rows `V` with their Rayleigh quotients, and of less variance the nearer
-    they are to eigenvectors. It spends `num_products` beyond those that found the pairs.
+    The estimate is unbiased for any orthonormal rows `V` with their Rayleigh quotients. The closer the rows are to
+    eigenvectors, the smaller its variance. It spends `num_products` in addition to those that found the pairs.
     """
     _require_products(num_products, 1, "hutchinson")
     rest = DeflatedOperator(operator, found.vectors)
@@ -52,7 +52,7 @@ def hutchpp_trace(
 ) -> Estimate:
     """`tr(Q^T A Q)` for a sketch `Q` of the range of `A`, and Hutchinson's estimate of the rest.
 
-    A third of the products each for sketch, its trace and the rest (Meyer, Musco, Musco & Woodruff, 2021,
+    The sketch, its trace and the rest take a third of the products each (Meyer, Musco, Musco & Woodruff, 2021,
     arXiv:2010.09649, Algorithm 1). The standard error is that of the last part, the only random one given `Q`.
     """
     _require_products(num_products, 6, "hutchpp")
@@ -64,15 +64,15 @@ def hutchpp_trace(
 
 
 def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False) -> Estimate:
-    """Mean over vectors of Hutch++ estimates whose sketch leaves that vector out, all from the same products.
+    """Mean over vectors of Hutch++ estimates whose sketch leaves out that vector, all from the same products.
 
     With test vectors `omega_i` and `Q_i` an orthonormal basis of all `A omega_j` but the i-th, the i-th estimate is
     `tr(Q_i^T A Q_i) + omega_i^T (1 - Q_i Q_i^T) A (1 - Q_i Q_i^T) omega_i` (Epperly, Tropp & Webber, 2024,
-    arXiv:2301.07825, Algorithm 1, without its normalization). Deviation: the estimates are correlated, the more so the
-    nearer their number is to the rank of `A`, and their spread tells too little. So the standard error is the
-    jackknife's, from the same products with each vector left out altogether. It is biased upwards (Efron & Stein, 1981,
-    doi:10.1214/aos/1176345462), since one vector less gives a larger error. The interval is Student's; that of a
-    semidefinite matrix begins at `tr(Q^T A Q)` at least.
+    arXiv:2301.07825, Algorithm 1, without its normalization). Deviation: the estimates are correlated, more strongly
+    the closer their number is to the rank of `A`, so their spread understates the error. The standard error is
+    therefore the jackknife's: the same products, with each vector left out of everything in turn. It is biased upwards
+    (Efron & Stein, 1981, doi:10.1214/aos/1176345462), since one vector less gives a larger error. The interval is
+    Student's; for a semidefinite matrix its lower end is at least `tr(Q^T A Q)`.
     """
     _require_products(num_products, 6, "xtrace")
     random = RandomVectors(operator, seed).signs(min(num_products // 2, operator.dimension)).T.double()
@@ -114,7 +114,7 @@ class _Sketch:
     forms: Float[Tensor, " vectors"]
 
     def of(self, is_kept: Bool[Tensor, " vectors"]) -> _Sketch:
-        """The same with fewer vectors."""
+        """The products of some of the vectors, in the same basis."""
         return _Sketch(self.Y[:, is_kept], self.H, self.W[:, is_kept], self.T[:, is_kept], self.forms[is_kept])
 
     def estimates(self, tolerance: float) -> Float[np.ndarray, " vectors"]:
@@ -131,7 +131,7 @@ class _Sketch:
 
 
 TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
-"""Estimators by name: Hutchinson's below about 30 products, XTrace above."""
+"""Estimators by name. Hutchinson's is better below about 30 products, XTrace above."""
 
 
 def estimate_trace(
@@ -150,7 +150,7 @@ def estimate_trace(
         method: one of `TraceMethod`.
         num_products: products to spend; `hutchpp` and `xtrace` need 6.
         seed: seed of the random vectors.
-        found: eigenpairs that `deflated` takes out, with None nothing; the other methods do not use them.
+        found: eigenpairs that `deflated` removes; None removes none. The other methods do not use them.
         is_semidefinite: True if no eigenvalue is negative.
 
     Raises:
@@ -173,8 +173,8 @@ def _sketch(images: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """Orthonormal basis `Q` of the columns, and in it the unit direction `s_i` that each column alone adds.
 
     Singular values below `tolerance` times the largest one are rounding. With the singular value decomposition
-    `U S V^T`, column i adds one if its unit vector lies in the space of the rows, `sum_j V_ij^2 = 1`; it is
-    `S^-1 V^T e_i`, orthogonal to all other columns. A column that others make up adds none.
+    `U S V^T`, column i adds a direction if `e_i` lies in the row space, `sum_j V_ij^2 = 1`. The direction is
+    `S^-1 V^T e_i`, orthogonal to all other columns. A linear combination of other columns adds none.
     """
     left, values, right = torch.linalg.svd(images, full_matrices=False)
     rank = int((values > tolerance * values.max()).sum())

@@ -1,4 +1,4 @@
-"""Symmetric matrices known by their products: Hessian, Gauss-Newton and empirical Fisher of a reward model's loss."""
+"""Symmetric matrices defined by products with vectors: Hessian, Gauss-Newton and empirical Fisher of a loss."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SymmetricOperator(Protocol):
 
 
 class MatrixOperator:
-    """A symmetric matrix that is given.
+    """Symmetric matrix that is stored as such.
 
     Example:
         >>> MatrixOperator(torch.diag(torch.tensor([1.0, 2.0]))).apply(torch.ones(1, 2))
@@ -74,7 +74,7 @@ class DeflatedOperator:
         self.device = operator.device
 
     def project(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
-        """The vectors without their parts along the removed ones."""
+        """The vectors without their components along the removed ones."""
         for _ in range(2):
             vectors = vectors - (vectors @ self.vectors.T) @ self.vectors
         return vectors
@@ -97,10 +97,10 @@ class LossOperator(ABC):
 
     @abstractmethod
     def _local(self, vectors: Tensor) -> Tensor:
-        """The products with the part of the matrix that this process's pairs give."""
+        """Products with this process's part of the matrix, that of its own pairs."""
 
     def release(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back the memory that the next product can build again."""
+        """Free memory; the next product builds its contents again."""
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row, summed over all processes.
@@ -139,7 +139,7 @@ class HessianOperator(LossOperator):
         return self.choice.product.name
 
     def release(self) -> None:
-        """Give back the memory of kept graphs, which the next product builds again."""
+        """Free the memory of kept graphs; the next product builds them again."""
         self.choice.product.release()
 
     def _local(self, vectors: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class HessianOperator(LossOperator):
 class OutputOperator(LossOperator):
     """`J^T C J` with `J` the derivative of all rewards and `C` a small matrix for the two rewards of each pair.
 
-    Gauss-Newton has `C_i = w_i / W  d^2 l_i / d(c, r)^2`, exact for the loss with everything in it that is a function
+    Gauss-Newton has `C_i = w_i / W  d^2 l_i / d(c, r)^2`, exact for the whole loss as a function
     of rewards: smoothing, soft labels, margins and both regularizers (Schraudolph, 2002). The empirical Fisher has
     `C_i = w_i / W (d l_i / d(c, r)) (d l_i / d(c, r))^T`: it is `sum_i w_i g_i g_i^T / W` with a pair's gradient `g_i`.
 
@@ -175,7 +175,7 @@ class OutputOperator(LossOperator):
 class _RewardGraph:
     """Rewards of a micro-batch with their graph: directional derivatives and gradients through them.
 
-    The directional derivative is that of the gradient `J^T u` by `u`, at any `u` (the double-backward trick of
+    The directional derivative `J v` is the derivative of `(J^T u)^T v` by `u`, at any `u` (the double-backward trick of
     Townsend, 2017, https://j-towns.github.io/2017/06/12/A-new-trick.html).
     """
 

@@ -15,20 +15,25 @@ from rm_optimizer.landscape.operators.parameters import largest_entry
 from rm_optimizer.landscape.operators.vectors import inner
 
 LARGEST_MOVE = {torch.float32: 4e-4, torch.float64: 2e-6}
-"""Most that any one weight moves for a product, in root mean squares of the weights: little, so that the curvature
-changes little on the way, and much beside the rounding of the gradient. On MiniLM after four steps, products are then
-within 0.3 % along the top eigenvector and along random signs."""
+"""Largest move of any weight in a product, in root mean squares of the weights.
+
+It is small, so that the curvature changes little on the way, but large compared to the rounding of the gradient. On
+MiniLM after four steps, products are then within 0.3 % along the top eigenvector and along random signs.
+"""
 LARGEST_MOVE_FOR_A_NUMBER = {torch.float32: 4e-3, torch.float64: 2e-5}
-"""The same where only the loss is computed, whose rounding is divided by the move squared. On MiniLM `z^T H z` along
-random signs is then within 1 % after twelve steps, and within 0.1 before the first, where it is 2 to 4."""
+"""Largest move of any weight if only the loss is computed, whose rounding error is divided by the square of the move.
+
+On MiniLM `z^T H z` along random signs is then within 1 % after twelve steps, and within 0.1 before the first, where it
+is 2 to 4.
+"""
 
 
 class GradientDifferences:
     """`(g(θ + s v) - g(θ)) / s`, with `s` such that no weight moves further than `LARGEST_MOVE`.
 
-    Needs first derivatives alone, so the model keeps its own, fused, attention; the gradient at `θ` is taken once. The
-    error is in proportion to `s` and a product is symmetric to that error only, which is good enough to watch a top
-    eigenvalue and no basis for small ones. The weights themselves are not moved.
+    Only first derivatives are needed, so the model keeps its own fused attention. The gradient at `θ` is computed once.
+    The error is proportional to `s`, and the matrix is symmetric only up to that error. This is good enough to monitor
+    a top eigenvalue, but not for small ones. The weights themselves are not moved.
     """
 
     def __init__(self, objective: PairObjective) -> None:
@@ -73,7 +78,7 @@ class GradientDifferences:
 
     @cached_property
     def _gradient(self) -> Tensor:
-        """The gradient where the weights are; leaves the loss there, too."""
+        """The gradient at the present weights; the loss there is kept too."""
         losses: list[Tensor] = []
 
         def gradient(batch: AnyPairBatch) -> tuple[Tensor, ...]:
@@ -100,5 +105,5 @@ class GradientDifferences:
         return self.objective.total(map(gradient, self.objective.batches)).sub_(here).div_(step)
 
     def _share(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Tensor:
-        """Share of a micro-batch in the loss at those weights, in float64 from the rewards on for exact differences."""
+        """Share of a micro-batch in the loss at these weights, computed from its rewards in float64."""
         return self.objective.share(self.objective.rewards_at(weights, batch).double(), batch)

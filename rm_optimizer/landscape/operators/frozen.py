@@ -23,15 +23,15 @@ DIFFERENTIABLE_TWICE = ("sdpa", "eager")
 
 @contextmanager
 def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True) -> Iterator[None]:
-    """Dropout and checkpointing off, attention that can be differentiated twice, gradients to a subset alone.
+    """Turn off dropout and checkpointing, differentiate attention twice, and derive by a subset alone.
 
-    When it ends, modes, `requires_grad`, the attention kernel and the random generators of Python, NumPy and PyTorch
-    are as they were. Gradients in `.grad` are not touched: measurements use `torch.autograd.grad`.
+    When the block ends, modes, `requires_grad`, the attention kernel and the random generators of Python, NumPy and
+    PyTorch are as they were. Gradients in `.grad` are not touched: measurements use `torch.autograd.grad`.
 
     Args:
         model: the model.
-        subset: the parameters that derivatives are taken over.
-        twice: True to take second derivatives; otherwise the model keeps its attention.
+        subset: parameters to derive by.
+        twice: True for second derivatives; otherwise the model keeps its attention.
 
     Raises:
         ConfigError: if the model's attention cannot be switched to a kernel of `DIFFERENTIABLE_TWICE`.
@@ -54,7 +54,7 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Also without gradient checkpointing, which `transformers` applies in training mode only."""
+    """Evaluation mode, in which `transformers` does not checkpoint gradients either."""
     with _restored([(module, "training", module.training) for module in model.modules()]):
         model.eval()
         yield
@@ -83,7 +83,7 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _kernel(model: PreTrainedModel) -> str:
-    """PyTorch's attention where the model has it: eager code of some families computes its softmax in float32."""
+    """PyTorch's attention if the model supports it; eager code of some families computes its softmax in float32."""
     now = str(model.config._attn_implementation)
     if not model._can_set_attn_implementation():
         if now not in DIFFERENTIABLE_TWICE:
@@ -105,7 +105,7 @@ def _restored(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Turns casts to float32 into casts to float64.
+    """Mode that turns casts to float32 into casts to float64.
 
     Several families compute norms, rotary angles and the softmax in float32 also inside a float64 model, which would
     leave a float64 measurement with float32's rounding.

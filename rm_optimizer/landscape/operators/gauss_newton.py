@@ -21,12 +21,12 @@ from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner, unit
 
 _ZERO = 1e-12
-"""Share of the largest eigenvalue up to which one counts as 0."""
+"""Share of the largest eigenvalue below which an eigenvalue counts as 0."""
 
 
 @dataclass(frozen=True)
 class GramSpectrum:
-    """`B B^T` for a matrix `B^T B` of few rows `B`: their eigenvalues that are not zero are the same.
+    """Spectrum of a matrix `B^T B` with few rows `B`, from `B B^T`, which has the same nonzero eigenvalues.
 
     Args:
         gram: `B B^T`.
@@ -34,7 +34,7 @@ class GramSpectrum:
         pair_weights: the pairs' weights in the loss.
         values: eigenvalues, descending; all others of the large matrix are 0.
         vectors: unit eigenvectors of the large matrix for the first values, as many as requested.
-        num_passes: times that all pairs' gradients were taken, more than one where they did not fit into memory.
+        num_passes: number of times that all pairs' gradients were computed; above 1 if they did not fit into memory.
     """
 
     gram: Float[np.ndarray, "rows rows"]
@@ -46,7 +46,7 @@ class GramSpectrum:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs behind it."""
+        """Number of pairs of the matrix."""
         return len(self.pair_weights)
 
     @property
@@ -57,18 +57,18 @@ class GramSpectrum:
     def bootstrap(
         self, num_values: int, *, clusters: Sequence[int] | None = None, num_bootstrap: int = 200, seed: int = 0
     ) -> tuple[Estimate, ...]:
-        """The first eigenvalues and, last, the trace, each with its spread when the pairs are drawn anew.
+        """The first eigenvalues and, last, the trace, each with its spread when the pairs are resampled.
 
-        A resample in which pair i comes `n_i` times scales its rows by `sqrt(n_i W / W')`, with `W'` the resample's
-        weight, so that each costs one small eigenproblem (Efron, 1979). The interval is the basic one, `[2 t - q_high,
-        2 t - q_low]`, clipped at 0 and widened to hold the value. It holds the population's trace in about 95 % of
-        samples. Of an eigenvalue it is the spread under resampling and no such interval: from few pairs eigenvalues are
-        too large, by more than it is wide where the pairs do not outnumber the directions of that size.
+        If pair i occurs `n_i` times in a resample, its rows are scaled by `sqrt(n_i W / W')`, with `W'` the resample's
+        weight, so that a resample costs one small eigenproblem (Efron, 1979). The interval is the basic one, `[2 t -
+        q_high, 2 t - q_low]`, clipped at 0 and widened to contain the value. It covers the population's trace in about
+        95 % of samples. For an eigenvalue it shows only the spread under resampling. Eigenvalues of few pairs are too
+        large, and this error exceeds the interval unless the pairs outnumber the directions of that size.
 
         Args:
-            num_values: eigenvalues.
+            num_values: number of eigenvalues.
             clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
-                what is drawn anew are clusters. None takes each pair as one.
+                clusters are resampled. None takes each pair as one.
             num_bootstrap: resamples.
             seed: seed of the resampling.
 
@@ -108,7 +108,7 @@ class GramSpectrum:
         return np.asarray(of_pairs[held] / np.maximum(share[held, None], np.finfo(np.float64).tiny))
 
     def _part(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The small matrix of some of the pairs, at their own total weight, and its rows among all."""
+        """Small matrix of some of the pairs, normalized by their own weight, and the positions of its rows."""
         rows = np.flatnonzero(np.isin(self.pair_of_row, pairs))
         share = self.pair_weights[pairs].sum() / self.pair_weights.sum()
         return self.gram[np.ix_(rows, rows)] / share, rows
@@ -131,14 +131,15 @@ def gauss_newton_exact(
 
     With `B` the rows of `pair_gradients.PairRows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
     many rows as there are pairs, or twice as many with `center_rewards` or `reward_l2`; its eigenvectors are
-    `B^T u / ||.||`. Costs one backward pass a pair where the rows fit into `memory_bytes`. Otherwise each share of them
-    that fits costs one for the eigenvalues and one for the vectors. Embeddings that no pair looks up take no memory.
+    `B^T u / ||.||`. If the rows fit into `memory_bytes`, the cost is one backward pass a pair. Otherwise each part of
+    the columns that fits costs one for the eigenvalues and one for the vectors. Embeddings that no pair looks up need
+    no memory.
 
     Args:
         objective: the loss; all its pairs in this process.
         curvature: `gauss_newton` or `fisher`.
-        num_vectors: eigenvectors to give.
-        memory_bytes: most memory for rows; more are taken for some parameters at a time.
+        num_vectors: number of eigenvectors to return.
+        memory_bytes: most memory for rows; if they need more, they are computed for some parameters at a time.
 
     Raises:
         ConfigError: if the pairs lie in several processes.
@@ -149,7 +150,7 @@ def gauss_newton_exact(
 
 
 class CurvatureRows:
-    """The rows `B` without columns of zeros, in blocks of columns that fit into memory; see `gauss_newton_exact`."""
+    """Rows `B` without columns of zeros, in blocks of columns that fit into memory; see `gauss_newton_exact`."""
 
     def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int) -> None:
         if objective.group is not None:
@@ -185,7 +186,7 @@ class CurvatureRows:
         return list(self.objective.checked(torch.stack(self._each(of_block)).sum(dim=0)))
 
     def spectrum(self, gram: Float[Tensor, "rows rows"], num_vectors: int = 0) -> GramSpectrum:
-        """Eigenvalues of one of the `grams`, and eigenvectors where it is that of all columns."""
+        """Eigenvalues of one of the `grams`; eigenvectors need the one of all columns."""
         values, small = torch.linalg.eigh(gram)
         values, small = values.flip(0).clamp(min=0), small.flip(1)
         weights = torch.cat([batch.weight for batch in self.objective.batches]).double().cpu().numpy()
@@ -199,7 +200,7 @@ class CurvatureRows:
         return torch.cat(self._each(lambda span, block: weights.to(block) @ block), dim=1)
 
     def _each(self, function: Callable[[tuple[int, int], Tensor], Tensor]) -> list[Tensor]:
-        """A function of each span and its block; all rows in one block are kept for the next call."""
+        """Results of a function of each span and its block; a single block with all rows is kept for the next call."""
         if len(self._spans) > 1:
             return [function(span, self._block(span)) for span in self._spans]
         if self._whole is None:
@@ -223,7 +224,7 @@ class CurvatureRows:
         return block[: len(pair_of_row)]
 
     def _covering(self, span: tuple[int, int]) -> tuple[list[int], slice]:
-        """Positions of the parameters that a span of columns touches, and where the span lies in them."""
+        """Positions of the parameters in a span of columns, and the span's range within them."""
         sizes = np.array([shape.numel() for shape in self.support.shapes])
         ends = sizes.cumsum()
         chosen = np.flatnonzero((ends > span[0]) & (ends - sizes < span[1]))

@@ -1,4 +1,4 @@
-"""Identity of a loss over pairs: of its weights, pairs, parameters and options."""
+"""Identity of a loss over pairs: digest of its weights, pairs, parameters and options."""
 
 from __future__ import annotations
 

@@ -30,15 +30,15 @@ from rm_optimizer.schema import LossConfig
 
 @dataclass(eq=False, repr=False)
 class PairObjective:
-    """`sum_i w_i l_i / sum_i w_i` over all micro-batches, of which each gives its part. Made by `measuring`.
+    """`sum_i w_i l_i / sum_i w_i` over all micro-batches, computed one micro-batch at a time. Made by `measuring`.
 
     Weighted by pairs, so every split into micro-batches or over processes gives the same function of the weights.
 
     Args:
-        model: the reward model, held still.
+        model: the reward model with fixed weights.
         batches: this process's micro-batches, on the model's device.
         loss: training loss.
-        subset: the parameters that derivatives are taken over.
+        subset: parameters to derive by.
         group: processes that hold the other pairs; None where this one holds all.
     """
 
@@ -71,7 +71,7 @@ class PairObjective:
         return self.model.device
 
     def rewards_at(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
-        """Rewards of a micro-batch with these weights in the place of the selected ones."""
+        """Rewards of a micro-batch with these weights in place of the selected ones."""
         point = {f"reward_model.{name}": weight for name, weight in zip(self.subset.names, weights, strict=True)}
         rewards: Tensor = functional_call(self._rewards, point, (batch,))
         return rewards
@@ -138,8 +138,8 @@ class PairObjective:
             raise RMOptimizerError("this operator's measurement has ended; use it inside its `with measuring(…)` block")
         if self._state_now() != self._state:
             raise RMOptimizerError(
-                "a weight or a batch changed between two products, which makes them products with different matrices; "
-                "measure between optimizer steps, and start anew after one"
+                "a weight or a batch changed between two products, so they belong to different matrices; "
+                "measure between optimizer steps, and begin again after one"
             )
 
     def checked(self, values: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class PairObjective:
 
     @torch.no_grad()
     def _state_now(self) -> tuple[object, ...]:
-        """Versions and addresses, and sums that also notice a change through `.data`, which counts no version."""
+        """Versions, addresses and sums of all tensors; a change through `.data` changes no version, but the sum."""
         parameters: list[Tensor] = list(self.model.parameters())
         sums = [*torch._foreach_norm(parameters, 1), *(parameter.sum() for parameter in parameters)]
         numbers = (value for batch in self.batches for value in _tensors(batch))
@@ -213,18 +213,18 @@ def measuring(
     group: dist.ProcessGroup | None = None,
     twice: bool = True,
 ) -> Iterator[PairObjective]:
-    """The loss over fixed pairs with the model held still; afterwards everything is as it was.
+    """Loss over fixed pairs of a model with fixed weights; after the block, the model is as it was.
 
-    Weights of another type than `dtype` are measured in a copy of the model.
+    If the weights have another type than `dtype`, a copy of the model is measured.
 
     Args:
         model: the reward model.
-        batches: the pairs, in micro-batches of either kind; of this process where there is a group.
+        batches: micro-batches of the pairs, of either kind; with a group, those of this process.
         loss: training loss.
-        params: the parameters that derivatives are taken over; see `select_parameters`.
+        params: parameters to derive by; see `select_parameters`.
         dtype: type to compute in, float32 or float64.
-        group: processes that hold the other pairs; all must call alike.
-        twice: True to take second derivatives; otherwise the model keeps its own attention.
+        group: processes that hold the other pairs; all of them must make the same calls.
+        twice: True for second derivatives; otherwise the model keeps its own attention.
 
     Raises:
         ConfigError: if no parameter is selected, or the model cannot be differentiated twice.
@@ -248,7 +248,7 @@ def _is_in(model: BradleyTerryRM, dtype: torch.dtype) -> bool:
 
 
 def _in_type(batch: AnyPairBatch, dtype: torch.dtype) -> AnyPairBatch:
-    """The batch with its numbers in the type of the measurement, so that no constant of the loss is rounded to less."""
+    """The batch with its numbers in the type of the measurement, so that constants of the loss keep its precision."""
     return replace(batch, margin=batch.margin.to(dtype), label=batch.label.to(dtype), weight=batch.weight.to(dtype))
 
 

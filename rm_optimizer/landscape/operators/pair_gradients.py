@@ -16,11 +16,11 @@ from rm_optimizer.landscape.operators.base import OutputCurvature, fisher_factor
 from rm_optimizer.landscape.operators.objective import PairObjective
 
 _ROUNDING = 16
-"""Times the rewards' precision: a smaller second eigenvalue of a pair's matrix is rounding of one that is 0."""
+"""Bound in units of the rewards' precision; a smaller second eigenvalue of a pair's matrix is a rounded 0."""
 
 
 def single_pairs(batch: AnyPairBatch) -> Iterator[PairBatch]:
-    """Each pair of a micro-batch as a padded batch of its own, without columns of padding alone."""
+    """Each pair of a micro-batch as a padded batch of its own, without columns that hold only padding."""
     sequences = _sequences(batch)
     for index in range(batch.num_pairs):
         yield _padded(batch, sequences, [index])
@@ -39,7 +39,7 @@ class PairRows:
     regularizers has one, along the margin.
 
     Args:
-        number: the pair's place among all pairs.
+        number: position of the pair among all pairs.
         rewards: rewards of the pair, with their graph.
         seeds: `sqrt(c_k) u_k`.
     """
@@ -93,7 +93,7 @@ def _sequences(batch: AnyPairBatch) -> list[Tensor]:
 
 
 def _tree_sequences(trees: PackedTrees) -> list[Tensor]:
-    """The tokens that the last token of each sequence attends to, which are the sequence."""
+    """Tokens of each sequence: those that its last token attends to."""
     visible = tree_mask(trees)[:, 0]
     width = trees.input_ids.shape[1]
     places = [divmod(place, width) for place in trees.last.tolist()]

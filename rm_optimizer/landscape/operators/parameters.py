@@ -40,7 +40,7 @@ class ParameterSubset:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all of them."""
+        """Total number of parameters."""
         return sum(shape.numel() for shape in self.shapes)
 
     def of(self, model: nn.Module) -> list[nn.Parameter]:
@@ -82,7 +82,7 @@ def select_parameters(model: BradleyTerryRM, which: str | Sequence[str] = TRAINA
 
 
 def parameter_blocks(model: BradleyTerryRM) -> dict[str, ParameterSubset]:
-    """The trainable parameters block by block: `embeddings`, `layer 1` … and `output`, whatever follows the layers."""
+    """Trainable parameters by block: `embeddings`, `layer 1` … and `output` for everything after the layers."""
     head = model.head_parameter_names()
     members: dict[str, list[str]] = defaultdict(list)
     for item in partition(model, head_names=head).parameters:
@@ -122,8 +122,8 @@ def _nothing(which: str, names: list[str]) -> str:
         return "the model has no trainable parameters, so its loss has no curvature; unfreeze some or name a subset"
     if which == LORA:
         return (
-            "params=lora needs a model with a LoRA adapter, and this one has none or has it merged, as best/ of a run "
-            "does; give the run folder, or use params=trainable"
+            "params=lora needs a model with a LoRA adapter, and this one has none or has it merged, as in best/ of a "
+            "run; give the run folder, or use params=trainable"
         )
     known = [TRAINABLE, HEAD, LORA, *names]
     nearest = did_you_mean("params", which, known).split("; ", 1)[1].split(" Known")[0]

@@ -1,4 +1,4 @@
-"""Hessian-vector product methods, and the choice among them by trying them on the model."""
+"""Hessian-vector product methods, and the choice among them by measurements on the model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ProductName = Literal["auto", "kept_graph", "reverse", "forward"]
 GRAPH_SHARE = 0.5
 """Largest share of the free memory that kept graphs may take."""
 TRIAL_TOKENS = 1024
-"""Tokens of the micro-batch that the methods are tried on, at least."""
+"""Least number of tokens of the micro-batch that the methods are tried on."""
 Vectors: TypeAlias = Float[Tensor, "vectors parameters"]
 _GradientGraph: TypeAlias = dict[int, GradientEdge]
-"""Ends of a gradient's graph by position of the parameter; constant parts have no graph."""
+"""Outputs of a gradient's graph, by position of the parameter; constant parts have no graph."""
 
 
 class ProductMethod(ABC):
@@ -49,13 +49,13 @@ class ProductMethod(ABC):
         """Share of some of the objective's micro-batches in the products."""
 
     def release(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back the memory that the next product can build again."""
+        """Free memory; the next product builds its contents again."""
 
 
 class ReverseOverReverse(ProductMethod):
-    """Gradient of `g(θ) · v`, with the graph of the gradient `g` built anew in every call (Pearlmutter, 1994).
+    """Gradient of `g(θ) · v`, with the graph of the gradient `g` built in every call (Pearlmutter, 1994).
 
-    Holds one micro-batch's graph at a time. A block of vectors shares it.
+    One micro-batch's graph is in memory at a time. All vectors of a block share it.
     """
 
     name = "reverse"
@@ -79,7 +79,7 @@ class ReverseOverReverse(ProductMethod):
                     materialize_grads=True,
                 )
                 torch._foreach_add_(sums, products)
-                del products  # the memory that the next micro-batch takes
+                del products  # frees the memory that the next micro-batch needs
         return totals
 
     def graph(self, batch: AnyPairBatch) -> _GradientGraph:
@@ -105,14 +105,14 @@ class KeptGraph(ReverseOverReverse):
         return self._graphs[id(batch)]
 
     def release(self) -> None:
-        """Give the graphs' memory back; the next product builds them again."""
+        """Free the graphs' memory; the next product builds them again."""
         self._graphs.clear()
 
 
 class ForwardOverReverse(ProductMethod):
     """Directional derivative of the gradient, for several directions in one pass.
 
-    Needs forward derivatives of every operation of the backward pass, which not all models have.
+    Every operation of the backward pass needs a forward derivative, which some models lack.
     """
 
     name = "forward"
@@ -145,7 +145,7 @@ class ForwardOverReverse(ProductMethod):
 
 @cache
 def load_forward_rules() -> None:
-    """Load PyTorch's rules of forward derivatives, whose first use warns of `torch.jit.script` (2.11 to 2.13)."""
+    """Load PyTorch's rules of forward derivatives; the first use warns of `torch.jit.script` (2.11 to 2.13)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import_module("torch._decomp.decompositions_for_jvp")
@@ -165,7 +165,7 @@ class ProductChoice:
     product: ProductMethod
     gradients_per_product: dict[str, float] = field(default_factory=dict)
     graph_bytes: int = 0
-    reason: str = "asked for"
+    reason: str = "requested"
 
 
 PRODUCT_METHODS: dict[str, type[ProductMethod]] = {
@@ -176,11 +176,11 @@ PRODUCT_METHODS: dict[str, type[ProductMethod]] = {
 def choose_product(
     objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
 ) -> ProductChoice:
-    """Choose a method by name; `auto` takes kept graphs if they fit, or the cheaper other method on one micro-batch.
+    """Choose a method by name; `auto` takes kept graphs if they fit, otherwise the cheaper of the other methods.
 
     Args:
         objective: the loss.
-        name: a method, or `auto` to try them.
+        name: name of a method, or `auto` to measure them on one micro-batch.
         graph_memory_bytes: most bytes for kept graphs; None takes half of the free memory.
 
     Raises:
@@ -206,7 +206,7 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     failures: list[str] = []
     costs = _cost(kept, trial, gradient_seconds, failures) if fits else {}
     methods: list[ProductMethod] = [kept]
-    if not costs:  # kept graphs need no comparison: the other methods take half as many operations again
+    if not costs:  # kept graphs need no comparison, since the other methods take half as many operations more
         kept.release()
         methods = [ReverseOverReverse(objective), ForwardOverReverse(objective)]
         for method in methods:
@@ -224,7 +224,7 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
 
 
 def _trial(objective: PairObjective) -> AnyPairBatch:
-    """Micro-batch for trials: the smallest one whose cost is that of its tokens, not of the calls."""
+    """Micro-batch for trials: the smallest one with `TRIAL_TOKENS`, so that tokens, not calls, determine the cost."""
     batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
     return next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
 
@@ -255,10 +255,10 @@ def _wait(device: torch.device) -> None:
 
 
 def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
-    """Memory that the graphs of all gradients take, from the tensors that one saves, with a quarter to spare.
+    """Memory of the graphs of all gradients, by the tensors that one of them saves, with a quarter to spare.
 
     Args:
-        kept: holds no graph of the micro-batch yet.
+        kept: method without a graph of the micro-batch.
         trial: the micro-batch whose graph is built here.
     """
     objective = kept.objective
@@ -267,7 +267,8 @@ def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the tensor itself may be an output of the node that saves it: neither would be freed
+        # The tensor may be an output of the node that saves it; a reference to it would keep both in memory.
+        return tensor.detach()
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         kept.graph(trial)
@@ -278,7 +279,7 @@ def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Free memory of a device; where the system does not tell, half of all."""
+    """Free memory of a device, or half of its memory if the system does not report what is free."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:

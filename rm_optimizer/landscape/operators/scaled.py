@@ -1,4 +1,4 @@
-"""A symmetric matrix in other units of its parameters."""
+"""A symmetric matrix after a rescaling of the parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rm_optimizer.landscape.operators.differences import GradientDifferences
 
 
 class ScaledDifferences:
-    """`S A S` with a diagonal `S`, the matrix `A` that of an optimizer's loss and `S = P^{-1/2}` its preconditioner.
+    """`S A S` with a diagonal `S`: for an optimizer with preconditioner `P`, `S = P^{-1/2}` and `A` is the Hessian.
 
     Args:
-        matrix: `A`.
+        matrix: the matrix `A`.
         scale: diagonal of `S`.
     """
 

@@ -1,6 +1,7 @@
-"""Weights that a loss depends on. Embeddings of tokens that occur in no pair have no curvature, and need no memory.
+"""Support of a loss: the weights that it depends on. Embeddings of tokens that occur in no pair have no curvature.
 
-They are half of MiniLM's parameters and a quarter of a model of 0.5B, and Lanczos keeps tens of vectors of them all.
+Leaving them out saves memory, since Lanczos keeps tens of vectors of all parameters. Such embeddings are half of
+MiniLM's parameters, and a quarter of a model of 0.5B.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
 
 SPARE = 4096
-"""Entries of each table that are kept though no pair looks them up: as many eigenvalues 0 can be found."""
+"""Unused entries of each table that are kept, so that as many eigenvalues of 0 can be found."""
 
 
 class Support:
-    """Rows of parameters that are left of the long vector.
+    """Rows of parameters that remain in the long vector.
 
     Args:
         subset: the parameters.
-        rows: rows that are left of a parameter, by its position; all others are whole.
+        rows: remaining rows of a parameter, by its position; parameters without an entry are whole.
     """
 
     def __init__(self, subset: ParameterSubset, rows: Mapping[int, Int[Tensor, " rows"]]) -> None:
@@ -41,11 +42,11 @@ class Support:
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Shape of what is left of each parameter."""
+        """Shape of the remaining part of each parameter."""
         return self._narrow.shapes
 
     def columns(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Positions of what is left of some parameters, as ranges of the vector; neighbors are one range."""
+        """Positions of the remaining parts of some parameters, as ranges of the vector; adjacent ranges are merged."""
         ranges: list[tuple[int, int]] = []
         start = 0
         for name, shape in zip(self._narrow.names, self.shapes, strict=True):
@@ -66,7 +67,7 @@ class Support:
         return digest([[index, rows.tolist()] for index, rows in sorted(self._rows.items())])
 
     def narrow(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors dimension"]:
-        """The entries that are left; the vectors themselves where all are."""
+        """The remaining entries; the vectors themselves if all remain."""
         if not self._rows:
             return vectors
         found = vectors.new_empty(len(vectors), self.dimension)
@@ -75,7 +76,7 @@ class Support:
         return found
 
     def widen(self, vectors: Float[Tensor, "vectors dimension"]) -> Float[Tensor, "vectors parameters"]:
-        """Vectors over all parameters, with zeros where nothing is left; themselves where all is."""
+        """Vectors over all parameters, with zeros for removed entries; the vectors themselves if none was removed."""
         if not self._rows:
             return vectors
         found = vectors.new_zeros(len(vectors), self._subset.num_parameters)
@@ -91,14 +92,14 @@ class Support:
 
 
 def support_of(objective: PairObjective, num_spare: int = SPARE) -> Support:
-    """The rows of embeddings that the pairs or padding look up, some spare ones, and all other parameters.
+    """Rows of embeddings that the pairs or padding look up, some spare ones, and all other parameters.
 
-    Rows and columns of the others are zero in the Hessian, Gauss-Newton matrix and Fisher. Each gives an eigenvalue 0:
-    with as many of them left as eigenvalues are wanted, those are the same.
+    All other rows and columns are zero in the Hessian, the Gauss-Newton matrix and the Fisher, and each gives an
+    eigenvalue of 0. If at least as many of them remain as eigenvalues are wanted, the result does not change.
 
     Args:
         objective: the loss, computed once if there are embeddings.
-        num_spare: entries of each table, in whole rows, that are left though no pair looks them up.
+        num_spare: unused entries of each table that remain, in whole rows.
     """
     modules = [module for module in objective.model.modules() if isinstance(module, nn.Embedding)]
     positions = {id(parameter): index for index, parameter in enumerate(objective.parameters)}
@@ -112,7 +113,8 @@ def support_of(objective: PairObjective, num_spare: int = SPARE) -> Support:
         seen = lookups.used(module.weight) if objective.batches else torch.zeros(len(module.weight), dtype=torch.bool)
         used = objective.summed(seen.to(objective.device, objective.dtype)) > 0
         if module.padding_idx is not None:
-            used[module.padding_idx] = True  # whether or not these micro-batches pad, so that they give one support
+            # also if these micro-batches have no padding, so that every division into them has the same support
+            used[module.padding_idx] = True
         used[(~used).nonzero()[: math.ceil(num_spare / module.weight[0].numel()), 0]] = True
         if not bool(used.all()):
             rows[index] = used.nonzero()[:, 0]
@@ -120,7 +122,7 @@ def support_of(objective: PairObjective, num_spare: int = SPARE) -> Support:
 
 
 class _Lookups(TorchFunctionMode):
-    """Watches which rows of tables are looked up; a table that is put to any other use is used whole."""
+    """Mode that records which rows of tables are looked up; a table with any other use counts as used whole."""
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         super().__init__()
@@ -148,5 +150,5 @@ _KINDS = ("__get__", "get_device", "is_complex", "is_contiguous", "is_floating_p
 
 
 def _is_description(func: Callable[..., Any], result: object) -> bool:
-    """True for a read of a property such as type, device or shape, and no values."""
+    """True for reading a property such as type, device or shape, which reads no values."""
     return func.__name__ in (*_SIZES, *_KINDS) and not isinstance(result, Tensor)

@@ -1,7 +1,7 @@
 """Random vectors from a seed, and inner products and lengths of vectors of millions of entries.
 
-`torch.norm` and dot products on a CPU add float32 terms one after another: of 22 million entries they lose 0.1 %. `sum`
-adds in pairs and keeps seven digits; matrix products do where they add up short runs.
+`torch.norm` and dot products on a CPU add float32 terms one after another, and lose 0.1 % with 22 million entries.
+`sum` adds in pairs and keeps seven digits. Matrix products keep them too if they sum short runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rm_optimizer.landscape.operators.base import SymmetricOperator
 from rm_optimizer.landscape.operators.parameters import ENTRIES_AT_ONCE
 
 RUN = 1 << 11
-"""Entries that one float32 product adds up."""
+"""Number of entries that one float32 product sums."""
 
 
 def inner(left: Float[Tensor, " parameters"], right: Float[Tensor, " parameters"]) -> float:
@@ -35,7 +35,7 @@ def length(vector: Float[Tensor, " parameters"]) -> float:
 
 
 def unit(vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
-    """The vector at length 1; a vector of zeros stays what it is."""
+    """The vector scaled to length 1; a vector of zeros is returned unchanged."""
     return vector / (length(vector) or 1.0)
 
 
@@ -60,7 +60,7 @@ def gram_matrix(blocks: Sequence[Float[Tensor, "_ parameters"]]) -> Float[Tensor
 def pairwise_inner(
     left: Float[Tensor, "left parameters"], right: Float[Tensor, "right parameters"]
 ) -> Float[Tensor, "left right"]:
-    """`left right^T` in float64, where runs of entries are added up in the vectors' own type."""
+    """`left right^T` in float64; runs of entries are summed in the vectors' own type."""
     whole = left.shape[1] // RUN * RUN
     left_runs, right_runs = (rows[:, :whole].view(len(rows), -1, RUN).transpose(0, 1) for rows in (left, right))
     total: Tensor = (left_runs @ right_runs.transpose(1, 2)).sum(dim=0, dtype=torch.float64)
@@ -71,7 +71,7 @@ class RandomVectors:
     """Vectors for an operator from one generator on the CPU: the same on every device and in every process.
 
     Args:
-        operator: gives length, type and device.
+        operator: operator that determines length, type and device.
         seed: seed of the draws.
     """
 

@@ -1,4 +1,4 @@
-"""Spectra of several models over the same pairs, overlaps of their subspaces, and loss barriers between them."""
+"""Comparison of several models over the same pairs: spectra, overlaps of their subspaces, and loss barriers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing
 
 BETWEEN_FILE = "between.jsonl"
-"""In the folder of results: each spectrum and each path as soon as it is measured."""
+"""File in the folder of results that holds each spectrum and path once it is measured."""
 Weights = Mapping[str, Tensor]
 
 
@@ -38,10 +38,10 @@ class LossPath:
     Args:
         first: index of the model at position 0.
         second: index of the model at position 1.
-        positions: shares of the way.
+        positions: positions along the line, from 0 to 1.
         losses: loss at each position.
-        barrier: largest loss on the way less the larger one of the ends (Frankle et al., 2020, arXiv 1912.05671, with
-            the mean of the ends there), and its 95 % interval over resampled prompts.
+        barrier: largest loss along the line less the larger loss of the ends, with its 95 % interval over resampled
+            prompts. Frankle et al. (2020, arXiv 1912.05671) subtract the mean of the ends.
     """
 
     first: int
@@ -53,13 +53,13 @@ class LossPath:
 
 @dataclass(frozen=True)
 class BetweenModels(JsonRecord, indent=1):
-    """Spectra of several models over the same pairs, and what lies between them.
+    """Spectra of several models over the same pairs, with overlaps and losses between them.
 
     Args:
         names: names of the models.
         spectra: spectrum of each; fewer than the names after an interruption.
         overlaps: for each pair of models `(first, second)` in the order of `paths`, the overlap of the subspaces of
-            their largest eigenvalues, in [0, 1]; None where vectors are gone.
+            their largest eigenvalues, in [0, 1]; None if vectors were not kept.
         paths: loss between each pair of models; fewer after an interruption.
         num_prompts: different prompts among the pairs.
     """
@@ -76,7 +76,7 @@ def measure_between(
 ) -> AnalysisResult[BetweenModels]:
     """Measure the spectrum of each model and the loss between each two.
 
-    The model of the context is left with other weights.
+    Afterwards the model of the context has other weights.
 
     Args:
         context: pairs, loss and options; the model is the first one.
@@ -84,7 +84,7 @@ def measure_between(
 
     Raises:
         ConfigError: if there are fewer than two models, or their parameters differ.
-        KeyboardInterrupt: if the user stopped it before the first spectrum was whole.
+        KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
     if len(models) < 2:
         raise ConfigError("landscape=between needs other models beside the checkpoint; add landscape.others=[RUN, …]")
@@ -120,7 +120,7 @@ def measure_between(
 def _measured(
     context: AnalysisContext, models: Mapping[str, Callable[[], Weights]], rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """The rows that are not there yet: spectra first, then paths."""
+    """Measure the missing rows, spectra first, then paths."""
     spectra = [from_values(HessianSpectrum, row["spectrum"]) for row in rows if "spectrum" in row]
     num_paths = sum("path" in row for row in rows)
     measured, readers = context.measured_loss, list(models.values())
@@ -172,7 +172,7 @@ def _path(context: AnalysisContext, start: Weights, end: Weights, ends: tuple[in
 
 
 def _between(start: Weights, end: Weights, position: float) -> Weights:
-    """Weights on the way; numbers that are no weights are those of the start."""
+    """Interpolated weights; buffers that are not floating-point are those of the start."""
     return {
         name: torch.lerp(value, end[name], position) if value.is_floating_point() else value
         for name, value in start.items()
@@ -190,7 +190,7 @@ def _weighted_losses(measured: MeasuredLoss) -> Float[np.ndarray, " pairs"]:
 
 
 def _barrier(sums: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
-    """Largest mean loss less the larger one at the ends, from totals of weighted losses and of weights."""
+    """Largest mean loss less the larger mean loss of the ends, from totals of weighted losses and of weights."""
     losses = sums[..., :-1] / sums[..., -1:]
     ends = np.maximum(losses[..., 0], losses[..., -1])
     return np.asarray((losses.max(axis=-1) - ends)[..., None])

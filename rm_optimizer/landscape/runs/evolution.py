@@ -1,4 +1,4 @@
-"""Curvature along a run: the ends of the spectrum at each checkpoint."""
+"""Curvature along a run: extreme eigenvalues at each checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rm_optimizer.records.files import replacing
 from rm_optimizer.schema.landscape import SpectrumMethod
 
 EVOLUTION_FILE, VECTORS_FILE = "evolution.jsonl", "vectors.pt"
-"""In the folder of results: the spectrum of each step as soon as it is measured, and the last one's eigenvectors."""
+"""Files in the folder of results: the spectrum of each measured step, and the eigenvectors of the last one."""
 WeightsByStep = dict[int, Callable[[], Mapping[str, Tensor]]]
 """Readers of the classifier's weights by name, by optimizer step, ascending."""
 
@@ -34,7 +34,7 @@ class Evolution(JsonRecord, indent=1):
         steps: optimizer steps, ascending; 0 is the model before training.
         spectra: spectrum at each of them, over the same pairs.
         overlaps: overlap of the subspace of the largest eigenvalues with that of the step before, in [0, 1]; None at
-            the first step, and where the vectors of the step before are gone.
+            the first step, or if the vectors of the step before were not kept.
         missing: steps that an interruption left out.
     """
 
@@ -45,7 +45,7 @@ class Evolution(JsonRecord, indent=1):
 
     @property
     def num_top(self) -> int:
-        """Eigenvalues from the top that every spectrum has."""
+        """Number of largest eigenvalues that every spectrum has."""
         return min(spectrum.num_top for spectrum in self.spectra)
 
 
@@ -55,12 +55,12 @@ def readers(checkpoints: Mapping[int, Path]) -> WeightsByStep:
 
 
 def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> AnalysisResult[Evolution]:
-    """Measure the spectrum at each step, starting from the vectors of the step before with a random part.
+    """Measure the spectrum at each step, starting from the vectors of the step before plus a random part.
 
-    The model of the context ends with the weights of the last step.
+    Afterwards the model of the context has the weights of the last step.
 
     Raises:
-        KeyboardInterrupt: if the user stopped it before the first spectrum was whole.
+        KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
     identity = [context.measured_loss.fingerprint(), list(weights), *spectrum_settings(context)]
     with context.ledger(EVOLUTION_FILE, identity, len(weights)) as ledger:
@@ -87,7 +87,7 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
 def _measured(
     context: AnalysisContext, weights: WeightsByStep, found: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the steps that are not found yet."""
+    """Measure the steps that are not in the ledger yet."""
     classifier = context.measured_loss.model.model
     before = _kept(context.folder / VECTORS_FILE, found)
     for done, (step, read) in enumerate(weights.items()):
@@ -113,14 +113,14 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
 
 
 def spectrum_settings(context: AnalysisContext) -> list[Any]:
-    """Values beside loss and weights that a spectrum of `spectrum_of` depends on, for the identity of a ledger."""
+    """Settings that a spectrum of `spectrum_of` depends on, beyond loss and weights, for the identity of a ledger."""
     config = context.config
     how = [config.method.value, config.top_k, config.num_sampled, config.tolerance, config.max_products]
     return [*how, config.num_probes, config.trace_method.value, context.measured_loss.sample.seed]
 
 
 def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> HessianSpectrum:
-    """Spectrum at the weights that the model of the context has now.
+    """Spectrum at the present weights of the context's model.
 
     Args:
         context: pairs, loss and options.
@@ -147,7 +147,7 @@ def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> Hes
 
 
 def _kept(path: Path, found: Mapping[int, Mapping[str, Any]]) -> HessianSpectrum | None:
-    """The last spectrum that was measured, with its vectors; None if there is none, or they are not its own."""
+    """The last measured spectrum with its vectors; None if there is none, or the vectors are of another one."""
     if not found or not path.exists():
         return None
     kept, last = torch.load(path, weights_only=True), max(found)

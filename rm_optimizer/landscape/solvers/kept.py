@@ -1,4 +1,4 @@
-"""Lanczos over a matrix of a loss, whose state lies in a file from which it continues after a kill."""
+"""Lanczos over a matrix of a loss, with its state in a file from which it continues after a kill."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rm_optimizer.landscape.operators.support import Support
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 
 SAVE_SECONDS = 10.0
-"""Seconds of products between two writings of a state; a product that takes longer is written when it ends."""
+"""Least seconds between two writings of a state; it is written at the end of a product only."""
 
 
 class KeptState:
-    """State of a search that is written now and then.
+    """State of a search that is written to a file from time to time.
 
     Args:
         operator: the matrix.
-        support: its rows that are searched.
+        support: rows of the matrix that are searched.
         file: file of the state; None keeps it in memory alone.
         seed: seed of the starting vector.
 
@@ -38,7 +38,7 @@ class KeptState:
         self._began = self._saved = time.perf_counter()
 
     def after_product(self) -> None:
-        """Count the time, and write the state where `SAVE_SECONDS` have passed since the last time."""
+        """Count the time, and write the state if `SAVE_SECONDS` have passed since the last writing."""
         now = time.perf_counter()
         self.state.wall_seconds = self.seconds_before + now - self._began
         if now - self._saved >= SAVE_SECONDS:
@@ -52,7 +52,7 @@ class KeptState:
 
 
 def part_file(file: Path | None, number: int) -> Path | None:
-    """File for the state of a search over a part of the pairs or parameters, beside that of all."""
+    """File for the state of a search over a part of the pairs or parameters, next to the file for all of them."""
     return None if file is None else file.with_name(f"{file.stem}.part{number}{file.suffix}")
 
 

@@ -1,4 +1,4 @@
-"""The basis that Lanczos builds: orthonormal vectors, the matrix they reduce the operator to, and a step of both."""
+"""State of a Lanczos iteration: orthonormal basis, the small matrix of the operator in it, and one step of both."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rm_optimizer.records.files import write_text
 
 _ROWS_OF_A_BLOCK = 8
 _COLUMNS_AT_ONCE = 1 << 18
-"""Entries of each vector that are combined at once in place."""
+"""Number of entries of each vector that are combined at once in place."""
 _BREAKDOWN = 1e-6
-"""Rest of a new direction, relative to the operator's norm, below which the space counts as exhausted (float32)."""
+"""Length of a new direction, relative to the operator's norm, below which the space counts as exhausted (float32)."""
 _MUCH = 2**-0.5
-"""Share of its length below which a vector has lost so much that rounding may have left it some of the basis."""
+"""Remaining share of a vector's length below which rounding may have left a component in the basis."""
 
 
 class OrthonormalBasis:
-    """Vectors kept orthonormal, in blocks that grow without copying what is there."""
+    """Orthonormal vectors in blocks, so that the basis grows without copies of its vectors."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -41,7 +41,7 @@ class OrthonormalBasis:
         return self._size
 
     def append(self, vector: Float[Tensor, " parameters"]) -> None:
-        """Add a unit vector that is orthogonal to those here."""
+        """Add a unit vector that is orthogonal to the basis."""
         row = self._size % _ROWS_OF_A_BLOCK
         if row == 0:
             self._blocks.append(vector.new_empty(_ROWS_OF_A_BLOCK, vector.shape[0]))
@@ -58,10 +58,11 @@ class OrthonormalBasis:
         return self._blocks[-1][(self._size - 1) % _ROWS_OF_A_BLOCK]
 
     def orthogonalize(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
-        """Remainder of a vector after removal of its part in the basis.
+        """Remainder of a vector after removal of its component in the basis.
 
-        The newest two vectors, which hold almost all of that part of a product, come first; then one pass over all, and
-        a second where the first took much away: twice is enough (Giraud et al., 2005; Daniel et al., 1976, Eq. 3.8).
+        For a product, almost all of that component lies along the newest two vectors, which are removed first. Then one
+        pass removes all vectors. If it took much away, a second pass follows, and two passes are enough (Giraud et al.,
+        2005; Daniel et al., 1976, Eq. 3.8).
         """
         for position in range(max(0, self._size - 2), self._size):
             row = self._blocks[position // _ROWS_OF_A_BLOCK][position % _ROWS_OF_A_BLOCK]
@@ -76,10 +77,10 @@ class OrthonormalBasis:
         return vector
 
     def rotate(self, weights: Float[Tensor, "vectors basis"]) -> None:
-        """Replace the vectors by orthonormal combinations of them, without a copy; the newest one comes last.
+        """Replace the vectors by orthonormal combinations of them, without a copy; the newest one is kept as the last.
 
         Args:
-            weights: orthonormal rows, 0 for the newest vector, and fewer than vectors.
+            weights: orthonormal rows, fewer than the vectors, with 0 for the newest vector.
         """
         last, count = self.last().clone(), len(weights)
         for start in range(0, len(last), _COLUMNS_AT_ONCE):
@@ -108,15 +109,15 @@ class KrylovState:
     Args:
         basis: the orthonormal vectors.
         diagonal: diagonal of the small matrix.
-        off_diagonal: below it; its last entry belongs to the vector that comes next. Those of the first `num_kept`
-            vectors stand in the row of the vector that follows them instead.
-        num_kept: first vectors that are Ritz vectors of a larger basis, kept by `shrink`.
-        num_shrunk: times that the basis was made smaller.
+        off_diagonal: entries below the diagonal; the last one belongs to the next vector. Those of the first `num_kept`
+            vectors are in the row of the vector that follows them.
+        num_kept: number of first vectors that are Ritz vectors of a larger basis, kept by `shrink`.
+        num_shrunk: number of times that the basis was made smaller.
         num_products: products spent.
-        num_restarts: times that the space was exhausted and a random vector was drawn.
-        wall_seconds: seconds of the iteration, in all processes that continued it.
-        identity: names the matrix, so that a saved iteration is not continued on another.
-        num_saved: vectors that `save` has written.
+        num_restarts: number of times that the space was exhausted and a random vector was drawn.
+        wall_seconds: seconds of the iteration, summed over all processes that continued it.
+        identity: identity of the matrix, so that a saved iteration is not continued with another one.
+        num_saved: number of vectors that `save` has written.
     """
 
     basis: OrthonormalBasis = field(default_factory=OrthonormalBasis)
@@ -138,7 +139,7 @@ class KrylovState:
 
     @property
     def start_of_newest(self) -> int:
-        """First index of the newest space with a product: 0, or after the last exhausted space."""
+        """Index of the first vector of the newest space with a product: 0, or that after the last exhausted space."""
         own = enumerate(self.off_diagonal[self.num_kept : -1], self.num_kept)
         exhausted = [position for position, coupling in own if coupling == 0]
         return exhausted[-1] + 1 if exhausted else 0
@@ -154,7 +155,7 @@ class KrylovState:
         matrix[kept, :kept] = couplings[:kept]
         below = np.arange(kept, size - 1)
         matrix[below + 1, below] = couplings[kept:]
-        values, vectors = np.linalg.eigh(matrix)  # reads what is below the diagonal
+        values, vectors = np.linalg.eigh(matrix)  # reads only entries below the diagonal
         return values, vectors
 
     def shrink(self, kept: NDArray[np.int64]) -> None:
@@ -171,10 +172,10 @@ class KrylovState:
         self.num_kept, self.num_shrunk, self.num_saved = len(kept), self.num_shrunk + 1, 0
 
     def save(self, path: Path) -> None:
-        """Write the state, of the vectors only those that the last `save` did not; a kill leaves that state whole.
+        """Write the state and the vectors that are new since the last `save`; a kill leaves the last state intact.
 
-        The vectors lie end to end in a file beside `path`, which holds the number that belong to the state. A basis
-        that was made smaller has a new file.
+        The vectors are appended to a file next to `path`, and `path` holds the number that belong to the state. A basis
+        that was made smaller starts a new file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = list(itertools.chain.from_iterable(self.basis.rows()))
@@ -209,28 +210,28 @@ class KrylovState:
                     for _ in range(count):
                         state.basis.append(torch.from_numpy(np.fromfile(file, dtype, size).reshape(size)).to(device))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{path} holds no Lanczos state that can be read; start without it") from error
+            raise CheckpointError(f"{path} cannot be read as a Lanczos state; remove it to start again") from error
         if state.identity != identity:
             raise CheckpointError(f"{path} belongs to other weights, pairs or options; remove it or restore those")
         return state
 
     @staticmethod
     def remove(path: Path) -> None:
-        """Remove what `save` wrote, if it did."""
+        """Remove the files of `save`, if there are any."""
         path.unlink(missing_ok=True)
         for rows_file in _rows_files(path):
             rows_file.unlink()
 
 
 def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVectors) -> None:
-    """Spend one product, and add the next basis vector where there is one; at random where the space is used up."""
+    """Spend one product, and add the next basis vector; if the space is exhausted, a random one."""
     absorb(operator, state, random, operator.apply(state.basis.last()[None])[0])
 
 
 def absorb(
     operator: SymmetricOperator, state: KrylovState, random: RandomVectors, product: Float[Tensor, " parameters"]
 ) -> None:
-    """Take the operator's product with the newest basis vector into the state, as `extend` does."""
+    """Add the operator's product with the newest basis vector to the state, as `extend` does."""
     along = inner(product, state.basis.last())
     rest = state.basis.orthogonalize(product)
     norm = length(rest)

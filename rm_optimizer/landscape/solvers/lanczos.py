@@ -2,13 +2,15 @@
 
 The iteration builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all
 others, and solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). An eigenvalue lies within the
-residual `r` of each value. The error bound is `r`, or `4 r^2 / gap` (Theorem 11.7.1) where the gap to the other values
-computed is resolved. A gap may hide a neighbor between two values: the 4 is for one that halves the gap and more. So a
-value has converged where its bound is within the tolerance and its residual, which needs no gap, within `GUARD` times
-it; after a start from earlier vectors, which hides a new neighbor well, within the tolerance itself.
+residual `r` of each computed value. The error bound is `r`, or `4 r^2 / gap` (Theorem 11.7.1) if the gap to the other
+computed values is resolved. An eigenvalue that is not found yet may lie within the gap. The factor 4 allows for one
+that halves the gap and more. A value has converged when its bound is within the tolerance and its residual, which does
+not depend on the gap, is within `GUARD` tolerances. After a start from earlier vectors, which may hide a new
+eigenvalue for long, the residual must be within the tolerance itself.
 
-A Krylov space holds a repeated eigenvalue once. When it is exhausted, another begins at random beside it, until one
-changes no wanted value; until then copies can be missed. `with_overlooked` looks for them.
+A Krylov space contains only one vector of a repeated eigenvalue. When the space is exhausted, another one begins from a
+random vector orthogonal to it. The iteration ends when a further space changes no wanted value. Until then copies can
+be missed; `with_overlooked` searches for them.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from rm_optimizer.landscape.operators.vectors import RandomVectors, orthogonalit
 from rm_optimizer.landscape.solvers.krylov import KrylovState, extend
 
 End = Literal["largest", "smallest", "magnitude", "both"]
-"""Which eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
+"""Wanted eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
 RANDOM_PART = 0.1
 """Length of the random part of a start from earlier vectors, whose sum has length 1."""
 _RESOLVED = 10
 """Gap to the neighbors, in residuals, from which `4 r^2 / gap` bounds an error."""
 GUARD = 2.5
-"""Most residual of a converged value, in tolerances: the error at most, if the gap hides a neighbor."""
+"""Largest residual of a converged value, in tolerances. It is the largest error if the gap hides an eigenvalue."""
 _UNSEEN = 4
 """Share of a resolved gap that is relied on is one in so many: measured so that no bound of 17,088 values failed."""
 FEWEST_SPARE = 4
-"""Vectors of a bounded basis beside those wanted."""
+"""Least number of vectors of a bounded basis in addition to the wanted ones."""
 _KEPT_SHARE = 0.3
 _NEGLIGIBLE = 1e-6
-"""Values below this share of the largest need no accuracy relative to themselves."""
+"""Share of the largest value; the tolerance of smaller values is relative to this share and not to themselves."""
 _EPSILONS = 64
-"""How far products' rounding may move eigenvalues, in machine epsilons of the largest: a measured limit, not a proof.
+"""Largest error of eigenvalues by rounding of products, in machine epsilons of the largest: measured, not proven.
 
-Float32 moved those of small reward models by 3 as a rule and by 53 at worst, whichever way the products were taken.
+For small reward models in float32 it was usually 3 and at worst 53, with every product method.
 """
 
 
@@ -61,17 +63,17 @@ class Eigenpairs:
 
     Args:
         values: descending.
-        vectors: unit vectors of the first values, one row each; of all values but for methods that find more values.
-        residuals: `||A v - lambda v||`; with `rounding` where it is not computed anew, and for a matrix written out, of
-            what is written.
-        error_bounds: distance within which an eigenvalue lies: residual, or `4 r^2 / gap` where the gap is resolved,
-            and `rounding`.
-        converged: True for each value whose error bound is within the requested tolerance, whose residual is within
-            `GUARD` times it, and that `rounding` of products does not exceed.
+        vectors: unit eigenvectors of the first values, one row each; most methods return them for all values.
+        residuals: `||A v - lambda v||`. If it follows from the iteration, `rounding` is added. For a dense matrix it
+            is computed with the stored entries.
+        error_bounds: distance within which an eigenvalue lies: the residual, or `4 r^2 / gap` if the gap is resolved,
+            plus `rounding`.
+        converged: True for each value whose error bound is within the tolerance, whose residual is within `GUARD`
+            tolerances, and that is larger than `rounding`.
         num_products: products spent.
         orthogonality_loss: largest entry of `Q Q^T - I` of the basis.
         is_orthonormal: True if vectors are orthonormal and values their Rayleigh quotients, as deflation requires.
-        num_overlooked: values that `with_overlooked` added; None if it did not look for any.
+        num_overlooked: number of values that `with_overlooked` added; None if it was not called.
     """
 
     values: Float[Tensor, " values"]
@@ -91,9 +93,9 @@ class Progress:
 
     Args:
         num_products: products spent.
-        num_converged: wanted values that are within the tolerance.
-        num_wanted: values wanted.
-        worst_error: largest error of a wanted value, relative to it: its bound, or its residual by `GUARD`.
+        num_converged: number of wanted values within the tolerance.
+        num_wanted: number of wanted values.
+        worst_error: largest relative error of a wanted value: its bound, or its residual over `GUARD` if that is more.
         top: largest value so far.
     """
 
@@ -121,21 +123,21 @@ def lanczos(
 ) -> Eigenpairs:
     """Eigenpairs at an end of the spectrum, each to a relative error.
 
-    Stops when every wanted value is within the tolerance, as `converged` marks it, or when the products run out.
+    The iteration stops when every wanted value has converged (see `Eigenpairs`), or after `max_products`.
 
     Args:
         operator: the matrix.
         top_k: number of eigenvalues; of each end if `which` is `both`.
         which: end of the spectrum.
         tolerance: error of each value, relative to it.
-        max_products: most products; None is the dimension, at most 40 + 8 for each value wanted.
-        max_basis: most vectors of the basis, at least `FEWEST_SPARE` more than values wanted; None sets no limit. Of a
-            full basis the best Ritz vectors stay. That takes more products; the stopping rule is the same.
-        num_vectors: eigenvectors to give, of the first values; None gives all.
+        max_products: most products; None takes the dimension, at most 40 + 8 for each wanted value.
+        max_basis: most vectors of the basis, at least `FEWEST_SPARE` more than wanted values; None sets no limit. When
+            the basis is full, only the best Ritz vectors stay. This needs more products; the stopping rule is the same.
+        num_vectors: number of eigenvectors to return, those of the first values; None returns all.
         seed: seed of the starting vector.
-        start: vectors from an earlier, similar matrix; the iteration starts from their sum where that is not 0, with a
-            random part, without which it would miss an eigenvector at right angles to all of them.
-        state: an earlier iteration on the same matrix to continue; holds the newest one also when interrupted.
+        start: vectors from an earlier, similar matrix; the iteration starts from their sum, if it is not 0, plus a
+            random part. Without it an eigenvector orthogonal to all of them would be missed.
+        state: earlier iteration on the same matrix to continue; it is updated in place, also up to an interruption.
         on_iteration: function called after each product.
         on_done: called after the last product, before the eigenvectors take memory.
 
@@ -171,7 +173,7 @@ def _iterations(
     max_basis: int | None,
     guard: float,
 ) -> Iterator[_Ritz]:
-    """The small eigenproblem after each product, without end but where a full basis leaves no room for a new space.
+    """Yield the small eigenproblem after each product; end only if a full basis has no room for a new space.
 
     A full basis shrinks before the next product.
     """
@@ -187,7 +189,7 @@ def _iterations(
 
 
 def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVectors, start: Tensor | None) -> None:
-    """The first vector and its product where the state has none; one that goes on draws as if it had begun here."""
+    """Add the first vector and its product if the state is empty; a continued state draws as if it had begun here."""
     drawn = random.normals(1)[0]
     for _ in range(state.num_restarts):
         random.normals(1)
@@ -199,13 +201,13 @@ def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVector
 
 
 def most_products(dimension: int, wanted: int, max_products: int | None, max_basis: int | None) -> int:
-    """Limit of products; a bounded basis may take more than the matrix has dimensions.
+    """Limit of products; with a bounded basis it may exceed the dimension of the matrix.
 
     Args:
         dimension: dimension of the matrix.
-        wanted: eigenvalues.
-        max_products: limit asked for; None is the solver's own.
-        max_basis: vectors of a bounded basis; None for no bound.
+        wanted: number of wanted eigenvalues.
+        max_products: requested limit; None takes the solver's own.
+        max_basis: most vectors of the basis; None sets no limit.
 
     Raises:
         ConfigError: if the basis is too small for them.
@@ -221,7 +223,7 @@ def most_products(dimension: int, wanted: int, max_products: int | None, max_bas
 
 
 def _worth_keeping(ritz: _Ritz, num_spare: int, top_k: int, which: End) -> NDArray[np.int64]:
-    """Positions of the wanted Ritz vectors and of a share of the spare ones, those next to them."""
+    """Positions of the wanted Ritz vectors, and of those of their neighbors that a share of the spare room holds."""
     further = int(_KEPT_SHARE * num_spare)
     return np.sort(select(ritz.values, top_k + (further // 2 if which == "both" else further), which))
 
@@ -247,12 +249,12 @@ def eigenpairs_so_far(
     tolerance: float,
     start: Float[Tensor, "vectors parameters"] | None = None,
 ) -> Eigenpairs:
-    """Eigenpairs of an unfinished iteration from that start; fewer than `top_k` after few products."""
+    """Eigenpairs of an unfinished iteration; fewer than `top_k` after few products."""
     return _eigenpairs(operator, state, _ritz(operator, state, top_k, which, _guard(start)), tolerance)
 
 
 def _guard(start: Float[Tensor, "vectors parameters"] | None) -> float:
-    """Most residual of a converged value, in tolerances."""
+    """Largest residual of a converged value, in tolerances."""
     is_warm = start is not None and bool(start.sum(dim=0).any())
     return 1.0 if is_warm else GUARD
 
@@ -265,10 +267,10 @@ class _Ritz:
         values: ascending.
         vectors: eigenvectors of the tridiagonal matrix, one a column.
         residuals: residual of each value.
-        errors: the solver's part of each error bound.
-        rounded: machine epsilon of the iteration's own arithmetic, for either of them.
-        selected: positions of the wanted values, by descending value; fewer than wanted while the space is small.
-        guard: most residual of a converged value, in tolerances.
+        errors: each error bound without the rounding of products.
+        rounded: rounding error of the iteration's own arithmetic, for residuals and errors.
+        selected: positions of the wanted values, by descending value; fewer than wanted as long as the space is small.
+        guard: largest residual of a converged value, in tolerances.
     """
 
     values: np.ndarray
@@ -281,7 +283,7 @@ class _Ritz:
 
     @property
     def relative(self) -> np.ndarray:
-        """Errors relative to each value, or to a millionth of the largest: bounds, or residuals by the guard."""
+        """Larger one of bound and residual over `guard`, relative to each value or to a millionth of the largest."""
         magnitudes = np.abs(self.values)
         least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
         errors = np.maximum(self.errors, self.residuals / self.guard)
@@ -318,8 +320,8 @@ def select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
 def _squared_over_gap(values: np.ndarray, residuals: np.ndarray) -> np.ndarray:
     """`4 r^2 / gap` where the gap is resolved, else `r`.
 
-    The gap is the distance to the nearest neighbor, less what that may still move, and resolved if `r` is a tenth of it
-    or less. A larger `r` leaves room for a neighbor not seen yet.
+    The gap is the distance to the nearest neighbor less that neighbor's own error. It is resolved if `r` is at most a
+    tenth of it. With a larger `r`, an eigenvalue that is not found yet may lie in the gap.
     """
     distance = np.concatenate([[np.inf], np.diff(values), [np.inf]])
     uncertain = np.concatenate([[0.0], residuals, [0.0]])

@@ -13,34 +13,34 @@ from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, select
 
 CHECK_PRODUCTS = 8
-"""Fewest products after which an extreme value of the rest shows itself, if it lies beyond those found."""
+"""Least number of products that reveal an extreme value of the rest, if it lies beyond the found values."""
 _CHECK_SHARE = 4
-"""Products of the iteration for each one of the search: at the edge of a wide bulk both converge slowly."""
+"""Products of the iteration for one product of the search; at the edge of a wide bulk both converge slowly."""
 _OUTSIDE = 0.5
-"""Squared length, outside the eigenvectors found, that a vector of the rest has."""
+"""Least squared length of a new vector outside the found eigenvectors."""
 
 
 def with_overlooked(
     operator: SymmetricOperator, found: Eigenpairs, which: End, *, tolerance: float, seed: int
 ) -> Eigenpairs:
-    """Return the eigenpairs with those that the iteration overlooked in the places that are theirs.
+    """Return the eigenpairs together with those that the iteration overlooked, in order.
 
-    A Krylov space holds one vector of a repeated eigenvalue, and of a close pair the second late. With the vectors `V`
-    taken out, `(1 - V^T V) A (1 - V^T V)` has what was overlooked at its end. `CHECK_PRODUCTS` of Lanczos from a random
-    vector of the rest show it, or a quarter of the iteration's own products where these are more. What lies beyond the
-    innermost value found is iterated until it has converged, and the search begins anew.
+    A Krylov space contains one vector of a repeated eigenvalue, and reveals the second one of a close pair late. After
+    removal of the found vectors `V`, an overlooked eigenvalue is an extreme one of `(1 - V^T V) A (1 - V^T V)`. Lanczos
+    from a random vector of the rest reveals it within `CHECK_PRODUCTS`, or a quarter of the iteration's own products if
+    that is more. A value beyond the innermost found one is iterated until it converges. Then the search is repeated.
 
     Args:
         operator: the matrix.
-        found: eigenpairs of it at that end, orthonormal and converged. One that did not converge may hold a part of a
+        found: eigenpairs at that end, orthonormal and converged. One that did not converge may contain a part of a
             copy, which is then not found.
         which: end of the spectrum.
-        tolerance: relative error of each value; of a new one its residual.
+        tolerance: relative error of each value; for a new value, its relative residual.
         seed: seed of the random vectors.
 
     Returns:
-        As many pairs as were given. The residual of a new one includes what the old residuals may add. Beside new ones
-        the error bounds are residuals, as gaps were computed without them.
+        As many pairs as were given. The residual of a new pair includes the possible contribution of the old residuals.
+        If there are new pairs, all error bounds are residuals, since gaps were computed without the new values.
     """
     found = replace(found, num_overlooked=0)
     num_products = max(CHECK_PRODUCTS, found.num_products // _CHECK_SHARE)
@@ -56,7 +56,7 @@ def with_overlooked(
 def _beyond(
     operator: SymmetricOperator, found: Eigenpairs, which: End, tolerance: float, num_products: int, seed: int
 ) -> Eigenpairs:
-    """Extreme eigenpairs of the rest after some products, iterated further only where one lies beyond those found."""
+    """Extreme eigenpairs of the rest after some products, iterated further only if one lies beyond the found values."""
     rest, state = DeflatedOperator(operator, found.vectors), KrylovState()
     ends = 2 if which == "both" else 1
     free = operator.dimension - len(found.values)
@@ -75,7 +75,7 @@ def _beyond(
 
 
 def _is_beyond(value: float, found: Eigenpairs, which: End, tolerance: float) -> bool:
-    """True if a value of the rest belongs among those found, beyond the tolerance."""
+    """True if a value of the rest belongs among the found ones, by more than the tolerance."""
     values: list[float] = found.values.tolist()
     margin = tolerance * abs(value)
     if which == "magnitude":
@@ -100,7 +100,7 @@ def _only(pairs: Eigenpairs, positions: list[int], *, num_products: int) -> Eige
 
 
 def _merged(found: Eigenpairs, missed: Eigenpairs, which: End, tolerance: float) -> Eigenpairs:
-    """The wanted among old and new pairs; the rows of the old vectors stay as they are."""
+    """The wanted ones of the old and new pairs; the rows of the old vectors stay unchanged."""
     num_products = found.num_products + missed.num_products
     if not len(missed.values):
         return replace(found, num_products=num_products)

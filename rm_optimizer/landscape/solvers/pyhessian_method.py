@@ -1,4 +1,4 @@
-"""Eigenvalues by PyHessian (Yao et al., 2020), on our loss and our pairs: an extra, to compare with."""
+"""Eigenvalues by PyHessian (Yao et al., 2020) on the same loss and pairs: an extra, for comparisons."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_ITERATIONS = 100
 class PyHessianProblem:
     """Adapter to PyHessian's model, data and criterion: one batch whose gradient's graph is kept, or a data loader.
 
-    PyHessian averages batches by their size; each micro-batch has size 1 and gives its part of the loss times
-    their number, so that the mean is the loss over pairs.
+    PyHessian averages batches by their size. Each micro-batch has size 1 here, and its loss is its share of the loss
+    times the number of micro-batches, so that the mean is the loss over pairs.
 
     Args:
         objective: the loss.
-        keep_graph: all pairs as one batch, whose graph stays in memory.
+        keep_graph: True to pass all pairs as one batch, whose graph stays in memory.
     """
 
     def __init__(self, objective: PairObjective, *, keep_graph: bool = True) -> None:
@@ -43,7 +43,7 @@ class PyHessianProblem:
 
     @property
     def num_products(self) -> int:
-        """Products that `eigenvalues` has spent: it clears gradients once for each, and twice for each batch of it."""
+        """Number of products of `eigenvalues`, by counting the calls that clear gradients."""
         clearings = 1 if len(self.parts) == 1 else 1 + 2 * len(self.parts)
         return self._num_clearings // clearings
 
@@ -59,15 +59,15 @@ class PyHessianProblem:
         return _library().hessian(self, lambda loss, _: loss, cuda=on_gpu, **data)
 
     def eval(self) -> PyHessianProblem:
-        """The model is held still already."""
+        """Do nothing, since the model's modes are already fixed."""
         return self
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those that derivatives are taken over."""
+        """Parameters to derive by."""
         return iter(self.objective.parameters)
 
     def zero_grad(self) -> None:
-        """Forget gradients, and with them the graphs that they hold."""
+        """Drop gradients, and with them the graphs that they hold."""
         self._num_clearings += 1
         self._forget()
 
@@ -83,9 +83,9 @@ class PyHessianProblem:
 
     @contextmanager
     def undone(self, seed: int) -> Iterator[None]:
-        """A block for PyHessian, which leaves gradients and draws from the global generator in the default type.
+        """Undo the side effects of PyHessian at the end of the block: gradients, generators and default type.
 
-        When it ends, gradients, generators and default type are as they were.
+        PyHessian leaves gradients, and draws from the global generator in the default type.
         """
         parameters = self.objective.parameters
         gradients, default = [parameter.grad for parameter in parameters], torch.get_default_dtype()
@@ -125,18 +125,18 @@ def pyhessian_eigenpairs(
     max_iterations: int = MAX_ITERATIONS,
     seed: int = 0,
 ) -> Eigenpairs:
-    """The eigenvalues that PyHessian's power iteration gives, by descending value.
+    """Eigenvalues from PyHessian's power iteration, by descending value.
 
-    PyHessian stops at a value when an iteration changes it by less than `tolerance`, which is no bound on its error;
-    the residuals here, one product of ours for each, are. Values and vectors are as PyHessian gives them: a value is
-    the Rayleigh quotient of the vector before its last product, and vectors are not orthogonal to each other, so trace
-    and density do not take them out. It keeps the graph of all pairs where the operator does.
+    PyHessian stops when an iteration changes the value by less than `tolerance`, which does not bound its error. The
+    residuals, computed here with one more product each, do. Values and vectors are those of PyHessian. A value is the
+    Rayleigh quotient of the vector before its last product. Vectors are not orthogonal to each other, so trace and
+    density are not deflated by them. PyHessian keeps the graph of all pairs if the operator does.
 
     Args:
         operator: the Hessian.
         top_k: number of eigenvalues, by magnitude.
         tolerance: relative change that ends an iteration, PyHessian's `tol`.
-        max_iterations: products for each value at most, PyHessian's `maxIter`.
+        max_iterations: most products for each value, PyHessian's `maxIter`.
         seed: seed of its starting vectors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Solvers to compare with: all eigenpairs by writing the matrix out, and power iteration with deflation."""
+"""Reference solvers: all eigenpairs of the dense matrix, and power iteration with deflation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rm_optimizer.landscape.operators.vectors import (
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, rounding
 
 LARGEST = 20_000
-"""Most rows of a matrix that is written out: 3.2 GB in float64."""
+"""Most rows of a dense matrix: 3.2 GB in float64."""
 _ROWS_AT_ONCE = 32
 
 
@@ -45,9 +45,9 @@ def dense_matrix(operator: SymmetricOperator) -> Float[Tensor, "parameters param
 
 
 def full_spectrum(operator: SymmetricOperator) -> Eigenpairs:
-    """All eigenpairs, by writing the matrix out; their error is the rounding of its products.
+    """Compute all eigenpairs of the dense matrix; their only error is the rounding of products.
 
-    Residuals are those of the vectors, in the operator's type, on the matrix as written out.
+    Residuals are those of the vectors, in the operator's type, with the dense matrix.
     """
     matrix = dense_matrix(operator)
     values, columns = torch.linalg.eigh(matrix)
@@ -62,18 +62,19 @@ def full_spectrum(operator: SymmetricOperator) -> Eigenpairs:
 def power_iteration(
     operator: SymmetricOperator, top_k: int, *, tolerance: float = 1e-3, max_products: int = 2000, seed: int = 0
 ) -> Eigenpairs:
-    """The eigenpairs of largest magnitude, one after the other: `v <- A v / ||A v||`, those found taken out.
+    """Eigenpairs of largest magnitude, one after the other, by `v <- A v / ||A v||` with the found ones deflated.
 
-    Stops at a value when `||A v - lambda v|| <= tolerance |lambda|` but for the part along those found, and never
-    because it changed little: near two values of like magnitude and opposite sign it changes little long before it is
-    right. At the end the vectors are turned within their space to its Rayleigh-Ritz pairs, without more products: what
-    each found vector lacks had stayed in those after it. Residuals are those of the whole product.
+    The iteration stops when `||A v - lambda v|| <= tolerance |lambda|`, without the component along found vectors. It
+    does not stop because the value changed little: with two eigenvalues of similar magnitude and opposite sign, the
+    value changes little long before it is right. At the end, the vectors are replaced by the Rayleigh-Ritz pairs of
+    their space, without more products, since errors of found vectors remain in later ones. Residuals are those of the
+    whole product.
 
     Args:
         operator: the matrix.
         top_k: number of eigenpairs.
         tolerance: relative residual that ends each.
-        max_products: products in all, divided evenly over the values.
+        max_products: most products in total, divided evenly among the values.
         seed: seed of the starting vectors.
 
     Raises:

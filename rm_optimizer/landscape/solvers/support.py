@@ -1,4 +1,4 @@
-"""A matrix of a loss over the weights that the loss depends on."""
+"""Matrix of a loss over the weights that the loss depends on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SupportedOperator:
 
     Args:
         operator: the matrix.
-        support: rows that are left of it; None takes those of `support_of`.
+        support: remaining rows; None takes those of `support_of`.
     """
 
     def __init__(self, operator: LossOperator, support: Support | None = None) -> None:
@@ -32,5 +32,5 @@ class SupportedOperator:
         return self.support.narrow(self._operator.apply(self.support.widen(vectors)))
 
     def widened(self, pairs: Eigenpairs) -> Eigenpairs:
-        """Eigenpairs of it as those of the whole matrix."""
+        """Convert its eigenpairs to those of the whole matrix."""
         return replace(pairs, vectors=self.support.widen(pairs.vectors))

@@ -22,19 +22,19 @@ FILTER_NORMALIZED, EIGENVECTORS, TRAJECTORY = (
     "Hessian eigenvectors",
     "PCA of the trajectory",
 )
-"""Origins of directions, in words for captions."""
+"""Origin of directions in words, for captions."""
 _COLUMNS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Directions:
-    """Named vectors over a subset of parameters, and where they come from.
+    """Named vectors over a subset of parameters, with their origin.
 
     Args:
         names: names of the vectors for legends and axes.
         vectors: one row each.
         method: origin of the directions, in words.
-        values: eigenvalue of each, or its share of the trajectory's variance; None for random ones.
+        values: eigenvalue of each vector, or its share of the trajectory's variance; None for random ones.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Directions:
     values: tuple[float, ...] | None = None
 
     def save(self, path: Path, identity: str) -> None:
-        """Write the directions atomically, under the name of what they belong to."""
+        """Write the directions atomically, with the identity of the measurement that they belong to."""
         with replacing(path) as temporary:
             torch.save({**vars(self), "vectors": self.vectors.cpu(), "identity": identity}, temporary)
 
@@ -64,15 +64,15 @@ class Directions:
 
 
 def filter_normalized(model: nn.Module, subset: ParameterSubset, count: int, *, seed: int) -> Directions:
-    """Random directions, each row of a weight matrix as long as the same row of the weights.
+    """Random directions in which each row of a weight matrix is as long as the same row of the weights.
 
-    ``d_ij <- d_ij / ||d_ij|| ||w_ij||`` for row ``j`` of matrix ``i``, Gaussian before; the row of a linear layer, an
-    embedding or a LoRA factor is what a filter is to a convolution, and vectors (biases, normalization) are not moved
-    (Li et al., 2018, https://arxiv.org/abs/1712.09913, section 4). One unit along a direction moves by the length of
-    the matrices, whatever their scale, so pictures of two models can be compared.
+    ``d_ij <- d_ij / ||d_ij|| ||w_ij||`` for row ``j`` of matrix ``i``, with Gaussian ``d_ij`` before (Li et al., 2018,
+    https://arxiv.org/abs/1712.09913, section 4). The row of a linear layer, an embedding or a LoRA factor corresponds
+    to the filter of a convolution. Vectors (biases, normalization) are not moved. One unit along a direction moves the
+    weights by their own length at any scale, so figures of two models can be compared.
 
     Args:
-        model: gives the weights.
+        model: model with the weights.
         subset: the parameters to move.
         count: number of directions.
         seed: seed of the draws, which are the same on every device.
@@ -83,7 +83,7 @@ def filter_normalized(model: nn.Module, subset: ParameterSubset, count: int, *, 
     weights = subset.of(model)
     if all(weight.ndim < 2 for weight in weights):
         raise ConfigError(
-            "random directions move weight matrices, and params selects none; select some, or eigenvectors"
+            "random directions need weight matrices, and params selects none; select some, or use eigenvectors"
         )
     generator = torch.Generator().manual_seed(seed)
     rows = [subset.flatten([_as_rows(weight, generator) for weight in weights]) for _ in range(count)]
@@ -100,9 +100,9 @@ def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
-    """Unit vectors along eigenvectors, those of the largest magnitude first; a unit is one of parameter distance.
+    """Unit vectors along the eigenvectors of largest magnitude; a unit is one of parameter distance.
 
-    The name of one that did not converge is marked.
+    The name of an eigenvector that did not converge is marked.
 
     Args:
         found: computed eigenpairs.
@@ -117,10 +117,10 @@ def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
 
 @dataclass(frozen=True)
 class TrajectoryPlane:
-    """The plane that a trajectory stays closest to, through its last point.
+    """Plane through the last point of a trajectory that is closest to the other points.
 
     Args:
-        directions: orthonormal, with the share of the squared distances to the last point that each one holds.
+        directions: orthonormal directions, with the share of each in the squared distances to the last point.
         coordinates: coordinates of each point in the plane; the last is zero.
         off_plane: distance of each point from the plane, in parameter distance.
     """
@@ -131,12 +131,12 @@ class TrajectoryPlane:
 
 
 def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> TrajectoryPlane:
-    """Principal directions of the way to the last point: PCA of ``[w_0 - w_n; ...; w_{n-1} - w_n]``, not centered.
+    """Principal directions of the path to the last point: PCA of ``[w_0 - w_n; ...; w_{n-1} - w_n]``, not centered.
 
     As in Li et al. (2018, section 7.2), from the checkpoints' Gram matrix in float64.
 
     Args:
-        displacements: weights of each checkpoint less those of the last; the last row is zero.
+        displacements: weights of each checkpoint minus those of the last one; the last row is zero.
 
     Raises:
         ConfigError: if there are fewer than three different points.

@@ -26,14 +26,14 @@ OnPoint = Callable[[int, int], None]
 
 
 class GridLedger:
-    """Ledger of measured points, each on disk at once."""
+    """Ledger of measured points; each point is written to disk at once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.points = {row["index"]: from_values(PointLoss, row["point"]) for row in ledger.values()}
 
     def add(self, index: int, point: PointLoss) -> None:
-        """Keep a point, on disk first."""
+        """Keep a point, after writing it to disk."""
         self._ledger.append({"index": index, "point": point})
         self.points[index] = point
 
@@ -47,14 +47,14 @@ def measure_grid(
     processes: int = 1,
     on_point: OnPoint = lambda done, total: None,
 ) -> None:
-    """Measure every point that the ledger does not hold, and put it there.
+    """Measure every point that is not in the ledger, and add it.
 
     Args:
         measured_loss: model, pairs and loss.
         directions: directions to move along.
         points: coordinates of the points.
         ledger: ledger for the results, which keeps the measured points after an interruption.
-        processes: processes that share the points; CPU only.
+        processes: number of processes that share the points; more than 1 on a CPU only.
         on_point: function called after each point.
 
     Raises:
@@ -99,7 +99,7 @@ def _parallel(
     waiting, pending = iter(tasks), set[Future[tuple[int, PointLoss]]]()
     try:
         while True:
-            with _interrupts_ignored():  # as what this starts then does from its first instruction on
+            with _interrupts_ignored():  # inherited by started processes, from their first instruction on
                 pending |= {pool.submit(_work, task) for task in islice(waiting, 2 * processes - len(pending))}
             if not pending:
                 return
@@ -111,7 +111,7 @@ def _parallel(
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which reaches them too, so that only the parent ends them."""
+    """Start processes that ignore Ctrl-C, so that only the parent ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

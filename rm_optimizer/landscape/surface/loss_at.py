@@ -23,9 +23,9 @@ class PointLoss:
 
     Args:
         loss: weighted mean over the pairs.
-        loss_standard_error: its sampling error over pairs, those of one prompt counted as one.
-        accuracy: weighted share of pairs ranked as labeled, ties one half.
-        accuracy_standard_error: sampling error of the accuracy, likewise.
+        loss_standard_error: its standard error over pairs; pairs of one prompt count as one.
+        accuracy: weighted share of pairs ranked as labeled; ties count one half.
+        accuracy_standard_error: standard error of the accuracy, likewise.
     """
 
     loss: float
@@ -39,12 +39,12 @@ MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 
 
 class LossAt:
-    """Function `f(w + sum_i t_i d_i)` of coordinates `t`; the weights themselves stay.
+    """Function `f(w + sum_i t_i d_i)` of coordinates `t`; the weights themselves are not changed.
 
     Args:
         objective: the loss.
-        sample: the pairs behind it.
-        directions: the `d_i`.
+        sample: the pairs of the loss.
+        directions: the vectors `d_i`.
     """
 
     def __init__(self, objective: PairObjective, sample: PairSample, directions: Directions) -> None:
@@ -73,7 +73,7 @@ class LossAt:
 
 
 def _summary(rows: Float[np.ndarray, "pairs 4"], sample: PairSample) -> PointLoss:
-    """Weighted means with errors from prompts as clusters, in the order of the pairs whatever the micro-batches."""
+    """Weighted means with errors over prompts as clusters; pairs are sorted, so that micro-batches do not matter."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     prompts = np.array([sample.prompts[int(index)] for index in rows[:, 0]])
     weight = rows[:, 1]

@@ -1,4 +1,4 @@
-"""Results of measuring the loss along lines and over planes through the weights."""
+"""Results of the measurement of the loss along lines and over planes through the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GridDescription:
         names: names of the directions.
         values: eigenvalue or share of variance of each direction; None for random ones.
         params: the parameters that move.
-        num_parameters: numbers among them.
+        num_parameters: number of parameters that move.
         num_pairs: pairs that the loss is averaged over.
         num_prompts: different prompts among them.
         seed: seed of the pairs and of random directions.
@@ -48,7 +48,7 @@ class Slice(JsonRecord):
 
     Args:
         measured: description of the measurement.
-        steps: distances along each direction, in its length; 0 is among them.
+        steps: positions along each direction in units of its length; 0 is among them.
         points: losses along each direction, one a distance; `MISSING` where none was measured.
     """
 
@@ -58,11 +58,11 @@ class Slice(JsonRecord):
 
     @property
     def num_missing(self) -> int:
-        """Points that were not measured."""
+        """Number of points that were not measured."""
         return _missing(self.points)
 
     def rows(self) -> Iterator[Row]:
-        """One for each point."""
+        """Rows of a table, one for each point."""
         for name, line in zip(self.measured.names, self.points, strict=True):
             for step, point in zip(self.steps, line, strict=True):
                 yield {"direction": name, "step": step, **asdict(point)}
@@ -74,8 +74,8 @@ class Surface(JsonRecord):
 
     Args:
         measured: description of the measurement.
-        x: distances along the first direction, in its length.
-        y: distances along the second.
+        x: positions along the first direction in units of its length.
+        y: positions along the second direction.
         points: rows by `y` of columns by `x`; `MISSING` where a point was not measured.
     """
 
@@ -86,11 +86,11 @@ class Surface(JsonRecord):
 
     @property
     def num_missing(self) -> int:
-        """Points that were not measured."""
+        """Number of points that were not measured."""
         return _missing(self.points)
 
     def rows(self) -> Iterator[Row]:
-        """One for each point."""
+        """Rows of a table, one for each point."""
         for y, line in zip(self.y, self.points, strict=True):
             for x, point in zip(self.x, line, strict=True):
                 yield {"x": x, "y": y, **asdict(point)}
@@ -98,7 +98,7 @@ class Surface(JsonRecord):
 
 @dataclass(frozen=True)
 class Trajectory(JsonRecord):
-    """Checkpoints of a run in the plane they stay closest to, over the losses in that plane.
+    """Checkpoints of a run in the plane closest to them, with the losses in that plane.
 
     Args:
         surface: losses in the plane; its origin is the last checkpoint.
@@ -116,11 +116,11 @@ class Trajectory(JsonRecord):
 
     @property
     def num_missing(self) -> int:
-        """Points that were not measured."""
+        """Number of points that were not measured."""
         return self.surface.num_missing + _missing((self.points,))
 
     def rows(self) -> Iterator[Row]:
-        """One for each checkpoint; the surface has its own."""
+        """Rows of a table, one for each checkpoint; the surface has rows of its own."""
         columns = zip(self.steps, self.coordinates, self.off_plane, self.points, strict=True)
         for step, (x, y), off_plane, point in columns:
             yield {"step": step, "x": x, "y": y, "off_plane": off_plane, **asdict(point)}
@@ -141,7 +141,7 @@ def symmetric_steps(span: float, num_points: int) -> tuple[float, ...]:
 
 
 def slice_grid(num_directions: int, steps: Sequence[float]) -> Points:
-    """Points of lines through the origin, line after line; the origin stands in each."""
+    """Points of lines through the origin, line after line; each line contains the origin."""
     return [
         tuple(step if j == i else 0.0 for j in range(num_directions)) for i in range(num_directions) for step in steps
     ]
@@ -153,13 +153,13 @@ def plane_grid(x: Sequence[float], y: Sequence[float], num_others: int = 0) -> P
 
 
 def trajectory_grid(x: Sequence[float], y: Sequence[float], num_checkpoints: int) -> Points:
-    """Points of the plane, then each checkpoint: one step along its own displacement, the third direction and on."""
+    """Points of the plane, then each checkpoint: one unit along its own displacement, a direction from the third on."""
     own = [tuple(float(j == i + 2) for j in range(2 + num_checkpoints)) for i in range(num_checkpoints)]
     return [*plane_grid(x, y, num_checkpoints), *own]
 
 
 def plane_ranges(plane: TrajectoryPlane, num_points: int) -> tuple[tuple[float, ...], ...]:
-    """Steps along both directions that cover the trajectory with a fifth of its width to spare on each side."""
+    """Steps along both directions that cover the trajectory plus a fifth of its width on each side."""
     found = []
     for column in plane.coordinates.T.tolist():
         low, high = min(column), max(column)
@@ -170,7 +170,7 @@ def plane_ranges(plane: TrajectoryPlane, num_points: int) -> tuple[tuple[float, 
 
 
 def in_rows(points: Mapping[int, PointLoss], width: int, num_rows: int) -> tuple[tuple[PointLoss, ...], ...]:
-    """Measured points by index as rows, `MISSING` where there is none."""
+    """Rows of measured points, given by index; `MISSING` for points that were not measured."""
     return tuple(tuple(points.get(row * width + column, MISSING) for column in range(width)) for row in range(num_rows))
 
 
