@@ -32,7 +32,7 @@ def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTer
 
 
 def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, Tensor]:
-    """Weights of the classifier before the first step of a run, by name, built again from what the run records.
+    """Weights of the classifier before the first step of a run, by name, built again from the run's records.
 
     Args:
         options: the run's `options.json`.
@@ -40,7 +40,7 @@ def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, 
 
     Raises:
         CheckpointError: if the base model cannot be loaded.
-        DataError: if the pairs are needed and gone.
+        DataError: if the pairs are needed and no longer exist.
     """
     config, adapter = from_values(ModelConfig, options["model"]), from_values(AdapterConfig, options["adapter"])
     train = PreferenceDataset.from_pairs([]) if config.path is not None else load_training_data(data).train

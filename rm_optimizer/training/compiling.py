@@ -1,4 +1,4 @@
-"""Compiling a model's backbone where it stands, so that nothing else of a run notices."""
+"""Compilation of a model's backbone in place, without an effect on other parts of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
 def compile_backbone(model: BradleyTerryRM, *, backend: str = "inductor") -> None:
-    """Compile the backbone in place, for sizes of every kind; names of parameters and exports stay as they were.
+    """Compile the backbone in place, for all sizes; names of parameters and exports do not change.
 
-    The layers between embedding and head become fused kernels at the first pass, once for each kind of pass (training
-    or evaluation, shared prompts or padding, one row or several) and not for each size, since rows and tokens are
-    symbols in them. Rewards and gradients change by rounding, which fused kernels do in another order; the head and the
-    pooling are not compiled. `torch.compile` is PyTorch 2's (Ansel et al., 2024, https://doi.org/10.1145/3620665.3640366).
+    The layers between embedding and head become fused kernels at the first pass of each kind (training or evaluation,
+    shared prompts or padding, one row or several). A new size needs no new kernel, since numbers of rows and tokens are
+    symbolic. Rewards and gradients change by rounding, since fused kernels round in another order. The head and the
+    pooling are not compiled. Reference: Ansel et al., 2024, https://doi.org/10.1145/3620665.3640366.
 
     Args:
-        model: the model, its adapter in place.
+        model: the model, after its adapter was added.
         backend: `torch.compile`'s backend.
 
     Raises:

@@ -20,8 +20,8 @@ def diverged(what: str, ids: Sequence[str], run_dir: Path, *, weights_of: int) -
     """The error for a number that is not finite.
 
     Args:
-        what: the number, its value and where it came up.
-        ids: the pairs it came up on.
+        what: the number, its value and the place where it occurred.
+        ids: the pairs on which it occurred.
         run_dir: the run folder, whose checkpoints are searched.
         weights_of: first step whose weights are known to be bad; older checkpoints are good.
     """
@@ -34,7 +34,7 @@ def diverged(what: str, ids: Sequence[str], run_dir: Path, *, weights_of: int) -
 
 
 def require_finite(rewards: PairRewards, data: PreferenceDataset, run_dir: Path, step: int) -> None:
-    """Raise where validation gave a reward that is not a number.
+    """Raise an error if validation gave a reward that is not finite.
 
     Args:
         rewards: rewards of the validation pairs.

@@ -1,4 +1,4 @@
-"""The end of a run: its best weights evaluated, exported and described by a result."""
+"""End of a run: evaluation, export and result of its best weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger("rm_optimizer")
 
 
 def finish(run: Run, fit: Fit) -> RunResult:
-    """Evaluate the best weights on every rank; the first one writes them and what is known of them.
+    """Evaluate the best weights on every rank; the first rank writes them and the result.
 
     Args:
         run: the parts of the run.
@@ -59,7 +59,7 @@ def finish(run: Run, fit: Fit) -> RunResult:
     metrics = run.evaluation.metrics(rewards, num_bootstrap=config.training.num_bootstrap, seed=config.seed)
     result = _result(run, fit, metrics)
     if fit.is_first_rank:
-        if config.data.streaming != Streaming.off:  # only now have its rows been read
+        if config.data.streaming != Streaming.off:  # its rows have been read only now
             list_skipped(run.datamodule.skipped, run.run_dir)
         report, step = run.datamodule.val_tokens.report, run.evaluation.best.step
         write_evaluation(run.run_dir / "evaluations" / "best", rewards, metrics, report, step)
@@ -72,14 +72,14 @@ def finish(run: Run, fit: Fit) -> RunResult:
 
 
 def _whole_model(model: BradleyTerryRM, best: Path, *, trust_remote_code: bool) -> BradleyTerryRM:
-    """The model to export: where shards of it are on other ranks, what the best checkpoint holds, on the CPU."""
+    """The model to export; if it is sharded over ranks, it is loaded from the best checkpoint on the CPU."""
     if not is_sharded(model):
         return model
     return BradleyTerryRM.from_pretrained(best, trust_remote_code=trust_remote_code)
 
 
 def _load_best(run: Run, is_first_rank: bool) -> int:
-    """Load the best weights; return the step that they are of."""
+    """Load the best weights, and return their step."""
     model, path = run.module.model, RunFolder(run.run_dir).best_checkpoint
     payload, weights = read_checkpoint(path)
     if is_sharded(model):
@@ -91,7 +91,9 @@ def _load_best(run: Run, is_first_rank: bool) -> int:
         raise CheckpointError(f"{path} belongs to run {record['run_id']}, but this is run {run.record.run_id}")
     step = int(record.get("step", expected))
     if step != expected:
-        log.warning("%s holds the weights of step %d, not %d, of before the run was resumed", path, step, expected)
+        log.warning(
+            "%s holds the weights of step %d, not of step %d, from before the run was resumed", path, step, expected
+        )
     return step
 
 

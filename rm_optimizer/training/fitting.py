@@ -32,7 +32,7 @@ log = logging.getLogger("rm_optimizer")
 
 @dataclass(frozen=True)
 class Fit:
-    """Optimizer steps of a run that are done.
+    """Result of the optimizer steps of a run.
 
     Args:
         status: end of the run.
@@ -57,9 +57,9 @@ def fit(
     Args:
         run: the parts of the run.
         stop: signal of the user to stop.
-        checkpoint: checkpoint to go on from; None starts anew.
+        checkpoint: checkpoint to continue from; None starts a new run.
         given: callbacks of the caller.
-        others: loggers beside `metrics.csv`.
+        others: loggers in addition to `metrics.csv`.
 
     Raises:
         Interrupted: if the user stops the run; a checkpoint is left.
@@ -69,7 +69,7 @@ def fit(
     every = config.training.checkpoint_every or max(
         1, run.datamodule.steps_per_epoch // (config.training.evals_per_epoch or PER_EPOCH)
     )
-    is_streamed = config.data.streaming != Streaming.off  # the pairs read are known only as they are
+    is_streamed = config.data.streaming != Streaming.off  # the pairs are known only once they are read
     callbacks: list[Callback] = [
         *([MemoryProfile(run.run_dir)] if config.profile_memory else []),
         run.evaluation,
@@ -91,7 +91,7 @@ def fit(
     if config.profile_memory:
         loggers.append(MetricsCSV(run.run_dir, resume_step, PROFILE_COLUMNS, PROFILE_ROWS))
     loggers += others
-    # The data end the run; one step more lets a run that was stopped in its last evaluation start, and make it.
+    # The data end the run. One step more lets a run that was stopped in its last evaluation start, and repeat it.
     trainer = build_trainer(config.hardware, loggers, callbacks, run.module.num_steps + 1)
     before = time.perf_counter()
     try:
@@ -100,7 +100,9 @@ def fit(
         if trainer.is_global_zero and is_streamed:
             run.keep_trained_pairs()
     seconds, steps = time.perf_counter() - before, trainer.global_step
-    if trainer.strategy.reduce_boolean_decision(stop.requested, all=False):  # a signal may have reached one process
+    if trainer.strategy.reduce_boolean_decision(
+        stop.requested, all=False
+    ):  # a signal may have reached one process only
         where = " in its evaluation" if run.evaluation.missed else ""
         raise Interrupted(stopped_after(steps, run.module.num_steps, where, run.run_dir, run.module.last_checkpoint))
     is_whole = steps == run.module.num_steps
@@ -110,7 +112,7 @@ def fit(
 
 
 def _progress(run: Run) -> Callback:
-    """A bar where one can be drawn, or else lines; and where to follow the numbers."""
+    """A progress bar if one can be drawn, or else lines; and a log line with the file of the metrics."""
     log.info("the metrics of every step are in %s", run.run_dir / METRICS_FILE)
     if shows_bars():
         return StepProgress(leave=True)

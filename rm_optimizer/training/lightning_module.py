@@ -1,4 +1,4 @@
-"""One optimizer step on one macro-batch of pairs, exactly weighted whatever its split."""
+"""One optimizer step on one macro-batch of pairs, with the same weights for every split."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ from rm_optimizer.training.strategy import ShardedStrategy
 
 
 class RewardModelLightning(pl.LightningModule):
-    """Fits a `BradleyTerryRM`: the weighted mean pair loss of a macro-batch, clipped, one optimizer step.
+    """Lightning module that fits a `BradleyTerryRM`: weighted mean pair loss of a macro-batch, clipped, one step.
 
-    Optimization is manual, because a macro-batch is split into micro-batches by tokens: each adds
-    ``sum_i w_i l_i / W`` with ``W`` the weight of the whole macro-batch over all ranks, so the gradient is the same for
-    every split and world size. The whole computation is one closure, so two-pass optimizers see the same pairs twice.
+    Optimization is manual, because a macro-batch is split into micro-batches by tokens. Each micro-batch adds
+    ``sum_i w_i l_i / W`` with ``W`` the weight of the whole macro-batch over all ranks. So the gradient is the same for
+    every split and world size. The whole computation is one closure, so that two-pass optimizers use the same pairs
+    twice.
 
     Args:
         model: the model to fit.
         loss: training loss.
         optimizer: options of the optimizer.
-        schedule: the learning rate's course over `num_steps`.
+        schedule: schedule of the learning rate over `num_steps`.
         num_steps: optimizer steps of the run.
         gradient_clip_norm: largest gradient norm; 0 does not clip.
-        pair_ids: names pairs by their index, for the message when a loss is not finite.
+        pair_ids: function that names pairs by their index, for the message if a loss is not finite.
         run_dir: the run folder, for the same message.
     """
 
@@ -72,7 +73,7 @@ class RewardModelLightning(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
-        # bitsandbytes adds entries of its own to the state of four-bit matrices
+        # bitsandbytes adds its own entries to the state of four-bit matrices
         self.strict_loading = not is_quantized(model.model)
         self.loss_config = loss
         self.optimizer_config = optimizer
@@ -89,7 +90,7 @@ class RewardModelLightning(pl.LightningModule):
         self.validation_metrics: dict[str, float] = {}
 
     def configure_model(self) -> None:
-        """Split the model over the ranks where the strategy does so; once, before the optimizer is built."""
+        """Shard the model over the ranks if the strategy does so; called once, before the optimizer is built."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ShardedStrategy) and not is_sharded(self.model):
             shard_model(self.model, strategy.device_mesh["data_parallel"])
@@ -101,7 +102,7 @@ class RewardModelLightning(pl.LightningModule):
         return [optimizer], [build_schedule(optimizer, self.schedule_config, self.num_steps)]
 
     def on_train_start(self) -> None:
-        """Put the weights to train into the model; a checkpoint holds those to evaluate."""
+        """Put the training weights into the model, since a checkpoint holds the evaluation weights."""
         set_train_mode(self.trainer.optimizers[0], True)
 
     def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
@@ -129,7 +130,7 @@ class RewardModelLightning(pl.LightningModule):
         self._count(passes, learning_rate, len(batch.pair_index))
 
     def _count(self, passes: Sequence[Mapping[str, float]], learning_rate: float, num_pairs: int) -> None:
-        """Leave the metrics of a step, and count its pairs and passes."""
+        """Store the metrics of a step, and count its pairs and passes."""
         metrics = {**passes[0], "lr": learning_rate, "num_pairs": num_pairs}
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
         self.pairs_seen += num_pairs
@@ -160,14 +161,14 @@ class RewardModelLightning(pl.LightningModule):
         return {"loss": loss, **means}
 
     def _passes(self, micro: tuple[AnyPairBatch, ...]) -> tuple[AnyPairBatch, ...]:
-        """The micro-batches; under FSDP2 with ones of weight zero after them, up to the number of the busiest rank."""
+        """The micro-batches; under FSDP2 ones of weight zero follow, up to the largest number on any rank."""
         if not is_sharded(self.model):
             return micro
         count = most_over_ranks(len(micro), self.device)
         return tuple(batch for batch, _ in in_step(micro, spare_batch(self.model, self.device), count))
 
     def _clip(self) -> float:
-        """Scale the gradients to the largest norm, that of all shards together; the norm before."""
+        """Clip the gradients by the norm over all shards, and return the norm before."""
         limit = self.gradient_clip_norm or float("inf")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return float(whole(torch.nn.utils.clip_grad_norm_(trainable, limit)))
@@ -178,23 +179,23 @@ class RewardModelLightning(pl.LightningModule):
         is_loss = not np.isfinite(totals["loss"])
         name, value = ("loss", totals["loss"]) if is_loss else ("gradient norm", norm)
         what = f"the {name} became {value} at step {self.global_step + 1}"
-        # a checkpoint of these very weights is as bad as their loss
+        # a checkpoint of the same weights would have the same loss
         bad_from = self.global_step if is_loss else self.global_step + 1
         raise diverged(what, self.pair_ids(batch.pair_index), self.run_dir, weights_of=bad_from)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what `BradleyTerryRM.from_pretrained` needs to load the `.ckpt` on its own, and the run it belongs to."""
+        """Add the run's record, and everything that `BradleyTerryRM.from_pretrained` needs to load the `.ckpt`."""
         checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
         if self.record is not None:
             checkpoint[PAYLOAD_KEY][RUN_KEY] = self.record.payload(self.global_step)
 
     def _join_reduction(self) -> None:
-        """Zero gradients, for a rank without pairs: the others wait for it to take part."""
+        """Add zero gradients on a rank without pairs, since the other ranks wait for its reduction."""
         nothing = [(parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad]
         self.manual_backward(torch.stack(nothing).sum())
 
     def _without_reduction(self) -> AbstractContextManager[None]:
-        """Backward passes that leave gradients on this rank."""
+        """Keep the gradients of backward passes in the block on this rank."""
         strategy = self.trainer.strategy
         if is_sharded(self.model):
             return unreduced_gradients(self.model)
@@ -213,7 +214,7 @@ def _decided_sums(margins: Float[Tensor, " pairs"], batch: AnyPairBatch) -> Floa
 
 
 def _autocast_now(device_type: str) -> torch.autocast:
-    """The autocast of this moment as a context that can be entered again."""
+    """The present autocast as a context that can be entered again."""
     return torch.autocast(
         device_type,
         dtype=torch.get_autocast_dtype(device_type),

@@ -1,4 +1,4 @@
-"""The parts of a run: its pairs, model, batches and plan of evaluations."""
+"""Parts of a run: its pairs, model, batches and plan of evaluations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rm_optimizer.training.lightning_module import RewardModelLightning
 log = logging.getLogger("rm_optimizer")
 
 SKIPPED_FILE = "skipped_rows.txt"
-"""Rows that gave no pair, one a line, in the run folder."""
+"""File in the run folder that lists the rows without a pair, one a line."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Run:
     Args:
         config: the composed options.
         run_dir: the run folder.
-        started: time at which preparation began, of `time.perf_counter`.
+        started: time at which preparation began, from `time.perf_counter`.
         module: the model and its optimization.
         datamodule: the pairs, tokenized, and their batches.
         evaluation: the evaluations, with the best weights so far.
@@ -73,7 +73,7 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
     Args:
         config: the composed options.
         start: the run's start.
-        given: pairs in memory, in place of those that `config.data` names.
+        given: pairs in memory, in place of those in `config.data`.
         order: order of the training pairs; None shuffles them by the seed.
     """
     run_dir = Path(config.output_dir)
@@ -120,7 +120,7 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
 
 
 def list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:
-    """Say how many rows gave no pair, and list them in a file."""
+    """Log the number of rows that gave no pair, and list them in a file."""
     if skipped:
         path = write_text(run_dir / SKIPPED_FILE, "".join(f"{row}\n" for row in skipped))
         log.warning("%d rows gave no pair; %s lists them, the first is %s", len(skipped), path, skipped[0])

@@ -1,4 +1,4 @@
-"""The processes that torchrun or SLURM started a run as: as many as the options say, and one run folder for all.
+"""Processes of a run that torchrun or SLURM started: check of their number, and one run folder for all of them.
 
 Imports torch only to communicate with the other processes. Lightning passes the folder to the processes it starts.
 """
@@ -15,19 +15,19 @@ from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema import HardwareConfig
 
 FOLDER_KEY = "rm_optimizer/run_dir"
-"""Where torchrun's store keeps the folder; it outlives restarts of the processes, so that they resume in it."""
+"""Key of the folder in torchrun's store, which survives restarts of the processes, so that they resume in it."""
 
 INTERACTIVE = ("bash", "interactive")
-"""Job names of SLURM sessions in which a command is one process, whatever the allocation."""
+"""Job names of SLURM sessions in which a command is one process, independent of the allocation."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Launcher's description of this process.
+    """Description of this process by its launcher.
 
     Args:
         launcher: name of the launcher, as in the user's command.
-        rank: its number among all.
+        rank: rank of this process.
         world_size: number of processes.
     """
 
@@ -37,7 +37,7 @@ class Processes:
 
 
 def launched_processes() -> Processes | None:
-    """The processes of torchrun or srun that this one is among; None where it was started alone."""
+    """The processes of torchrun or srun that include this one; None if it was started alone."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
         return Processes("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]))
@@ -47,7 +47,7 @@ def launched_processes() -> Processes | None:
 
 
 def require_launched(hardware: HardwareConfig) -> None:
-    """Refuse a run of another number of processes than the launcher started.
+    """Refuse a run whose number of processes differs from the launcher's.
 
     Raises:
         ConfigError: naming both numbers.
@@ -62,7 +62,7 @@ def require_launched(hardware: HardwareConfig) -> None:
 
 
 def _devices(accelerator: str, wanted: int) -> tuple[int, str]:
-    """Number and kind of the devices that a run would take.
+    """Number and kind of the devices that a run would use.
 
     Raises:
         ConfigError: if it names GPUs, and there are none.
@@ -81,10 +81,10 @@ def _devices(accelerator: str, wanted: int) -> tuple[int, str]:
 
 
 def require_devices(hardware: HardwareConfig) -> None:
-    """Refuse devices that this machine does not have; imports torch only where its answer is needed.
+    """Refuse devices that this machine does not have; torch is imported only if it is needed.
 
     Raises:
-        ConfigError: naming what there is.
+        ConfigError: naming the available devices.
     """
     accelerator, wanted = hardware.accelerator, hardware.devices
     if hardware.num_nodes > 1 and launched_processes() is None and "NODE_RANK" not in os.environ:
@@ -98,9 +98,10 @@ def require_devices(hardware: HardwareConfig) -> None:
 
 
 def process_overrides(processes: Processes, run_folder: str, overrides: Sequence[str]) -> list[str]:
-    """Overrides that lead this process to the folder of all, whose name may hold each one's own time.
+    """Overrides that give all processes one run folder, since the default name contains each process's own time.
 
-    torchrun's first process says which. SLURM's take one named for job and step, which a requeued job finds again.
+    Under torchrun it is the first process's folder. Under SLURM it is named after job and step, so that a requeued job
+    finds it again.
 
     Args:
         processes: processes that the launcher started.

@@ -1,4 +1,4 @@
-"""`train_reward_model`: the one way to train."""
+"""`train_reward_model`, the function behind every training run."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def train_reward_model(
     order: PairOrder | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> RunResult:
-    """Train, evaluate and export one reward model, and leave everything in `config.output_dir`.
+    """Train, evaluate and export one reward model, and write all results to `config.output_dir`.
 
-    The folder holds `identity.json`, `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (what
-    `transformers` loads), `pair_rewards.jsonl` and `run.json`. It belongs to one run: see `resume`.
+    The folder holds `identity.json`, `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (for
+    `transformers`), `pair_rewards.jsonl` and `run.json`. It belongs to one run; see the option `resume`.
 
     Args:
         config: the composed options, as `rm_optimizer.schema.typed` returns them.
-        data: pairs in memory, in place of those that `config.data` names.
+        data: pairs in memory, in place of those in `config.data`.
         order: order of the training pairs by epoch; None shuffles them by the seed.
         callbacks: Lightning callbacks, called after the evaluation and before the checkpoint of a step; one may set
             `trainer.should_stop`. Hooks of Lightning's validation are not called.
@@ -79,7 +79,7 @@ def train_reward_model(
             require_usable(request)
         if (ended := ended_run(request)) is not None:
             require_same_pairs(ended.result.data, data)
-            if config.data.curriculum is None:  # its order follows from the options, which are the same
+            if config.data.curriculum is None:  # the order follows from the options, which are the same
                 require_same_order(ended.result.data, order)
             log.info("%s", ended)
             return ended.result
@@ -96,7 +96,7 @@ def train_reward_model(
 def _fitted_and_finished(
     run: Run, checkpoint: Path | None, callbacks: Sequence[Callback], run_dir: Path, *, is_first_rank: bool
 ) -> RunResult:
-    """Fit, evaluate and export, and tell the loggers.
+    """Fit, evaluate and export, and log the outcome.
 
     Raises:
         Interrupted: if the user stops the run.

@@ -1,4 +1,4 @@
-"""Strategy and cluster of a run, and the strategy for FSDP2 with checkpoints that are those of one device."""
+"""Strategy and cluster of a run, and a strategy for FSDP2 with the checkpoints of a single device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rm_optimizer.schema import HardwareConfig
 class ShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all ranks; `RewardModelLightning.configure_model` splits the model.
 
-    A checkpoint holds whole tensors in the layout of one device, gathered one at a time and kept by the first rank
-    alone, so `BradleyTerryRM.from_pretrained` and every other strategy read it. Lightning's own would key the
+    A checkpoint holds whole tensors in the layout of one device, gathered one at a time on the first rank. So
+    `BradleyTerryRM.from_pretrained` and every other strategy can read it. Lightning's own strategy would key the
     optimizer's state by the model's order of parameters, which is not that of groups by role.
 
     Args:
-        num_ranks: processes over all nodes.
+        num_ranks: number of processes over all nodes.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -39,7 +39,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights on the first rank, nothing elsewhere; every rank takes part."""
+        """All weights on the first rank, and none on other ranks; every rank must take part."""
         assert self.model is not None
         return self._gathered(self.model.state_dict())
 
@@ -75,7 +75,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def _sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of whole tensors as this rank's shards; ids count the parameters through the groups."""
+    """This rank's shards of a state of whole tensors; ids number the parameters in the order of the groups."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shards = {
         key: {

@@ -40,7 +40,7 @@ def build_trainer(
 
 
 def quiet_libraries() -> None:
-    """Keep Lightning's start-up notices off the terminal, and one deprecation of torch 2.13 that it meets."""
+    """Silence Lightning's start-up notices, and one deprecation warning of torch 2.13 that it causes."""
     # Lightning 2.6 still calls LeafSpec(); harmless until torch removes it.
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
     for name in ("pytorch_lightning", "lightning", "lightning_fabric"):

@@ -121,7 +121,7 @@ def test_geometry_is_part_of_a_spectrum() -> None:
 def test_a_start_without_vectors_or_of_other_parameters_is_refused() -> None:
     quick = SpectrumOptions(product="reverse", tolerance=0.1)
     found = analyzer().compute_spectrum(FIVE, top_k=1, options=quick)
-    with pytest.raises(ConfigError, match="start has no eigenvectors, as one read from JSON"):
+    with pytest.raises(ConfigError, match="start must have eigenvectors, which JSON does not hold"):
         analyzer().compute_spectrum(FIVE, top_k=1, start=HessianSpectrum.from_json(found.to_json()))
     with pytest.raises(ConfigError, match="give one of the same params"):
         analyzer(params="head").compute_spectrum(FIVE, top_k=1, start=found)

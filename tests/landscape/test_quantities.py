@@ -128,7 +128,7 @@ def test_what_cannot_be_known_says_why() -> None:
         assert "needs all eigenvalues or a density" in reasons[name]  # type: ignore[operator]
     assert "do not reach below 1" in num_above(part, 1.0).reason  # type: ignore[operator]
     noisy = replace(part, trace=Estimate(1.0, 2.0, 10, -3.0, 5.0, IntervalKind.student))
-    assert "the interval of the trace is not all positive" in sharpness_score(noisy).reason  # type: ignore[operator]
+    assert "the interval of the trace is not positive" in sharpness_score(noisy).reason  # type: ignore[operator]
     alone = replace(part, trace=Estimate(1.0, None, 1))
     assert "the trace has no interval" in sharpness_score(alone).reason  # type: ignore[operator]
     flat = spectrum((-1.0, -2.0), is_exhaustive=False, ends=(1, 1))

@@ -225,7 +225,7 @@ def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     [
         (["publish.mode=lora"], "but adapter=none"),
         (["publish.mode=head_only", "adapter=lora"], "leaves adapter=lora out"),
-        (["publish.mode=head_only", "hardware.strategy=fsdp2"], "fsdp2 publishes with"),
+        (["publish.mode=head_only", "hardware.strategy=fsdp2"], "fsdp2 can publish only with"),
     ],
 )
 def test_a_mode_that_does_not_send_what_is_trained_is_refused(tmp_path, overrides, message):

@@ -98,7 +98,7 @@ def test_what_is_no_curriculum_is_refused(small_config, tmp_path):
     alike = PreferenceDataset.from_pairs(replace(pair, margin=3.0) for pair in PAIRS)
     with pytest.raises(ConfigError, match="finds all 24 pairs easy"):
         order_of(TrainVal(alike, DATA.val), config)
-    with pytest.raises(ConfigError, match=r"brings an order, so data\.curriculum must not be set"):
+    with pytest.raises(ConfigError, match=r"gives an order, so data\.curriculum must not be set"):
         order_of(DATA, config, REVERSED)
 
 

@@ -183,7 +183,7 @@ def test_a_file_system_without_locks_is_said(
 
     monkeypatch.setattr(module.fcntl, "flock", has_none)
     with run_lock(tmp_path):
-        assert "has no locks (No locks available); start no second run" in caplog.text
+        assert "has no locks (No locks available); do not start a second run" in caplog.text
 
 
 def test_checkpoints_of_another_run_are_refused(used: Path, small_config: Build) -> None:
@@ -199,7 +199,7 @@ def test_checkpoints_without_a_run_are_refused(used: Path, small_config: Build) 
     content = torch.load(path, weights_only=True)
     del content["rm_optimizer"]["run"]
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="does not say which run it belongs to"):
+    with pytest.raises(CheckpointError, match="does not name its run"):
         train_reward_model(small_config(used, "resume=auto"))
 
 

@@ -25,7 +25,7 @@ class BestSoFar:
         value: the best finite value; None before there is one.
         step: optimizer steps done when it was reached.
         reference: value at the last improvement that counted, which the next is measured from.
-        stale: evaluations since then.
+        stale: evaluations since that improvement.
     """
 
     mode: Mode
@@ -36,7 +36,7 @@ class BestSoFar:
     stale: int = 0
 
     def update(self, value: float, step: int) -> bool:
-        """Take a new value in; True when its weights are the best so far."""
+        """Record a new value, and return True if its weights are the best so far."""
         if not math.isfinite(value):
             self.step = step if self.value is None else self.step
             return self.value is None
@@ -48,7 +48,7 @@ class BestSoFar:
         return True
 
     def forget(self) -> bool:
-        """Drop the best value, whose weights are lost; whether there was one. Patience goes on."""
+        """Drop the best value, whose weights are lost, and return True if there was one. Patience is not reset."""
         had_one, self.value = self.value is not None, None
         return had_one
 
@@ -80,7 +80,7 @@ def require_monitored(monitor: str, val: PreferenceDataset) -> None:
 
 
 def warn_of_unmeasured(monitor: str, best: BestSoFar) -> None:
-    """Warn where no evaluation gave the monitored metric a finite value, so that nothing selected the weights."""
+    """Warn if the monitored metric had no finite value at any evaluation, so that no weights were selected."""
     if best.value is None:
         log.warning(
             "training.monitor=%s had no finite value at any evaluation; the weights of the last one, after step %d, "

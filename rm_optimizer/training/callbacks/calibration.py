@@ -1,4 +1,4 @@
-"""Calibration while training: error, temperature and a reliability picture of evaluations, for every logger."""
+"""Calibration while training: error, temperature and a reliability diagram of evaluations, for every logger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rm_optimizer.training.lightning_module import RewardModelLightning
 from rm_optimizer.training.loggers.media import log_figure
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
-"""Draws frequency against confidence of one evaluation into a PNG file and returns its path."""
+"""Function that draws the reliability diagram of one evaluation as a PNG file and returns its path."""
 
 CALIBRATION_COLUMNS = {
     "calibration/ece": "calibration_ece",
@@ -26,21 +26,21 @@ CALIBRATION_COLUMNS = {
     "calibration/temperature": "calibration_temperature",
     "calibration/nll_at_temperature": "calibration_nll_at_temperature",
 }
-"""Metric name to column of `metrics.csv`, where calibration is watched."""
+"""Columns of `metrics.csv` by metric name, if calibration is logged."""
 
 FIGURES = "figures"
-"""Folder of the pictures in the run folder."""
+"""Folder of the figures in the run folder."""
 
 
 class CalibrationCallback(RunCallback):
-    """Logs how far preference probabilities are from frequencies, from the evaluations the run makes anyway.
+    """Callback that logs the calibration of the run's evaluations.
 
-    Stands behind `Evaluation` among the callbacks and takes its last result, so no pair is scored again. Pictures go
-    to the run folder's `figures/`.
+    It comes after `Evaluation` among the callbacks and uses its last result, so that no pair is scored again. Figures
+    are written to the run folder's `figures/`.
 
     Args:
         config: selection of the evaluations.
-        draw: draws the reliability picture.
+        draw: function that draws the reliability diagram.
     """
 
     option = "training.calibration.enabled"
@@ -51,13 +51,13 @@ class CalibrationCallback(RunCallback):
         self.draw = draw
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the untrained model's calibration, where it was evaluated."""
+        """Log the untrained model's calibration, if it was evaluated."""
         self._log_if_due(trainer, is_last=False)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the calibration of the evaluation that this step brought, if it is one to take."""
+        """Log the calibration of this step's evaluation, if there was one and it is selected."""
         assert isinstance(pl_module, RewardModelLightning)
         self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
 
@@ -78,7 +78,7 @@ class CalibrationCallback(RunCallback):
 
 
 def calibration_values(metrics: PairwiseMetrics) -> dict[str, float]:
-    """Calibration numbers of an evaluation, as logged; temperature and its NLL only where a finite one is best."""
+    """Calibration numbers of an evaluation, as logged; temperature and its NLL only if a finite one is best."""
     values = {
         "calibration/ece": metrics.ece.value,
         "calibration/ece_mass": metrics.ece_mass,

@@ -1,4 +1,4 @@
-"""Curvature while training: the loss's top eigenvalue and trace on fixed pairs, without a trace in the run itself."""
+"""Curvature while training: the loss's top eigenvalue and trace on fixed pairs, without an effect on the run."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ CURVATURE_COLUMNS = {
     "curvature/stability_limit": "curvature_stability_limit",
     "curvature/num_products": "curvature_num_products",
 }
-"""Metric name to column of `metrics.csv`, where curvature is watched; its seconds go to the other loggers only."""
+"""Columns of `metrics.csv` by metric name, if curvature is measured; its seconds go to the other loggers only."""
 
 
 SHARE = 0.1
-"""Most of a run's time that measurements take where their spacing is not given."""
+"""Largest share of a run's time for measurements without a given spacing."""
 PLANNED_SHARE = 0.09
-"""Share that they are planned to take, by count; the rest is for what a count does not know of a machine."""
+"""Planned share, by counted operations. The difference allows for the machine's actual speed."""
 VECTOR_TOKENS = 400
-"""Work on vectors of all weights that a gradient of a measurement comes with, in tokens whose gradient takes as long.
+"""Cost of the vector operations of a measurement for each gradient, as a number of tokens whose gradient takes as long.
 
-Measured on one thread of a CPU, in float32. It grows beside the gradient as a step has fewer tokens.
+It was measured on one thread of a CPU, in float32. The fewer tokens a step has, the larger is its share.
 """
 
 
@@ -56,9 +56,9 @@ Measured on one thread of a CPU, in float32. It grows beside the gradient as a s
 class MeasurementPlan:
     """Steps of evenly spaced measurements that take `PLANNED_SHARE` of a run, counted and not timed.
 
-    So the same command measures at the same steps. The first measurements cost more than later ones, and so does one
-    whose eigenvector has turned: what is left of the share is spread anew after each. The last one is at the run's end,
-    however short the run.
+    Therefore the same command measures at the same steps. The first measurements cost more than later ones, and so does
+    one whose eigenvector has changed much. After each measurement the rest of the share is divided again. The last
+    measurement is at the end of the run.
 
     Args:
         start: steps taken before.
@@ -73,7 +73,7 @@ class MeasurementPlan:
     due: int = 0
 
     def left(self, share: float) -> float:
-        """Rest of a share of the run, in steps; negative where measurements took more."""
+        """Rest of a share of the run, in steps; negative if measurements took more."""
         return share / (1 - share) * (self.num_steps - self.start) - self.spent
 
     def taken(self, step: int, cost: float, next_cost: float) -> None:
@@ -90,30 +90,30 @@ class MeasurementPlan:
 
 
 def costs_in_steps(measurement: CurvatureMeasurement, pairs_a_step: float) -> tuple[float, float]:
-    """Cost of a measurement and of the next one, in steps: gradients of its pairs, and the work on vectors beside each.
+    """Cost of a measurement and of the next one, in steps: gradients of its pairs, and the vector operations with each.
 
     Args:
         measurement: the measurement.
-        pairs_a_step: pairs of a step that this process takes the gradient of.
+        pairs_a_step: pairs of a step in this process.
     """
     steps_a_gradient = measurement.num_pairs / pairs_a_step * (1 + VECTOR_TOKENS / measurement.num_tokens)
     return steps_a_gradient * measurement.num_gradients, steps_a_gradient * measurement.num_gradients_next
 
 
 class HessianCallback(RunCallback):
-    """Measures the Hessian of the training loss on the same pairs at the start and every so many steps.
+    """Callback that measures the Hessian of the training loss on the same pairs, at the start and at later steps.
 
-    Without a number of steps, `MeasurementPlan` spaces the measurements. A resumed run then takes one after
-    its first step.
+    Without a number of steps, `MeasurementPlan` spaces the measurements. A resumed run then measures after its first
+    step.
 
-    The loss is the run's own, in evaluation mode (no dropout), at the weights that evaluation sees: for an optimizer
-    that trains at other weights than it evaluates (schedule-free), its averages. Generators, gradients and training
-    modes are put back to the bit, so a run with it takes the same steps as one without. Every rank measures the same
-    pairs, so that none waits for another in a reduction.
+    The loss is the run's own, in evaluation mode (no dropout), at the weights of an evaluation. For an optimizer that
+    evaluates other weights than it trains (schedule-free), these are the averages. Generators, gradients and training
+    modes are restored exactly, so that a run with this callback takes the same steps as one without it. Every rank
+    measures the same pairs, so that none waits for another in a reduction.
 
     Args:
         config: interval of the measurements and number of pairs.
-        factory: makes what measures the model on the pairs drawn.
+        factory: function that creates a measurement of the model on the drawn pairs.
     """
 
     option = "training.hessian"
@@ -130,7 +130,7 @@ class HessianCallback(RunCallback):
         self._plan = MeasurementPlan(0, 1)
 
     def require(self, config: TrainConfig) -> None:
-        """Refuse runs whose gradient cannot be had at copies of the weights: compiled backbones, sharded weights."""
+        """Refuse runs that cannot compute gradients at copies of the weights: compiled backbones, sharded weights."""
         hardware = config.hardware
         for is_on, option, instead in (
             (hardware.compile, "hardware.compile=true", "hardware.compile=false"),
@@ -138,7 +138,7 @@ class HessianCallback(RunCallback):
         ):
             if is_on:
                 raise ConfigError(
-                    f"training.hessian does not go with {option}: it takes gradients at copies of the weights; "
+                    f"training.hessian cannot be combined with {option}: it needs gradients at copies of the weights; "
                     f"set {instead}, or training.hessian.enabled=false and training.hessian.every=null"
                 )
 
@@ -159,7 +159,7 @@ class HessianCallback(RunCallback):
             self._measure(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what measuring cost."""
+        """Log the cost of the measurements."""
         log.info(
             "curvature: %d measurements on %d pairs took %.1f s, %.1f %% of the training time",
             self.num_measured,
@@ -171,7 +171,7 @@ class HessianCallback(RunCallback):
             log.warning(self._by_the_clock(trainer.global_step - self._plan.start))
 
     def _by_the_clock(self, num_steps: int) -> str:
-        """Spacing that keeps to the share of the time, where counting gradients did not."""
+        """Warn with a spacing that keeps the share of the time, if the counted one exceeded it."""
         outside = time.perf_counter() - self._started - self.seconds
         every = math.ceil(self.seconds / self.num_measured * num_steps / outside * (1 - SHARE) / SHARE)
         return (
@@ -206,7 +206,7 @@ class HessianCallback(RunCallback):
         _log(trainer, values)
 
     def _drawn(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
-        """Training pairs, drawn by the run's seed and no global generator."""
+        """Training pairs drawn by the run's seed, without a global generator."""
         data = _data(trainer)
         sample = draw_pairs(
             module.model,
@@ -251,7 +251,7 @@ def curvature_values(measurement: CurvatureMeasurement) -> dict[str, float]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put random generators, gradients and training modes back to the bit, whatever happens inside.
+    """Restore random generators, gradients and training modes exactly at the end of the block.
 
     Args:
         model: model whose gradients, empty within the block, and modes are restored.

@@ -1,4 +1,4 @@
-"""Number and size of a run's evaluations, from counted work, so that the same command plans the same."""
+"""Number and size of a run's evaluations, planned from counted work, so that the same command gives the same plan."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rm_optimizer.training.data.in_memory import PreferenceDataModule
 log = logging.getLogger("rm_optimizer")
 
 LARGEST_SHARE = 0.2
-"""Of the work of all steps, what evaluations take where the user sets no number."""
+"""Share of the work of all steps that evaluations take unless the user sets a number."""
 PER_EPOCH = 10
-"""Evaluations an epoch where they cost little."""
+"""Evaluations an epoch if they cost little."""
 FEWEST = 5
-"""Below so many, evaluations during training take a sample of the pairs."""
+"""Number of evaluations below which they score a sample of the pairs during training."""
 FEWEST_PAIRS = 256
-"""Of such a sample."""
+"""Least number of pairs in such a sample."""
 FORWARD_AND_BACKWARD, BACKWARD_OF_ADAPTER = 3.0, 2.0
 """Work of a training pass in forward passes; frozen weights need no gradient of their own."""
 FLOAT32_ON_CPU, FLOAT32_ON_GPU = 2.0, 8.0
@@ -54,8 +54,8 @@ class EvaluationPlan:
     Args:
         every: optimizer steps between evaluations; one more follows the last step.
         count: evaluations during training, that before the first step included.
-        pairs: validation pairs that each of them scores.
-        all_pairs: validation pairs that the last one, of the best weights, scores.
+        pairs: validation pairs of each evaluation.
+        all_pairs: validation pairs of the last evaluation, of the best weights.
         share: work of all evaluations over the work of all steps.
     """
 
@@ -100,8 +100,8 @@ def plan_evaluations(
 ) -> EvaluationPlan:
     """The user's number of evaluations, or as many as take a fifth of the work of training.
 
-    Where fewer than `FEWEST` would, they score a sample instead, of `FEWEST_PAIRS` or more. The evaluation after the
-    last step, that of the best weights and, with `at_start`, that of the untrained ones are always made.
+    If these are fewer than `FEWEST`, evaluations score a sample of at least `FEWEST_PAIRS` instead. The evaluations
+    after the last step, of the best weights and, with `at_start`, of the untrained weights are always made.
 
     Args:
         work: cost of steps and evaluations.
@@ -129,7 +129,7 @@ def plan_evaluations(
 
 
 def report(plan: EvaluationPlan, per_epoch: int | None, *, mixed: bool) -> None:
-    """Log what was planned, as a warning where it is more than a fifth of the work.
+    """Log the plan, as a warning if it takes more than a fifth of the work.
 
     Args:
         plan: the run's evaluations.
@@ -147,4 +147,4 @@ def report(plan: EvaluationPlan, per_epoch: int | None, *, mixed: bool) -> None:
     elif per_epoch is not None:
         log.warning("%s; leave out training.evals_per_epoch for at most a fifth", said)
     else:
-        log.warning("%s, since validation is large beside training; take fewer pairs to validate on", said)
+        log.warning("%s, since validation is large relative to training; use fewer validation pairs", said)

@@ -1,4 +1,4 @@
-"""Floating-point operations that a batch needs, and what a chip could do: the two sides of model FLOPs utilization."""
+"""Floating-point operations of a batch and peak of a chip, whose ratio is the model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
         "RTX 3090": 71e12,  # NVIDIA GA102 architecture whitepaper, float32 accumulation
     }
 )
-"""Dense bfloat16 peak by words of the device's name, in FLOP/s; some datasheets print twice that, for sparsity."""
+"""Dense bfloat16 peak in FLOP/s by words of the device's name; some datasheets print twice that, for sparsity."""
 OTHER_CHIPS = {"MIG", "Laptop", "Ti", "D"}
-"""Words of a device's name that make it a part or a variant of a chip in the table."""
+"""Words of the name of a device that is only a part or a variant of a chip in the table."""
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a chip in FLOP/s, or None where it is not in the table.
+    """Dense bfloat16 peak of a chip in FLOP/s, or None if it is not in the table.
 
     Example:
         >>> peak_bf16_flops("NVIDIA H100 80GB HBM3"), peak_bf16_flops("NVIDIA A100-SXM4-40GB"), peak_bf16_flops("TPU")
@@ -49,18 +49,19 @@ def peak_bf16_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Operations that one training step on a batch needs, whatever is recomputed or padded.
+    """Operations of one training step on a batch, without recomputation and padding.
 
-    ``tokens (2 N + 2 N_back + 2 N_trained) + keys 4 L d (1 + 2 N_back / N)``: each weight of a matrix is multiplied
-    and added once a token in the forward pass, once for the gradient of its input and once for its own; each key that a
-    query sees takes 4 d in each of L layers, and twice that backwards. With everything trained this is the 6 N and the
-    attention term of Chowdhery et al., 2022 (PaLM, arXiv 2204.02311, appendix B), with two deviations: embeddings are
-    looked up, not multiplied, and a causal query is counted with the keys it sees, not with all.
+    ``tokens (2 N + 2 N_back + 2 N_trained) + keys 4 L d (1 + 2 N_back / N)``. For each token, each weight of a matrix
+    is multiplied and added once in the forward pass, once for the gradient of its input and once for its own gradient.
+    Each key that a query attends to takes 4 d operations in each of L layers, and twice that backwards. If everything
+    is trained, this is the 6 N and the attention term of Chowdhery et al., 2022 (PaLM, arXiv 2204.02311, appendix B).
+    There are two deviations: embeddings are looked up, not multiplied, and a causal query counts only the keys it
+    attends to.
 
     Args:
         forward: N, weights in matrices, embeddings left out.
-        backward: N_back, of these, weights from the first trainable parameter on: below it no gradient is computed.
-        trained: N_trained, of these, trainable weights.
+        backward: N_back, weights among them after the first trainable parameter; before it no gradient is computed.
+        trained: N_trained, trainable weights among them.
         attention: L d, layers times the width of the queries.
         is_causal: True if a token attends only to those before it.
     """
@@ -73,7 +74,7 @@ class ModelFlops:
 
     @classmethod
     def of_model(cls, model: BradleyTerryRM) -> ModelFlops | None:
-        """The counts of a model, or None where the formula does not hold: experts, sliding windows, recurrence."""
+        """The counts of a model, or None if the formula does not hold: experts, sliding windows, recurrence."""
         config = model.model.config.get_text_config()
         if not _is_plain_transformer(config, model.renderer.max_length):
             return None
@@ -95,12 +96,12 @@ class ModelFlops:
 
 
 def computed_tokens(batch: AnyPairBatch) -> int:
-    """Tokens that a pass over the batch computes, without padding: a shared prompt once where the batch shares it."""
+    """Tokens that a pass over the batch computes, without padding: a shared prompt once if the batch shares it."""
     return batch.num_unique_tokens if isinstance(batch, PackedPairBatch) else batch.num_tokens
 
 
 def _is_plain_transformer(config: Any, max_length: int) -> bool:
-    """True if every token passes every weight and attends to every token (before it)."""
+    """True if every token uses every weight and attends to every token (before it)."""
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in experts) or not getattr(config, "num_attention_heads", None):
         return False
@@ -126,7 +127,7 @@ def _matrices(model: nn.Module) -> list[tuple[int, bool]]:
 
 
 def _attended_keys(batch: AnyPairBatch, is_causal: bool) -> int:
-    """Pairs of a query and a key it sees, over the tokens that the batch computes."""
+    """Pairs of a query and a key that it attends to, over the computed tokens of the batch."""
     if not isinstance(batch, PackedPairBatch):
         lengths = batch.attention_mask.sum(dim=1)
         return int(_triangle(lengths).sum()) if is_causal else int((lengths * lengths).sum())

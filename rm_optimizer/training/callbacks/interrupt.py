@@ -15,9 +15,9 @@ log = logging.getLogger("rm_optimizer")
 
 
 class StopNow(BaseException):
-    """The second signal. No `Exception`, so that nothing on the way catches it.
+    """The second signal. It is not an `Exception`, so that no handler on the way catches it.
 
-    It is no `KeyboardInterrupt` either: Lightning answers that with exit code 1 and no sentence.
+    It is not a `KeyboardInterrupt` either, since Lightning would exit with code 1 and without a message.
     """
 
 
@@ -39,7 +39,7 @@ class StopSignal:
         return self
 
     def arm(self) -> None:
-        """Take the signals over, again if a library has put its own handlers in between."""
+        """Install the handlers, also if a library has replaced them."""
         for number in self._before:
             signal.signal(number, self._on_signal)
 
@@ -52,7 +52,7 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._raised:
-            return  # the run is ending already; files are being put right
+            return  # the run is ending already; files are being completed
         if self.requested:
             self._raised = True
             raise StopNow
@@ -64,7 +64,7 @@ class StopSignal:
 
 
 def stopped_after(steps: int, num_steps: int, where: str, run_dir: Path, checkpoint: Path | None) -> str:
-    """The sentence of a run that the user stopped.
+    """Message of a run that the user stopped.
 
     Args:
         steps: optimizer steps done.
@@ -75,14 +75,12 @@ def stopped_after(steps: int, num_steps: int, where: str, run_dir: Path, checkpo
     """
     best = RunFolder(run_dir).best_checkpoint
     so_far = f", the best so far {best}" if best.exists() else ""
-    saved = f"its checkpoint is {checkpoint}{so_far}; resume=auto goes on from there"
+    saved = f"its checkpoint is {checkpoint}{so_far}; resume=auto continues there"
     return f"stopped after step {steps} of {num_steps}{where}; {saved}"
 
 
 def stopped_at_once(run_dir: Path) -> str:
-    """The sentence of a run that a second signal ended."""
+    """Message of a run that a second signal ended."""
     newest = list(RunFolder(run_dir).checkpoints.values())
-    saved = (
-        f"the newest checkpoint is {newest[-1]}; resume=auto goes on from there" if newest else "nothing was saved yet"
-    )
+    saved = f"the newest checkpoint is {newest[-1]}; resume=auto continues there" if newest else "nothing was saved yet"
     return f"stopped at once, without a checkpoint of this step; {saved}"

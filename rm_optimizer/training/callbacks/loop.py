@@ -38,10 +38,10 @@ from rm_optimizer.training.loggers.media import log_histogram
 log = logging.getLogger("rm_optimizer")
 
 MOST_GROUPS = 50
-"""Sources, or subsets, that an evaluation reports apart."""
+"""Most sources or subsets that an evaluation reports separately."""
 
 TEMPORARY = Path(tempfile.gettempdir())
-"""Where Lightning writes a checkpoint before it moves it to the run folder."""
+"""Folder in which Lightning writes a checkpoint before it is moved to the run folder."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Evaluated:
 
 
 class Evaluation(pl.Callback):
-    """Evaluates every `plan.every` steps and after the last, under the training's precision; keeps the best weights.
+    """Callback that evaluates every `plan.every` steps and after the last one, and keeps the best weights.
+
+    Evaluations have the precision of training.
 
     Args:
         datamodule: the run's pairs.
@@ -95,12 +97,12 @@ class Evaluation(pl.Callback):
         self.lines: ProgressLines | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Evaluate the untrained model, once, or make up for the evaluation in which the run was stopped.
+        """Evaluate the untrained model, or make up for the evaluation in which the run was stopped.
 
-        A resumed run that had stopped early already, or taken its last step, ends.
+        A resumed run ends here if it had stopped early, or had taken its last step.
         """
         assert isinstance(pl_module, RewardModelLightning)
-        self.stop.arm()  # Lightning has put in handlers of its own, which end a run on SIGTERM without a word
+        self.stop.arm()  # Lightning has installed handlers of its own, which end a run on SIGTERM without a message
         if not (path := RunFolder(self.run_dir).best_checkpoint).is_file() and self.best.forget():
             log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
         if self.missed or (trainer.global_step == 0 and self.config.eval_at_start):
@@ -140,7 +142,7 @@ class Evaluation(pl.Callback):
         self.seconds += time.perf_counter() - started
 
     def metrics(self, rewards: PairRewards, *, num_bootstrap: int, seed: int) -> PairwiseMetrics:
-        """Metrics of validation rewards, a nearly unique source or subset column cut to its largest groups."""
+        """Metrics of validation rewards; a source or subset column with many values is cut to its largest groups."""
         monitored = monitored_group(self.config.monitor)
         metrics = metrics_of(
             rewards,
@@ -159,7 +161,7 @@ class Evaluation(pl.Callback):
         return metrics
 
     def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
-        """Rewards of the validation pairs, or a sample of them, with lines of progress where the run has them.
+        """Rewards of the validation pairs, or a sample of them, with lines of progress if the run has them.
 
         Raises:
             ScoringStopped: if the run is asked to stop.
@@ -210,12 +212,12 @@ class Evaluation(pl.Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, for a resumed run, and whether the evaluation of this step is still to be made."""
+        """State for a resumed run: the best value so far, and if the evaluation of this step is still missing."""
         best = {name: getattr(self.best, name) for name in ("value", "step", "reference", "stale")}
         return best | {"missed": self.missed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the best value so far."""
+        """Restore the best value so far."""
         self.missed = state_dict.get("missed", False)
         for name in state_dict.keys() - {"missed"}:
             setattr(self.best, name, state_dict[name])
@@ -227,7 +229,7 @@ def evaluation_of(trainer: pl.Trainer) -> Evaluation:
 
 
 class StepProgress(RichProgressBar):
-    """Lightning's bar over the optimizer steps of the whole run, with the step's metrics and the last validation's."""
+    """Lightning's bar over the optimizer steps of the run, with metrics of the step and of the last validation."""
 
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
@@ -244,14 +246,14 @@ class StepProgress(RichProgressBar):
 
 
 class Checkpoints(pl.Callback):
-    """Saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
+    """Callback that saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
 
     Args:
         run_dir: the run folder.
         every: optimizer steps between checkpoints.
-        keep: newest checkpoints kept.
+        keep: number of newest checkpoints to keep.
         stop: True if the user asked to stop.
-        before_saving: called by the first process before each checkpoint, to write what must not be older than it.
+        before_saving: function that the first process calls before each checkpoint, for files that must not be older.
     """
 
     def __init__(
@@ -271,7 +273,7 @@ class Checkpoints(pl.Callback):
         self._random_states: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore generators; end a run that was asked to stop in the evaluation before its first step."""
+        """Restore generators; end a run that was stopped in the evaluation before its first step."""
         if self._random_states is not None:
             set_random_states(self._random_states)
         if self._stops(trainer):
@@ -288,16 +290,16 @@ class Checkpoints(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save when due; end the run when asked to."""
+        """Save a checkpoint when it is due, and end the run when a stop is requested."""
         assert isinstance(pl_module, RewardModelLightning)
         step = trainer.global_step
         if self._stops(trainer) or step % self.every == 0 or step == pl_module.num_steps:
             self._save(trainer, pl_module)
 
     def _stops(self, trainer: pl.Trainer) -> bool:
-        """True if any process was asked to stop, since a signal may reach one alone, or each at another step."""
+        """True if any process received a signal, since it may reach a single one, or each at another step."""
         stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
-        # a signal during the agreement counts at the next one; it is never reset here
+        # a signal during this reduction counts at the next one, since it is not reset here
         self.stop.requested = self.stop.requested or stops
         trainer.should_stop = trainer.should_stop or stops
         return stops

@@ -22,9 +22,9 @@ from rm_optimizer.training.lightning_module import RewardModelLightning
 log = logging.getLogger("rm_optimizer")
 
 PROFILE_FILE = "profile.json"
-"""Medians over the steps, in the run folder."""
+"""File in the run folder with the medians over the steps."""
 PROFILE_ROWS = "profile.csv"
-"""One row a step, in the run folder, apart from `metrics.csv` that no clock may enter."""
+"""File in the run folder with one row a step, apart from `metrics.csv`, which holds no times."""
 
 GPU_MEMORY = ("memory_allocated_peak_bytes", "memory_reserved_peak_bytes")
 CPU_MEMORY = ("rss_bytes", "rss_peak_bytes")
@@ -32,18 +32,18 @@ RATES = ("tokens_per_second", "real_tokens_per_second", "unique_tokens_per_secon
 PROFILE_COLUMNS = {
     f"perf/{name}": name for name in ("step_seconds", *GPU_MEMORY, *CPU_MEMORY, *RATES, "padding_share", "mfu")
 }
-"""Metric name to column of `profile.csv`."""
+"""Columns of `profile.csv` by metric name."""
 
 
 class MemoryProfile(pl.Callback):
-    """Logs memory, token rates, padding and MFU of every optimizer step of this process.
+    """Callback that logs memory, token rates, padding and MFU of every optimizer step of this process.
 
-    A step is timed from its batch, tokens already on the device, to the end of the optimizer's update; data loading,
-    evaluation and checkpoints are left out. Memory is the allocator's peak over the step on a GPU; elsewhere the
-    process's resident memory at the end of the step and its highest sample within it. MFU is given where the chip's
-    bfloat16 peak is known and the run computes in bfloat16; it counts one forward and backward pass a step.
+    The time of a step begins when its tokens are on the device and ends after the optimizer's update. Data loading,
+    evaluation and checkpoints are not included. On a GPU, memory is the allocator's peak over the step. Elsewhere it is
+    the process's resident memory at the end of the step, and the highest sample within it. MFU needs a chip with a
+    known bfloat16 peak and a run in bfloat16. It counts one forward and backward pass a step.
 
-    Stands before `Evaluation` among the callbacks, so that a step's memory is not an evaluation's.
+    It comes before `Evaluation` among the callbacks, so that a step's memory does not include an evaluation's.
 
     Args:
         run_dir: the run folder.
@@ -58,7 +58,7 @@ class MemoryProfile(pl.Callback):
         self._started = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look the chip up and begin to sample."""
+        """Look up the chip's peak and begin to sample memory."""
         assert isinstance(pl_module, RewardModelLightning)
         if pl_module.device.type == "cuda":
             half = "bf16" in str(trainer.precision)
@@ -71,7 +71,7 @@ class MemoryProfile(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Forget earlier peaks and start the clock."""
+        """Reset the peak and start the clock."""
         if self._sampler is not None:
             self._sampler.restart_peak()
         else:
@@ -94,7 +94,7 @@ class MemoryProfile(pl.Callback):
             logger.log_metrics({f"perf/{name}": value for name, value in values.items()}, step=trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the medians and say them in one line."""
+        """Write the medians, and log them in one line."""
         if trainer.is_global_zero and self.steps:
             path = self.run_dir / PROFILE_FILE
             with writing(path):
@@ -134,8 +134,8 @@ class MemoryProfile(pl.Callback):
 def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
     """Tokens and pairs a second of one step on this process's share of its pairs, and the share of padding.
 
-    `tokens` are those moved, padding included; `real_tokens` those of both sequences of every pair; `unique_tokens`
-    counts what a pair's two sequences share once. With shared prompts fewer tokens are moved than are real.
+    `tokens` counts computed tokens with padding. `real_tokens` counts both sequences of every pair. `unique_tokens`
+    counts the common start of a pair's two sequences once. With shared prompts, `tokens` is less than `real_tokens`.
 
     Args:
         batch: the step's micro-batches.
@@ -153,7 +153,7 @@ def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
 
 
 def medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Median over the steps of everything that was measured."""
+    """Median of each measured number over the steps."""
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
 
 

@@ -1,4 +1,4 @@
-"""A line of progress every minute, where no terminal shows a bar: nohup, SLURM, CI."""
+"""A line of progress every minute if no terminal shows a bar: nohup, SLURM, CI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rm_optimizer.training.lightning_module import RewardModelLightning
 log = logging.getLogger("rm_optimizer")
 
 SECONDS = 60.0
-"""Between two lines."""
+"""Seconds between two lines."""
 
 
 def shows_bars() -> bool:
@@ -25,11 +25,11 @@ def shows_bars() -> bool:
 
 
 class ProgressLines(pl.Callback):
-    """Logs a line every `seconds`: step, loss, accuracy, pairs a second and time left; inside an evaluation its pairs.
+    """Callback that logs a line every `seconds`: step, loss, accuracy, speed and time left, or an evaluation's pairs.
 
     Args:
         seconds: seconds between two lines.
-        clock: monotonic seconds.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, *, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,13 +47,13 @@ class ProgressLines(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the step where a line is due."""
+        """Log the step if a line is due."""
         assert isinstance(pl_module, RewardModelLightning)
         if trainer.is_global_zero and self._is_due():
             log.info("%s", self._step_line(trainer.global_step, pl_module))
 
     def evaluated(self, total: int, done: int) -> None:
-        """Log how far an evaluation is where a line is due.
+        """Log the progress of an evaluation if a line is due.
 
         Args:
             total: pairs to score.
@@ -81,7 +81,7 @@ class ProgressLines(pl.Callback):
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two largest units.
+    """Duration in words, with its two largest units.
 
     Example:
         >>> duration(59.6), duration(61), duration(7384)

@@ -1,4 +1,4 @@
-"""Weights to a reward server while training: what was evaluated at a step is what the server answers with then."""
+"""Publishing of weights to a reward server while training; the server gets the weights that evaluations use."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Publisher(Protocol):
     """Interface that sends new weights to a server."""
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> object:
-        """Return once the weights serve under that name.
+        """Publish the weights, and return once they are served under that name.
 
         Raises:
-            RMOptimizerError: if they do not.
+            RMOptimizerError: if the server does not accept them.
         """
         ...
 
@@ -43,11 +43,11 @@ class Publisher(Protocol):
 
 
 OpenPublisher: TypeAlias = Callable[[PublishConfig], Publisher]
-"""Connects to the server that the options name; raises if it does not answer."""
+"""Function that connects to the server in the options; raises if it does not answer."""
 
 
 def require_publishable(mode: RewardModelTrainingMode, config: TrainConfig) -> None:
-    """Refuse a mode that does not send what the run trains.
+    """Refuse a mode that does not send all trained weights.
 
     Raises:
         ConfigError: naming the option.
@@ -56,24 +56,25 @@ def require_publishable(mode: RewardModelTrainingMode, config: TrainConfig) -> N
     if mode is RewardModelTrainingMode.lora and adapter is AdapterKind.none:
         raise ConfigError("publish.mode=lora sends an adapter, but adapter=none; use publish.mode=full or adapter=lora")
     if mode is RewardModelTrainingMode.head_only and adapter is not AdapterKind.none:
-        raise ConfigError(f"publish.mode=head_only leaves adapter={adapter.value} out; use publish.mode=lora or full")
+        raise ConfigError(f"publish.mode=head_only omits adapter={adapter.value}; use publish.mode=lora or full")
     if config.hardware.strategy == "fsdp2" and (
         mode is not RewardModelTrainingMode.full or adapter is not AdapterKind.none
     ):
-        raise ConfigError("hardware.strategy=fsdp2 publishes with publish.mode=full and adapter=none alone")
+        raise ConfigError("hardware.strategy=fsdp2 can publish only with publish.mode=full and adapter=none; set both")
 
 
 class PublishWeights(RunCallback):
-    """Publishes the weights every `every_n_steps` optimizer steps and after the last, as version `RUN-step-N`.
+    """Callback that publishes the weights every `every_n_steps` steps and after the last, as version `RUN-step-N`.
 
-    `RUN` begins with the run's id, so that two runs never publish under one name; what a run publishes after it was
-    resumed has names of its own, as its numbers need not be those of the first time. Only the first rank speaks to the
-    server. Optimizers that train and evaluate at different points publish the one they evaluate at. Nothing in the run
-    changes, whether the server takes the weights or not.
+    `RUN` begins with the run's id, so that two runs never publish under one name. A resumed run uses new names, since
+    its weights may differ from those of the first time. Only the first rank connects to the server. Optimizers that
+    train and evaluate different weights publish those that they evaluate. The run itself does not change, also if the
+    server refuses the weights.
 
     Args:
         config: interval of the updates, and the effect of a failure.
-        open_publisher: connects to the server; called before the model is built and before the first step.
+        open_publisher: function that connects to the server, called before the model is built and before the first
+            step.
     """
 
     option = "publish.url"
@@ -85,12 +86,12 @@ class PublishWeights(RunCallback):
         self._publisher: Publisher | None = None
 
     def require(self, config: TrainConfig) -> None:
-        """Refuse a mode that does not send what the run trains, and an address where no server answers."""
+        """Refuse a mode that does not send all trained weights, and an address where no server answers."""
         require_publishable(self.config.mode, config)
         self.open_publisher(self.config).close()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Connect."""
+        """Connect to the server."""
         if trainer.is_global_zero:
             record = pl_module.record
             assert isinstance(record, RunRecord), "a run has a record before its first step"
@@ -132,16 +133,16 @@ class PublishWeights(RunCallback):
         except RMOptimizerError as error:
             if self.config.on_failure is OnFailure.error:
                 raise
-            log.warning("%s; training goes on (publish.on_failure=warn)", error)
+            log.warning("%s; training continues (publish.on_failure=warn)", error)
 
 
 def run_name(run_id: str, first_step: int) -> str:
-    """Beginning of the names of a run's versions, another one each time that it is resumed at a first step above 0."""
+    """Beginning of the names of a run's versions; a new one each time that the run is resumed after a step."""
     return run_id[:RUN_DIGITS] + (f"-{secrets.token_hex(2)}" if first_step else "")
 
 
 def _weights(model: BradleyTerryRM) -> BradleyTerryRM | Mapping[str, Tensor]:
-    """The model, or its tensors gathered from the ranks, every one of which takes part."""
+    """The model, or its tensors gathered from the ranks; every rank must take part."""
     if not is_sharded(model):
         return model
     return {name: whole(value).cpu() for name, value in model.model.state_dict().items()}

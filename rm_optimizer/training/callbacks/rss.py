@@ -1,4 +1,4 @@
-"""Resident memory of this process, and the highest it stood at between two moments."""
+"""Resident memory of this process, and its peak within an interval."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rss_source() -> str:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process; where the system has no `/proc`, the highest since its start."""
+    """Resident memory of this process; on a system without `/proc`, the peak since its start."""
     if _STATM.exists():
         return int(_STATM.read_text(encoding="ascii").split()[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -31,7 +31,7 @@ def rss_bytes() -> int:
 
 
 class RssSampler:
-    """A thread that keeps the highest resident memory seen; the data loader's processes are not counted."""
+    """Thread that records the peak of the resident memory; the data loader's processes are not counted."""
 
     def __init__(self) -> None:
         self._peak = 0
@@ -45,12 +45,12 @@ class RssSampler:
         self._thread.start()
 
     def restart_peak(self) -> None:
-        """Forget what was seen; the peak is what is resident now."""
+        """Reset the peak to the present resident memory."""
         with self._lock:  # a sample taken before may not be written after
             self._peak = rss_bytes()
 
     def peak_bytes(self) -> int:
-        """The highest since the last restart, this moment included."""
+        """The peak since the last restart, the present value included."""
         with self._lock:
             self._peak = max(self._peak, rss_bytes())
             return self._peak

@@ -1,4 +1,4 @@
-"""Callbacks that a run is given: what options ask for, their columns of `metrics.csv`, and those that are refused."""
+"""Callbacks of a run: those that options require, their columns of `metrics.csv`, and those that are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN = {
     EarlyStopping: "training.early_stopping",
     ProgressBar: "training.progress",
 }
-"""Lightning's callbacks whose work the run does itself, and the options of that work."""
+"""Lightning callbacks that a run replaces, and the options in their place."""
 
 
 class RunCallback(pl.Callback):
@@ -32,7 +32,7 @@ class RunCallback(pl.Callback):
     columns: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def require(self, config: TrainConfig) -> None:
-        """Refuse runs that it cannot watch, before the model is built.
+        """Refuse runs that it does not support, before the model is built.
 
         Raises:
             ConfigError: naming the option.
@@ -40,7 +40,7 @@ class RunCallback(pl.Callback):
 
 
 def _require_foreign(callback: object) -> None:
-    """Refuse what is no callback, and one whose work the run does itself."""
+    """Refuse an object that is not a callback, and a callback that the run replaces."""
     if not isinstance(callback, Callback):
         raise TypeError(f"callbacks must be Lightning callbacks, got {callback!r}")
     for kind, options in OWN.items():
@@ -50,10 +50,10 @@ def _require_foreign(callback: object) -> None:
 
 
 def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks that do not go with the run, and options whose callback was not passed.
+    """Refuse callbacks that do not support the run, and options whose callback was not passed.
 
     Raises:
-        TypeError: if one is no Lightning callback.
+        TypeError: if one is not a Lightning callback.
         ConfigError: naming the option.
     """
     for callback in callbacks:

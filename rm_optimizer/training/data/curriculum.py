@@ -31,14 +31,14 @@ def order_of(data: TrainVal, config: TrainConfig, given: PairOrder | None = None
         given: the caller's order.
 
     Raises:
-        ConfigError: if both the caller and `data.curriculum` bring one, or all pairs are in one bin.
+        ConfigError: if both the caller and `data.curriculum` give one, or all pairs are in one bin.
         DataError: if a pair has no margin.
     """
     options = config.data
     if options.curriculum is None:
         return given
     if given is not None:
-        raise ConfigError("train_reward_model(order=…) brings an order, so data.curriculum must not be set")
+        raise ConfigError("train_reward_model(order=…) gives an order, so data.curriculum must not be set")
     num_pairs, steps = len(data.train), config.training.max_steps
     sampler = CurriculumSampler(
         training_margins(data.train, options.curriculum, num_processes=config.hardware.devices),
@@ -59,17 +59,17 @@ def order_of(data: TrainVal, config: TrainConfig, given: PairOrder | None = None
 
 
 def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: int = 1) -> Float[np.ndarray, " pairs"]:
-    """Margins that say how easy each pair is, none negative.
+    """Nonnegative margins; the larger a pair's margin, the easier it is.
 
     Args:
         pairs: training pairs.
-        source: `margin` for their own; a JSON Lines file whose rows have `pair_id` and `margin`, or `chosen` and
-            `rejected` rewards as `pair_rewards.jsonl` has them; or a saved reward model. Margins of the last two are
-            those of `chosen` over `rejected`; one against the label, or of a tie, counts as 0, the hardest.
-        num_processes: processes that train, each of which must find the same margins.
+        source: `margin` for the pairs' own margins, a JSON Lines file, or a saved reward model. Rows of a file have
+            `pair_id` and `margin`, or `chosen` and `rejected` rewards as in `pair_rewards.jsonl`. Margins of a file or
+            a model are those of `chosen` over `rejected`; one against the label, or of a tie, counts as 0, the hardest.
+        num_processes: number of training processes, all of which must have the same margins.
 
     Raises:
-        ConfigError: if a model is named for several processes, whose rewards may round apart.
+        ConfigError: if a model is named for several processes, in which its rewards may differ by rounding.
         DataError: if a pair has no margin.
     """
     path = Path(source).expanduser()

@@ -1,4 +1,4 @@
-"""Pairs of one run, tokenized, in batches that depend on nothing but the seed and the step."""
+"""Tokenized pairs of one run, in batches that depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ FEW_PAIRS = 10
 
 
 class StepLoader:
-    """Training steps from `start_step` on, with the state Lightning saves and restores.
+    """Training steps from `start_step` on, with the state that Lightning saves and restores.
 
-    Its length is that of the whole run, so that step numbers go on after a resume.
+    Its length is that of the whole run, so that step numbers continue after a resume.
     """
 
     def __init__(self, module: PreferenceDataModule, num_steps: int) -> None:
@@ -51,7 +51,7 @@ class StepLoader:
         return self._num_steps
 
     def __iter__(self) -> Iterator[MacroBatch]:
-        """Macro-batches from the step the loader stands at."""
+        """Macro-batches from the loader's present step on."""
         self.step = self._start
         for batch in self._module.steps(self._start, self._num_steps):
             self.step = batch.step + 1
@@ -90,7 +90,7 @@ class PreferenceDataModule(pl.LightningDataModule):
     """
 
     holds_all_pairs = True
-    """False where `data.train` is only the first of the training pairs."""
+    """False if `data.train` holds only the first of the training pairs."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         self._macro_batches()
 
     def _warn_of_little(self) -> None:
-        """Warn where so few pairs, or pairs of such labels, teach or measure next to nothing."""
+        """Warn if there are too few pairs to train on or to measure with, or every label is a tie."""
         train, val, batch_size = len(self.train_tokens), len(self.val_tokens), self.batching.batch_size
         if self.holds_all_pairs and train < FEW_PAIRS:
             log.warning("training has %s; a reward model cannot be learned from so few", _counted(train))
@@ -155,7 +155,7 @@ class PreferenceDataModule(pl.LightningDataModule):
                 log.warning(text, split)
 
     def train_tokens_of_run(self) -> float:
-        """Tokens of the sequences that all steps pass over, the mean length of the pairs known taken for all."""
+        """Tokens of all steps' sequences, estimated from the mean length of the known pairs."""
         return float(self.train_tokens.lengths.sum(axis=1).mean()) * self.pairs_a_step * self.num_steps
 
     @property
@@ -197,7 +197,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         should_stop: Callable[[], bool] | None = None,
         positions: NDArray[np.int64] | None = None,
     ) -> PairRewards:
-        """Rewards of the validation pairs; the arguments are those of `score_pairs`."""
+        """Rewards of the validation pairs; for the arguments see `score_pairs`."""
         return score_pairs(
             model,
             self.val_tokens,
@@ -210,7 +210,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         )
 
     def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:
-        """Move every micro-batch."""
+        """Move every micro-batch to the device."""
         return batch.to(device, non_blocking=self.pin_memory)
 
     def pair_ids(self, pair_index: np.ndarray) -> list[str]:
@@ -251,7 +251,7 @@ def _tokenized(
     """The pairs that can be rendered, and their tokens."""
     try:
         tokens = tokenize_pairs(dataset.pairs, renderer, cache)
-    except ConversationRefused:  # looking for all of them takes as long as rendering, so only now
+    except ConversationRefused:  # the search for all takes as long as rendering, so it comes after a failure only
         dataset = dataset.accepted_by(renderer)
         tokens = tokenize_pairs(dataset.pairs, renderer, cache)
     if len(tokens) == 0:

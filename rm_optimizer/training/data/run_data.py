@@ -1,4 +1,4 @@
-"""Pairs of a run, and their batches, in memory or streamed as the options say."""
+"""Pairs of a run and their batches, in memory or streamed according to the options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rm_optimizer.training.data.streamed import StreamedTrainVal, StreamingDataM
 
 
 def load_data(config: TrainConfig, given: TrainVal | None = None) -> TrainVal:
-    """Training and validation pairs of a run: those given, or those that the options name.
+    """Training and validation pairs of a run: the given ones, or those in the options.
 
     Raises:
         ConfigError: if streaming lacks an option that it needs, or has one that it cannot follow; or options name
@@ -29,7 +29,7 @@ def load_data(config: TrainConfig, given: TrainVal | None = None) -> TrainVal:
 
 
 def _require_pairs(data: TrainVal, config: DataConfig) -> None:
-    """Refuse pairs in memory that are none, that overlap, or beside which options name others."""
+    """Refuse pairs in memory that are empty, that overlap, or that the options name too."""
     if not isinstance(data, TrainVal) or not all(isinstance(x, PreferenceDataset) for x in (data.train, data.val)):
         raise TypeError("data must be a TrainVal of two PreferenceDatasets; PreferenceDataset.from_pairs makes one")
     for option, is_set in (
@@ -39,7 +39,7 @@ def _require_pairs(data: TrainVal, config: DataConfig) -> None:
         ("data.streaming", config.streaming != Streaming.off),
     ):
         if is_set:
-            raise ConfigError(f"train_reward_model(data=…) brings the run's pairs, so {option} must not be set")
+            raise ConfigError(f"train_reward_model(data=…) gives the run's pairs, so {option} must not be set")
     for name, split in (("training", data.train), ("validation", data.val)):
         if not len(split):
             raise DataError(f"train_reward_model(data=…) needs {name} pairs, got none")

@@ -21,7 +21,7 @@ from rm_optimizer.schema import DataConfig
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 FIRST_PAIRS = 4096
-"""Streamed pairs that are also held in memory: to train a tokenizer, to prove prefix sharing, for the mean weight."""
+"""Streamed pairs that are also in memory: for training a tokenizer, testing prefix sharing, and the mean weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StreamedTrainVal(TrainVal):
         return self.stream.fingerprint, self.val.fingerprint
 
     def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
-        """Sentences on the pairs, and how many of them were looked at where that is not all of them."""
+        """Sentences on the pairs; if only some of them were examined, their number is stated."""
         found = super().notes(uses_margins=uses_margins)
         if len(self.train) < FIRST_PAIRS:
             return found
@@ -49,7 +49,7 @@ class StreamedTrainVal(TrainVal):
 
 
 def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
-    """Training pairs to be streamed and validation pairs in memory, as the options say.
+    """Training pairs to be streamed and validation pairs in memory, according to the options.
 
     Raises:
         ConfigError: if streaming lacks an option that it needs, or has one that it cannot follow.
@@ -73,7 +73,7 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
 def _require_streamable(config: DataConfig, max_steps: int | None) -> None:
     for option, is_wrong, reason in (
         ("data.train", config.train is None, "be set, since the synthetic world is in memory already"),
-        ("data.val", config.val is None, "be set, since no validation can be split off pairs that are not yet read"),
+        ("data.val", config.val is None, "be set, since validation cannot be split off pairs that are not yet read"),
         ("training.max_steps", max_steps is None, "be set, since the pairs of an epoch are not yet counted"),
         ("data.max_pairs", config.max_pairs is not None, "be null; limit the run by training.max_steps"),
     ):
@@ -82,7 +82,7 @@ def _require_streamable(config: DataConfig, max_steps: int | None) -> None:
 
 
 class StreamLoader:
-    """Training steps from a position of the stream on, with the state Lightning saves and restores."""
+    """Training steps from a position of the stream on, with the state that Lightning saves and restores."""
 
     def __init__(self, module: StreamingDataModule) -> None:
         self._module = module
@@ -115,7 +115,7 @@ class StreamLoader:
 
 
 class StreamingDataModule(PreferenceDataModule):
-    """Pairs of a run, those to train on streamed; an epoch ends with the run or with a pass over all rows.
+    """Pairs of a run with streamed training pairs; an epoch ends with the run or with a pass over all rows.
 
     Args:
         data: the streamed pairs and those of validation.
@@ -142,7 +142,7 @@ class StreamingDataModule(PreferenceDataModule):
         return StreamLoader(self)
 
     def open_stream(self) -> MacroBatchStream:
-        """Stream of this rank's workers, started once, since Lightning calls this twice; `teardown` ends them."""
+        """Stream of this rank's workers, which `teardown` ends. Lightning calls this twice; they are started once."""
         if self._open is not None:
             return self._open
         trainer = self.trainer
@@ -169,7 +169,7 @@ class StreamingDataModule(PreferenceDataModule):
             self._open = None
 
     def teardown(self, stage: str) -> None:
-        """End the workers, however the run ended."""
+        """End the workers, also after a failure of the run."""
         self.close()
 
     def pair_ids(self, pair_index: np.ndarray) -> list[str]:
@@ -183,7 +183,7 @@ class StreamingDataModule(PreferenceDataModule):
 
     @property
     def skipped(self) -> Sequence[SkippedRow]:
-        """Rows that gave no pair, as far as they were read."""
+        """Rows among those read so far that gave no pair."""
         return [*self._tally.skipped, *self.data.val.skipped]
 
     @property

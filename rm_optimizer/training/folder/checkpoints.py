@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written under a temporary name, renamed when whole, the oldest removed."""
+"""Checkpoints of a run: written under a temporary name, renamed when complete, the oldest removed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = False) -> Path:
-    """Save a Lightning checkpoint atomically; every logger's rows up to this step reach the disk first.
+    """Save a Lightning checkpoint atomically, after every logger's rows up to this step are on disk.
 
-    Its weights are those that an evaluation at this step measures. An optimizer that trains other ones keeps them in
-    its own state, from which a resumed run takes them.
+    Its weights are those that an evaluation at this step uses. An optimizer that trains other weights keeps them in its
+    own state, and a resumed run restores them from there.
     """
     for logger in trainer.loggers:
         logger.save()

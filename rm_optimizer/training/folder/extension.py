@@ -1,4 +1,4 @@
-"""A resumed run that is made longer: its learning rate follows the schedule of the new length from there on."""
+"""Extension of a resumed run: its learning rate follows the schedule of the new length from then on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("rm_optimizer")
 
 
 class Extension(pl.Callback):
-    """Puts the learning rate on the longer schedule before the first step, and logs what that changes.
+    """Callback that puts the learning rate on the longer schedule before the first step, and logs the change.
 
     A checkpoint holds the rate that the shorter schedule gave the next step.
 
@@ -33,7 +33,7 @@ class Extension(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Clear the mark of the last batch, at which Lightning would end a run that was whole at its former length."""
+        """Clear the mark of the last batch, since Lightning would end a run that was complete at its former length."""
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -49,23 +49,23 @@ class Extension(pl.Callback):
             log.warning("%s", self._sentence(done))
 
     def _sentence(self, done: int) -> str:
-        """The change of length, and of the learning rates where there is one."""
+        """The change of length, and of the learning rates if there is one."""
         before, after = lr_factor(self.schedule, self.from_steps), lr_factor(self.schedule, self.to_steps)
         told = f"the run is extended from {self.from_steps} to {self.to_steps} steps after step {done}"
         if all(before(step) == after(step) for step in range(done + 1)):
             return f"{told}; its learning rates are those of a run of {self.to_steps} steps"
         return (
-            f"{told}; the {self.schedule.name} schedule of {self.to_steps} steps holds from there on: the learning "
+            f"{told}; the {self.schedule.name} schedule of {self.to_steps} steps applies from there on: the learning "
             f"rate of step {done + 1} is {after(done):.3g} of its peak ({before(done):.3g} as planned before), so the "
             f"result is not that of a run that was started with {self.to_steps} steps"
         )
 
 
 def extension_at(step: int, extensions: tuple[dict[str, Any], ...], schedule: ScheduleConfig) -> list[pl.Callback]:
-    """The callback of a run that is extended at the step where it goes on; none where its length stays.
+    """Callback of a run whose length changes at the step where it continues; none if its length stays.
 
     Args:
-        step: optimizer steps done when the run goes on.
+        step: optimizer steps done when the run continues.
         extensions: changes of its length.
         schedule: the schedule.
     """

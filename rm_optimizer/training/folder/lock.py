@@ -1,4 +1,4 @@
-"""One process at a time works in a run folder: a lock of the operating system, which ends with the process."""
+"""Lock of the operating system on a run folder, for one process at a time; it ends with the process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rm_optimizer.records.disk import writing
 from rm_optimizer.records.file_lock import locked, sign
 
 LOCK_FILE = ".lock"
-"""In the run folder; it stays there, and only a living process holds it."""
+"""File in the run folder; it stays there, and only a living process holds its lock."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems without locks answer."""
+"""Error numbers of file systems without locks."""
 _RESERVED: set[Path] = set()
 log = logging.getLogger("rm_optimizer")
 
@@ -26,7 +26,7 @@ log = logging.getLogger("rm_optimizer")
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run folder for this process; the first of a distributed run holds it for all.
 
-    Where the file system has no locks, it warns and goes on without.
+    If the file system has no locks, it logs a warning and continues without one.
 
     Args:
         run_dir: the run folder, which exists.
@@ -53,7 +53,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def reserved(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder, made where it is missing, for the `run_lock` that follows in this process and takes it over.
+    """Hold a run folder, created if missing, until the following `run_lock` of this process takes over its lock.
 
     Args:
         run_dir: the run folder.
@@ -89,14 +89,14 @@ def require_free(run_dir: Path) -> None:
 
 
 def _taken(file: TextIO, run_dir: Path) -> bool:
-    """Take the lock; False where the file system has none."""
+    """Take the lock; False if the file system has none."""
     try:
         is_ours = locked(file)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
         log.warning(
-            "the file system of %s has no locks (%s); start no second run in this folder", run_dir, error.strerror
+            "the file system of %s has no locks (%s); do not start a second run in this folder", run_dir, error.strerror
         )
         return False
     if not is_ours:

@@ -1,4 +1,4 @@
-"""The model card of an exported model: `README.md` beside its weights, written from what the run recorded."""
+"""Model card of an exported model: `README.md` next to its weights, written from the run's records."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
 from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunResult, is_toy
 
 CARD_FILE = "README.md"
-"""In the folder of the exported model, where the hub shows it."""
+"""File in the folder of the exported model, which the hub shows."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _METRICS = {"accuracy": "Accuracy", "nll": "Negative log-likelihood", "brier": "Brier score", "ece": "ECE"}
 
 
 def write_card(run_dir: Path, result: RunResult) -> Path:
-    """Write the card of a run's exported model, in the place of an earlier one, and return its file.
+    """Write the card of a run's exported model, in place of an earlier one, and return its file.
 
     Args:
         run_dir: the run folder.
@@ -44,10 +44,9 @@ def write_card(run_dir: Path, result: RunResult) -> Path:
 
 
 def model_card(run_dir: Path, result: RunResult) -> str:
-    """Text of the card: metadata for the hub, then what the model is, its numbers, its weaknesses and its use.
+    """Text of the card: metadata for the hub, then a summary, numbers, weaknesses and use of the model.
 
-    Every number is one of `run.json`, rounded, or of the diagnosis that `rm-opt doctor` left. Paths of the machine
-    are left out.
+    Every number is a rounded one of `run.json` or of `rm-opt doctor`'s diagnosis. Paths of the machine are omitted.
 
     Args:
         run_dir: the run folder.
@@ -113,7 +112,7 @@ def _metadata(title: str, result: RunResult) -> str:
 
 
 def card_summary(result: RunResult) -> str:
-    """A paragraph on what the model's numbers mean."""
+    """Paragraph on the meaning of the model's numbers."""
     base = "random weights" if result.config["model"]["path"] is None else f"`{_named(result.config['model']['path'])}`"
     return (
         f"A Bradley-Terry reward model from {base}: it gives a response to a prompt one number, and prefers response a "
@@ -277,5 +276,5 @@ def _data_names(sources: Any) -> list[str]:
 
 
 def _named(path: str) -> str:
-    """A hub name as it is; of a path, which may tell of the machine, only the last part."""
+    """A hub name unchanged, or the last part of a path, since a whole path may reveal something of the machine."""
     return path if _is_hub_name(path) else Path(path).name

@@ -1,4 +1,4 @@
-"""States of the random generators of every process, by which a resumed run draws what it would have drawn."""
+"""States of the random generators of every process, so that a resumed run draws the same numbers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def random_states() -> list[dict[str, Any]]:
 
 
 def set_random_states(states: Sequence[Mapping[str, Any]]) -> None:
-    """Put this rank's generators back to the state that `random_states` gave for it."""
+    """Restore this rank's generators to their state in `random_states`."""
     is_alone = not (distributed.is_available() and distributed.is_initialized())
     set_random_state(states[0 if is_alone else distributed.get_rank()])

@@ -1,4 +1,4 @@
-"""The record of a run: its identity and its plan, in its folder and in each of its checkpoints."""
+"""Record of a run: its identity and its plan, in its folder and in each of its checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUN_KEY = "run"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The run that a checkpoint belongs to, and how it was planned.
+    """Identity and plan of the run that a checkpoint belongs to.
 
     Args:
         run_id: the run's id.
@@ -67,7 +67,7 @@ class Start:
 
     Args:
         options: the options of the run, as JSON values.
-        checkpoint: the checkpoint it goes on from; None starts anew.
+        checkpoint: the checkpoint to continue from; None starts a new run.
         before: the record of that checkpoint.
     """
 
@@ -82,11 +82,11 @@ class Start:
 
 
 def _extensions(before: RunRecord, step: int, num_steps: int) -> tuple[dict[str, int], ...]:
-    """Changes of a run's length, with that of the resumption at a step."""
+    """Changes of a run's length, including that of the resumption at a step."""
     if num_steps < before.num_steps:
         raise ConfigError(
             f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
-            f"{before.num_steps} steps, give {num_steps}; set them back, or choose another hydra.run.dir"
+            f"{before.num_steps} steps, give {num_steps}; restore them, or choose another hydra.run.dir"
         )
     if num_steps == before.num_steps:
         return before.extensions
@@ -94,7 +94,7 @@ def _extensions(before: RunRecord, step: int, num_steps: int) -> tuple[dict[str,
 
 
 def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
-    """The record of the run that starts now, which its checkpoints carry.
+    """Record of the run that starts now, which its checkpoints contain.
 
     Raises:
         ConfigError: if a resumed run would be shorter than planned.
@@ -121,7 +121,7 @@ def read_record(path: Path, run_dir: Path) -> RunRecord:
     content = read_checkpoint(path)[0].get(RUN_KEY)
     again = "set resume=restart, or choose another hydra.run.dir"
     if content is None:
-        raise CheckpointError(f"{path} does not say which run it belongs to, for an earlier version saved it; {again}")
+        raise CheckpointError(f"{path} does not name its run, since an earlier version saved it; {again}")
     record = from_values(RunRecord, content)
     identity = RunFolder(run_dir).identity
     if identity is not None and identity.run_id != record.run_id:
@@ -134,7 +134,7 @@ def read_record(path: Path, run_dir: Path) -> RunRecord:
 
 
 def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> None:
-    """Write `identity.json` and `options.json` into the run folder; `data` is None where pairs came from memory."""
+    """Write `identity.json` and `options.json` into the run folder; `data` is None if pairs came from memory."""
     identity = RunIdentity(
         run_id=record.run_id,
         directory=os.getcwd(),

@@ -32,24 +32,24 @@ COLUMNS = {
     "val/ece": "eval_ece",
     "val/tie_rate": "eval_tie_rate",
 }
-"""Metric name to column; what is not here goes to the other loggers only."""
+"""Columns by metric name; other metrics go to the other loggers only."""
 
 HEADER = ("step", "epoch", *COLUMNS.values())
-"""Columns of `metrics.csv` where nothing more is watched."""
+"""Columns of `metrics.csv` without further callbacks."""
 
 COUNTS = ("_pairs", "_products", "_bytes")
-"""Ends of the columns that hold whole numbers."""
+"""Endings of the names of columns with whole numbers."""
 
 
 class MetricsCSV(Logger):
-    """Writes `metrics.csv`: columns `HEADER`, one row a step, empty cells where a step was not evaluated.
+    """Logger that writes `metrics.csv`: one row a step, with empty cells if the step was not evaluated.
 
-    No clock enters it, so equal runs write equal bytes; measurements of time go to a file of their own.
+    The file holds no times, so that equal runs write equal bytes. Measurements of time go to a file of their own.
 
     Args:
         folder: the run folder.
         resume_step: rows after this step are dropped from an earlier file; None starts a new file.
-        columns: metric name to column; a step that logs none of them has no row.
+        columns: columns by metric name; a step that logs none of them has no row.
         file_name: name of the file in the folder.
     """
 
@@ -82,11 +82,11 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the composed configuration stands beside the file."""
+        """Do nothing, since the composed configuration is next to the file."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the row of `step`, also where it was saved already; a new step completes the row before."""
+        """Add metrics to the row of `step`, also if it was saved already; a new step completes the row before."""
         if self._row and self._row["step"] != str(step):
             self._write_row()
             self._row, self._row_start = {}, None
@@ -102,7 +102,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Bring every row up to the present step to disk."""
+        """Write every row up to the present step to disk."""
         with writing(self.path):
             self._write_row()
             if self._file is not None:
@@ -111,7 +111,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what is left and close the file."""
+        """Write the remaining row and close the file."""
         self.save()
         if self._file is not None:
             with writing(self.path):
@@ -120,7 +120,7 @@ class MetricsCSV(Logger):
             self._row, self._row_start = {}, None
 
     def _write_row(self) -> None:
-        """Write the row at the end of the file, in place of what was saved of it before."""
+        """Write the row at the end of the file, in place of its earlier version."""
         if self._is_written:
             return
         with writing(self.path):
@@ -134,7 +134,7 @@ class MetricsCSV(Logger):
 
     def _open(self) -> TextIO:
         kept = [] if self._resume_step is None else read_rows(self.path, self._resume_step)
-        if kept and kept[-1]["step"] == self._row.get("step"):  # a resumed run makes up for this step's evaluation
+        if kept and kept[-1]["step"] == self._row.get("step"):  # a resumed run repeats this step's missing evaluation
             self._row = {name: cell for name, cell in kept.pop().items() if cell} | self._row
         self._header = list(dict.fromkeys([*(kept[0] if kept else ()), *self._header]))
         with replacing(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:

@@ -35,7 +35,7 @@ def is_toy(model_path: str | None, train: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
-    """The pairs a run used.
+    """Summary of the pairs of a run.
 
     Args:
         train_pairs: training pairs after dropping bad rows and pairs identical after truncation.
@@ -47,7 +47,7 @@ class DataSummary:
         truncation: token and truncation counts of each split.
         length_baseline: accuracy on validation of calling the longer response better.
         ceiling: accuracy of the synthetic world's gold reward on validation; None for other data.
-        notes: sentences on labels, unused margins and conversations that stand in both splits.
+        notes: sentences on labels, unused margins and conversations that occur in both splits.
         order: identity of the order of the training pairs.
     """
 
@@ -79,17 +79,17 @@ class RunResult(JsonRecord, indent=2):
         monitor: metric that selected them.
         export: folder that `transformers` loads.
         metrics: validation metrics of the exported weights, with intervals.
-        data: the pairs used.
+        data: the pairs of the run.
         parameters: trainable parameters.
         wall_seconds: duration of fitting and evaluation.
         pairs_per_second: training pairs a second since the last resume, evaluation left out; None without a step.
-        versions: packages that decide the numbers.
+        versions: versions of the packages that affect the numbers.
         machine: processor, cores, system.
         commit: the checkout's commit.
         config: the composed configuration.
         run_id: the run's id, which its checkpoints carry; None in results of earlier versions.
         extensions: later changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
-        evaluations: their plan (`EvaluationPlan`) and the seconds that those during training took.
+        evaluations: plan of the evaluations (`EvaluationPlan`), and the seconds of those during training.
     """
 
     status: RunStatus
@@ -116,16 +116,16 @@ class RunResult(JsonRecord, indent=2):
 
     @property
     def objective(self) -> float:
-        """Negative log-likelihood on validation, what a sweep minimizes."""
+        """Negative log-likelihood on validation, the objective that a sweep minimizes."""
         return self.metrics.nll.value
 
     def entries(self) -> dict[str, Any]:
-        """The fields; the metrics with what they add to theirs."""
+        """The fields; those of the metrics include their derived numbers."""
         return super().entries() | {"metrics": self.metrics.entries()}
 
     @classmethod
     def read(cls, run_dir: Path) -> RunResult | None:
-        """The result of the run in a folder; None where there is none, or it is torn or of another version."""
+        """The result of the run in a folder; None if there is none, or it is damaged or of another version."""
         try:
             return cls.from_json((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""The start of a run in its folder: anew, after a checkpoint of the same run, or not at all since it has ended."""
+"""Start of a run in its folder: a new run, one after a checkpoint, or none since the run has ended."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ LEFT = (
     *(TRAINED_PAIRS_FILE, "readiness", "report"),
     *(OPTIONS_FILE, IDENTITY_FILE),
 )
-"""What a run leaves in its folder, in the order of removal: the result first, so that a kill leaves no finished run."""
+"""Files of a run in the order of removal: the result comes first, so that a kill leaves no finished run."""
 
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run that has ended already and that `resume=auto` therefore leaves as it is.
+    """A run that has ended already, so that `resume=auto` does not change it.
 
     Args:
         result: its result.
-        ignored: options given now that therefore have no effect.
+        ignored: options of this call, which therefore have no effect.
     """
 
     result: RunResult
     ignored: Sequence[str]
 
     def __str__(self) -> str:
-        """A sentence on its end and on the options without effect."""
+        """Sentence on its end and on the options without effect."""
         ended = "finished" if self.result.status == RunStatus.finished else "was stopped early"
         rest = f"; {', '.join(self.ignored)} as given now: without effect" if self.ignored else ""
         return f"the run in {self.result.run_dir} {ended} after step {self.result.steps}; nothing is changed{rest}"
 
 
 def ended_run(request: RunRequest) -> EndedRun | None:
-    """The run that has ended already in the folder of a request; None where there is something left to do.
+    """The run that has ended already in the folder of a request; None if there is something left to do.
 
     Args:
         request: the run that is to start; `require_usable` has passed it.
@@ -78,7 +78,7 @@ def ended_run(request: RunRequest) -> EndedRun | None:
 
 
 def begin(request: RunRequest, *, is_first_rank: bool) -> Start:
-    """Find the checkpoint to go on from, or clear the folder for a run that starts anew.
+    """Find the checkpoint to continue from, or clear the folder for a new run.
 
     Args:
         request: the run that is to start; `require_usable` has passed it.
@@ -106,14 +106,14 @@ def _begin_anew(run_dir: Path, resume: Resume, is_first_rank: bool) -> None:
             "one; set the options back, set resume=restart, or choose another hydra.run.dir"
         )
     if is_first_rank and (results or (resume == Resume.restart and run.is_used)):
-        log.info("starting anew in %s; what the run before left is removed", run_dir)
+        log.info("starting a new run in %s; the files of the run before are removed", run_dir)
         clear(run_dir)
     if is_first_rank:
-        (run_dir / TRAINED_PAIRS_FILE).unlink(missing_ok=True)  # of a start that failed before its first step
+        (run_dir / TRAINED_PAIRS_FILE).unlink(missing_ok=True)  # left by a start that failed before its first step
 
 
 def _newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest periodic checkpoint that is whole; a torn one is skipped with a warning for the one before."""
+    """The newest intact periodic checkpoint; a damaged one is skipped with a warning."""
     for step, path in reversed(RunFolder(run_dir).checkpoints.items()):
         if damage := _damage(path):
             log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
@@ -138,7 +138,7 @@ def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None) -
 
     Args:
         before: record of the run.
-        data: pairs of now; None where they are not read again.
+        data: present pairs; None if they are not read again.
 
     Raises:
         ConfigError: naming the option whose pairs differ.
@@ -160,7 +160,7 @@ def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None)
 
     Args:
         before: record of the run.
-        order: order of now; None is the shuffle by the seed.
+        order: present order; None is the shuffle by the seed.
 
     Raises:
         ConfigError: naming both orders.
@@ -173,7 +173,7 @@ def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None)
 
 
 def clear(run_dir: Path) -> None:
-    """Remove what a run left in its folder; links to folders stay, and files of other kinds."""
+    """Remove the files of a run from its folder; links to folders and other files stay."""
     for name in LEFT:
         path = run_dir / name
         if path.is_dir():

@@ -1,1 +1,1 @@
-"""Loggers beside `metrics.csv`: TensorBoard and Weights & Biases."""
+"""Loggers in addition to `metrics.csv`: TensorBoard and Weights & Biases."""

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases as the options name them, opened and closed."""
+"""Opening and closing of the loggers in the options: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def require_wandb_key(config: LoggerConfig) -> None:
     """Refuse W&B online without a key, before a model is loaded.
 
     Raises:
-        ConfigError: saying how to log in or to stay offline.
+        ConfigError: if there is no key.
     """
     if not config.wandb or config.wandb_mode != WandbMode.online or os.environ.get("WANDB_API_KEY"):
         return
@@ -75,7 +75,7 @@ def require_wandb_key(config: LoggerConfig) -> None:
 
 
 def close_loggers(loggers: list[Logger]) -> None:
-    """End the W&B run, so that its files are whole; Lightning leaves it open."""
+    """End the W&B run, so that its files are complete; Lightning leaves it open."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()

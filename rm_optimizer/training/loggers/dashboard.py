@@ -1,4 +1,4 @@
-"""A W&B workspace for the runs of a project, defined in code: panels of what training logs, runs by optimizer."""
+"""W&B workspace for the runs of a project: panels of the logged metrics, with runs grouped by optimizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GROUPED_BY = "optimizer.name"
 def _workspaces_and_panels() -> tuple[Any, Any]:
     """Modules of wandb-workspaces."""
     try:
-        with warnings.catch_warnings():  # it still writes pydantic's first API
+        with warnings.catch_warnings():  # it still uses pydantic's first API
             warnings.simplefilter("ignore", DeprecationWarning)
             from wandb_workspaces import workspaces
             from wandb_workspaces.reports import v2 as panels
@@ -53,7 +53,7 @@ def _workspaces_and_panels() -> tuple[Any, Any]:
 
 
 def dashboard(entity: str, project: str, *, name: str = "RM-Optimizer") -> Any:
-    """The workspace as `wandb_workspaces.workspaces.Workspace`; its `save()` publishes it, and needs an account.
+    """The workspace as `wandb_workspaces.workspaces.Workspace`; its `save()` publishes it and needs an account.
 
     Args:
         entity: W&B user or team.

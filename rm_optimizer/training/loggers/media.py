@@ -1,4 +1,4 @@
-"""Pictures and histograms for the loggers that can show them; `metrics.csv` and its like get the scalars alone."""
+"""Figures, histograms and tables for the loggers that can show them; other loggers get scalars only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rm_optimizer.records.quoting import markdown_table
 
 
 def log_figure(loggers: Iterable[Logger], name: str, png: Path, step: int) -> None:
-    """Show a picture in TensorBoard and Weights & Biases.
+    """Log a figure to TensorBoard and Weights & Biases.
 
     Args:
-        loggers: the run's; those that hold numbers alone are passed over.
-        name: the picture's name, as `stage/name`.
-        png: the picture's file.
+        loggers: loggers of the run; those for numbers only are skipped.
+        name: name of the figure, as `stage/name`.
+        png: file of the figure.
         step: optimizer step it belongs to.
     """
     for logger in loggers:
@@ -32,12 +32,12 @@ def log_figure(loggers: Iterable[Logger], name: str, png: Path, step: int) -> No
 
 
 def log_histogram(loggers: Iterable[Logger], name: str, values: Float[np.ndarray, " values"], step: int) -> None:
-    """Show how values are distributed, in TensorBoard and Weights & Biases.
+    """Log a histogram of values to TensorBoard and Weights & Biases.
 
     Args:
-        loggers: the run's; those that hold numbers alone are passed over.
+        loggers: loggers of the run; those for numbers only are skipped.
         name: name of the values, as `stage/name`.
-        values: all of them, finite.
+        values: the values, all finite.
         step: optimizer step they belong to.
     """
     for logger in loggers:
@@ -50,10 +50,10 @@ def log_histogram(loggers: Iterable[Logger], name: str, values: Float[np.ndarray
 
 
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Show a table in TensorBoard, as text, and Weights & Biases.
+    """Log a table to TensorBoard, as text, and to Weights & Biases.
 
     Args:
-        loggers: the run's; those that hold numbers alone are passed over.
+        loggers: loggers of the run; those for numbers only are skipped.
         name: name of the table, as `stage/name`.
         rows: values by column, the same columns in each.
         step: optimizer step it belongs to.

@@ -25,9 +25,9 @@ def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool
     """Log the metrics of the exported weights with their intervals, and those of each group.
 
     Args:
-        loggers: the run's; the metrics and the model go to W&B alone, the tables to TensorBoard too.
+        loggers: loggers of the run. The metrics and the model go to W&B only, the tables to TensorBoard too.
         result: the run's result.
-        log_model: refer to the exported model as an artifact, whose files `wandb sync` uploads from where they are.
+        log_model: True to log the exported model as an artifact by reference; `wandb sync` uploads its files.
     """
     loggers = list(loggers)
     for column, groups in result.metrics.groups.items():

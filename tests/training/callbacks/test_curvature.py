@@ -317,7 +317,7 @@ def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_pat
 @pytest.mark.parametrize("option", ["hardware.compile=true", "hardware.strategy=fsdp"])
 def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
     config = small_config(tmp_path, *WATCHED, option)
-    with pytest.raises(ConfigError, match=rf"training\.hessian does not go with {option}"):
+    with pytest.raises(ConfigError, match=rf"training\.hessian cannot be combined with {option}"):
         train_reward_model(config, callbacks=option_callbacks(config))
 
 

@@ -84,7 +84,7 @@ def test_a_run_says_and_stores_its_plan_and_ends_with_all_pairs(
     with caplog.at_level(logging.INFO, "rm_optimizer"):
         result = train_reward_model(config)
     assert "evaluations of a fixed sample of 5 of 33 validation pairs in bf16, every" in caplog.text
-    assert "since validation is large beside training" in caplog.text
+    assert "since validation is large relative to training" in caplog.text
     assert {row["eval_pairs"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_pairs"]} == {"5"}
     assert result.metrics.num_pairs == 33
     stored = json.loads((tmp_path / "run.json").read_text())["evaluations"]
