@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
-from rm_optimizer.core.metrics.pairwise import evaluate_pairs, response_metrics
+from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 from rm_optimizer.core.pairs.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.storage.certificate import ParityCertificate, ProbeScore
@@ -138,7 +138,6 @@ RESULTS = {
     "estimate": ESTIMATE,
     "unknown": UNKNOWN,
     "metrics": METRICS,
-    "responses": response_metrics(np.array([0.0, 1.0, 1.0, 2.0]), [False, False, True, True], [1.0]),
     "audit": DataAudit({"train": AUDIT}, (PromptOverlap("train", "val", 1, 2, 3),)),
     "truncation": TruncationReport(8, 4, 0, 1, 0, 1, 0.25, {"0.5": 3.0}),
     "diagnosis": Diagnosis("m", 0, {"train": 4}, {"train": 4}, {"train": 2}, 1.5, CHECKS),

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from scipy.special import expit, log_expit
-from scipy.stats import rankdata
 
 from rm_optimizer.core.metrics.calibration import (
     FoldedPairs,
@@ -201,73 +200,6 @@ def evaluate_pairs(
             for name in sorted(set(names))
         }
     return _metrics(pairs, beta, num_bootstrap, seed, knows_length, by_group)
-
-
-@dataclass(frozen=True)
-class ResponseMetrics(JsonRecord):
-    """Separation of good from bad responses by reward, each judged alone.
-
-    Rewards of different prompts differ by an offset that pairs cannot see, so a model of good pairwise accuracy may
-    have a poor AUC over many prompts.
-
-    Args:
-        num_positive: responses labeled good.
-        num_negative: responses labeled bad.
-        roc_auc: probability that a good response has a higher reward than a bad one, ties one half.
-        thresholds: rewards at or above which a response is called good.
-        tpr: share of good responses called good, for each threshold.
-        fpr: share of bad responses called good.
-        fnr: share of good responses called bad.
-    """
-
-    num_positive: int
-    num_negative: int
-    roc_auc: float
-    thresholds: tuple[float, ...]
-    tpr: tuple[float, ...]
-    fpr: tuple[float, ...]
-    fnr: tuple[float, ...]
-
-
-def response_metrics(
-    rewards: Float[np.ndarray, " responses"], labels: Sequence[bool], thresholds: Sequence[float]
-) -> ResponseMetrics:
-    """ROC-AUC, and rates at thresholds, of rewards against good/bad labels of single responses.
-
-    The AUC is the Mann-Whitney statistic with average ranks: `(sum of ranks of good - P (P + 1) / 2) / (P N)`.
-
-    Args:
-        rewards: one for each response.
-        labels: True for a good response, in the same order.
-        thresholds: rewards at or above which a response counts as called good.
-
-    Raises:
-        ValueError: if lengths differ, rewards are not finite, or one of the classes is empty.
-
-    Example:
-        >>> response_metrics(np.array([0.0, 1.0, 1.0, 2.0]), [False, False, True, True], [1.0]).roc_auc
-        0.875
-    """
-    good = np.array(labels, dtype=bool)
-    if good.shape != rewards.shape:
-        raise ValueError(f"labels must have one value for each of {rewards.size} rewards, got {good.size}")
-    if not np.isfinite(rewards).all():
-        raise ValueError("rewards must be finite")
-    num_positive, num_negative = int(good.sum()), int((~good).sum())
-    if num_positive == 0 or num_negative == 0:
-        raise ValueError(f"labels must hold both classes, got {num_positive} good and {num_negative} bad")
-    ranks = rankdata(rewards)[good].sum()
-    called_good = rewards[None, :] >= np.asarray(thresholds, dtype=np.float64)[:, None]
-    tpr, fpr = called_good[:, good].mean(axis=1), called_good[:, ~good].mean(axis=1)
-    return ResponseMetrics(
-        num_positive=num_positive,
-        num_negative=num_negative,
-        roc_auc=float((ranks - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)),
-        thresholds=tuple(float(value) for value in thresholds),
-        tpr=tuple(tpr.tolist()),
-        fpr=tuple(fpr.tolist()),
-        fnr=tuple((1 - tpr).tolist()),
-    )
 
 
 def _metrics(

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.special import expit
-from sklearn.metrics import brier_score_loss, confusion_matrix, log_loss, roc_auc_score
+from sklearn.metrics import brier_score_loss, log_loss
 
 from rm_optimizer.core.metrics.collapse import detect_collapse
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, ResponseMetrics, evaluate_pairs, response_metrics
+from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 
 
 def world(num_pairs: int = 200, seed: int = 0, num_prompts: int = 60) -> dict[str, Any]:
@@ -355,28 +355,3 @@ def test_estimates_name_the_prompts_behind_them() -> None:
     metrics = evaluated(world())
     assert isinstance(metrics.accuracy, Estimate)
     assert metrics.accuracy.num_samples == metrics.num_prompts
-
-
-def test_response_metrics_match_scikit_learn_with_ties() -> None:
-    rng = np.random.default_rng(0)
-    rewards, labels = rng.normal(size=300).round(1), rng.random(300) < 0.3
-    thresholds = [-1.0, 0.0, 0.7, 99.0]
-    metrics = response_metrics(rewards, labels.tolist(), thresholds)
-    assert metrics.roc_auc == pytest.approx(roc_auc_score(labels, rewards), rel=1e-12)
-    for k, threshold in enumerate(thresholds):
-        tn, fp, fn, tp = confusion_matrix(labels, rewards >= threshold, labels=[False, True]).ravel()
-        assert metrics.tpr[k] == pytest.approx(tp / (tp + fn))
-        assert metrics.fnr[k] == pytest.approx(fn / (tp + fn))
-        assert metrics.fpr[k] == pytest.approx(fp / (fp + tn))
-    assert ResponseMetrics.from_json(metrics.to_json()) == metrics
-
-
-def test_equal_rewards_have_an_auc_of_one_half() -> None:
-    assert response_metrics(np.zeros(5), [True, False, True, False, False], []).roc_auc == 0.5
-
-
-def test_response_metrics_need_both_classes() -> None:
-    with pytest.raises(ValueError, match="both classes, got 2 good and 0 bad"):
-        response_metrics(np.zeros(2), [True, True], [])
-    with pytest.raises(ValueError, match="one value for each of 2 rewards, got 1"):
-        response_metrics(np.zeros(2), [True], [])
