@@ -141,25 +141,6 @@ def negative_share(spectrum: HessianSpectrum) -> Quantity:
     return _of_all(spectrum, lambda v: np.stack([np.abs(v) * (v < 0), np.abs(v)]), lambda totals: totals[0] / totals[1])
 
 
-def effective_parameters(spectrum: HessianSpectrum, threshold: float) -> Quantity:
-    """`sum |lambda| / (|lambda| + z)`: effective number of directions with more curvature than `z` (MacKay, 1992)."""
-    count = _of_all(spectrum, lambda v: (np.abs(v) / (np.abs(v) + threshold))[None], lambda totals: totals[0])
-    return _resolved(count)
-
-
-def num_above(spectrum: HessianSpectrum, threshold: float) -> Quantity:
-    """Number of eigenvalues above a positive threshold.
-
-    It is known if all eigenvalues are known, or if the listed largest ones reach below the threshold. A density does
-    not suffice, since the few nodes of a quadrature rule cannot resolve a step.
-    """
-    top = _top(spectrum)
-    if not _has_all(spectrum) and not any(value + bound <= threshold for value, bound in top):
-        return Quantity(None, f"the eigenvalues computed do not reach below {threshold}; raise top_k")
-    count, fewest, most = (float(sum(value + side * bound > threshold for value, bound in top)) for side in (0, -1, 1))
-    return Quantity(_between(count, fewest, most))
-
-
 SUMMARY: dict[str, Callable[[HessianSpectrum], Quantity]] = {
     "condition_number": condition_number,
     "top_ratio": top_ratio,
