@@ -22,7 +22,6 @@ from rm_optimizer.records.run_options import flat, is_among, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig, compose, typed
 from rm_optimizer.training.base_model import build_model
 
-PARTS = ("train", "val", "test")
 KEPT = ("id", "source", "subset")
 """Metadata that the written pairs keep."""
 HELD_OUT = 0.2
@@ -38,9 +37,9 @@ class Frozen(JsonRecord, indent=1):
         digest: digest of all that follows, which every trial carries.
         options: comparison's options.
         model: digest of the base model's weights, with the head that seed 0 draws.
-        fingerprints: digests of the pairs, by `PARTS`.
-        sizes: number of pairs, by `PARTS`.
-        prompts: number of different prompts, by `PARTS`.
+        fingerprints: digests of the pairs, by split: `train`, `val` and `test`.
+        sizes: number of pairs, by split.
+        prompts: number of different prompts, by split.
         shared: digest of the options that all runs share.
         steps: optimizer steps of every run.
     """
@@ -70,9 +69,9 @@ class Frozen(JsonRecord, indent=1):
             raise ConfigError(f"{path} is damaged; start the comparison in another folder") from error
 
 
-def pairs_file(folder: Path, part: str) -> Path:
-    """File of the pairs of a split, one of `PARTS`, in the folder of a comparison."""
-    return folder / "data" / f"{part}.jsonl"
+def pairs_file(folder: Path, split: str) -> Path:
+    """File of the pairs of a split, `train`, `val` or `test`, in the folder of a comparison."""
+    return folder / "data" / f"{split}.jsonl"
 
 
 def freeze(options: ComparisonOptions, folder: Path) -> Frozen:

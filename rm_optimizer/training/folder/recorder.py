@@ -34,9 +34,6 @@ COLUMNS = {
 }
 """Columns by metric name; other metrics go to the other loggers only."""
 
-HEADER = ("step", "epoch", *COLUMNS.values())
-"""Columns of `metrics.csv` without further callbacks."""
-
 COUNTS = ("_pairs", "_products", "_bytes")
 """Endings of the names of columns with whole numbers."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rm_optimizer.records.run_folder import read_rows
-from rm_optimizer.training.folder.recorder import HEADER, MetricsCSV
+from rm_optimizer.training.folder.recorder import COLUMNS, MetricsCSV
 
 
 def record(folder: Path, steps: range, resume_step: int | None = None) -> MetricsCSV:
@@ -24,7 +24,7 @@ def test_one_row_a_step_holds_both_stages(tmp_path: Path) -> None:
     assert [row["eval_acc"] for row in rows] == ["", "0.5", "", "0.5"]
     assert rows[1]["eval_pairs"] == "9"
     assert float(rows[2]["train_loss"]) == 0.1 * 3
-    assert tuple(rows[0]) == HEADER
+    assert list(rows[0]) == ["step", "epoch", *COLUMNS.values()]
 
 
 def test_save_brings_the_present_step_to_disk(tmp_path: Path) -> None:
