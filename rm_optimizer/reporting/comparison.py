@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rm_optimizer.experiments.run_comparison import ArmDifference, ArmScores, RunComparison, RunScores
+from rm_optimizer.experiments.run_comparison import COSTS, ArmDifference, ArmScores, RunComparison, RunScores
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.run_folder import RunFolder
@@ -165,7 +165,7 @@ def _cost_table(comparison: RunComparison) -> Table:
             known = [value for each in costs if (value := each[name]) is not None]
             return fmean(known) if known else None
 
-        numbers = [mean(name) for name in ("steps", "best_step", "wall_seconds", "pairs_per_second", "parameters")]
+        numbers = [mean(name) for name in COSTS]
         cells = ("n/a" if number is None else f"{number:,.1f}".removesuffix(".0") for number in numbers)
         table.add_row(Text(arm.name), *map(Text, cells))
     return table

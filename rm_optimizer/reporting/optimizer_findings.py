@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from rm_optimizer.core.metrics.effects import SCORES
 from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
 from rm_optimizer.reporting.tables import TextTable, output_console
 
@@ -54,7 +55,7 @@ def _verdict_table(found: ComparisonFindings) -> TextTable:
     primary = {item.arm: item for item in found.verdicts if item.is_primary}
     rows = []
     for arm in found.arms:
-        scores = [str(arm.scores[name]) for name in ("accuracy", "nll", "brier", "ece")]
+        scores = [str(arm.scores[name]) for name in SCORES]
         item = primary.get(arm.name)
         judged = ["", "", "", ""]
         if item is not None:

@@ -4,19 +4,19 @@ import sys
 
 import pytest
 
+from rm_optimizer.core.metrics.pairwise import ESTIMATES
 from rm_optimizer.errors import MissingExtra
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training.callbacks.calibration import CALIBRATION_COLUMNS
 from rm_optimizer.training.callbacks.curvature import CURVATURE_COLUMNS
 from rm_optimizer.training.folder.recorder import COLUMNS
 from rm_optimizer.training.loggers.dashboard import COMPARED, GROUPED_BY, SECTIONS, dashboard
-from rm_optimizer.training.loggers.outcome import SUMMARY_METRICS
 
 
 def test_every_metric_of_a_panel_is_logged() -> None:
     logged = COLUMNS.keys() | CALIBRATION_COLUMNS.keys() | CURVATURE_COLUMNS.keys()
     assert {metric for plots in SECTIONS.values() for metrics in plots.values() for metric in metrics} <= logged
-    assert set(COMPARED) <= {f"best/{name}" for name in SUMMARY_METRICS}
+    assert set(COMPARED) <= {f"best/{name}" for name in ESTIMATES}
     assert typed(compose(["output_dir=x"]), TrainConfig).optimizer.name, f"{GROUPED_BY} is an option"
 
 

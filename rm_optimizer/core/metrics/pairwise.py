@@ -38,7 +38,8 @@ LEAST_PAIRS = 20
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of the margin that are reported."""
 
-_ESTIMATES = ("accuracy", "nll", "brier", "ece", "mean_margin")
+ESTIMATES = ("accuracy", "nll", "brier", "ece", "mean_margin")
+"""Metrics that every evaluation gives with an interval."""
 _BASELINE = ("longer_wins", "over_length")
 _UNKNOWN = Estimate(math.nan, None, 0)
 _BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0), "over_length": (-1.0, 1.0)}
@@ -132,7 +133,7 @@ class PairwiseMetrics(JsonRecord):
 
     def flat(self) -> dict[str, float]:
         """The numbers for a logger; a fitted temperature only where there is one, groups as `source/hh/accuracy`."""
-        numbers = {name: getattr(self, name).value for name in _ESTIMATES}
+        numbers = {name: getattr(self, name).value for name in ESTIMATES}
         for name in ("tie_rate", "negative_margin_rate", "margin_std", "reward_mean", "reward_std"):
             numbers[name] = getattr(self, name)
         numbers |= {"ece_mass": self.ece_mass, "ece_noise_floor": self.ece_noise_floor}

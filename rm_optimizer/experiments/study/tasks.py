@@ -51,14 +51,16 @@ def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str 
     Raises:
         ConfigError: if the files of the pairs were changed since the study was planned.
     """
-    from rm_optimizer.training import train_reward_model  # needs torch, which a plan does not wait for
+    # These need torch, which a plan does not wait for.
+    from rm_optimizer.core.metrics.pairwise import ESTIMATES
+    from rm_optimizer.training import train_reward_model
 
     config = config_of(spec["options"])
     require_contents(config, spec["contents"])
     logger = logged_in_study(config.logger, folder)
     run_dir = str(folder / RUN.name)
     result = train_reward_model(replace(config, output_dir=run_dir, resume=Resume.auto, logger=logger))
-    scores = {name: getattr(result.metrics, name).value for name in ("accuracy", "nll", "brier", "ece", "mean_margin")}
+    scores = {name: getattr(result.metrics, name).value for name in ESTIMATES}
     return scores | {
         "seed": result.seed,
         "optimizer": result.optimizer,

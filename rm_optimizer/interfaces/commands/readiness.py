@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
     from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 
-ALGORITHMS = ("bon", "rloo_kl", "ppo_kl", "grpo")
 REPORT, PICTURE, PAGE = "readiness.json", "readiness.png", "readiness.html"
 """Files of the result, beside the model."""
 WITHOUT_A_RUN = Path("outputs", "readiness")
@@ -124,9 +123,10 @@ class SizeFlags:
         """
         from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, usual_samples
         from rm_optimizer.rl_coupling.readiness.probe import StoppingRule
+        from rm_optimizer.rl_coupling.readiness.report import Algorithm
 
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigError(did_you_mean("--algorithm", self.algorithm, ALGORITHMS))
+        if self.algorithm not in tuple(Algorithm):
+            raise ConfigError(did_you_mean("--algorithm", self.algorithm, tuple(Algorithm)))
         if not 0 < self.precision < 0.5:
             raise ConfigError(f"--precision must lie in (0, 0.5), got {self.precision:g}")
         if self.ceiling is not None and not 0.5 < self.ceiling <= 1:

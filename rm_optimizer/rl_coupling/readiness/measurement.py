@@ -329,8 +329,8 @@ class _Measurement:
 
 
 def _algorithm(name: Algorithm | str) -> Algorithm:
-    if name not in [choice.value for choice in Algorithm]:
-        raise ConfigError(did_you_mean("algorithm", str(name), [choice.value for choice in Algorithm]))
+    if name not in tuple(Algorithm):
+        raise ConfigError(did_you_mean("algorithm", str(name), tuple(Algorithm)))
     return Algorithm(name)
 
 

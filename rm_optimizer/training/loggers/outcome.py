@@ -7,12 +7,10 @@ from pathlib import Path
 
 from pytorch_lightning.loggers import Logger, WandbLogger
 
-from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.metrics.pairwise import ESTIMATES, PairwiseMetrics
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.loggers.media import log_table
-
-SUMMARY_METRICS = ("accuracy", "nll", "brier", "ece", "mean_margin")
 
 
 def _scores(group: PairwiseMetrics) -> dict[str, float | int | None]:
@@ -41,7 +39,7 @@ def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool
 
 
 def _summary(result: RunResult) -> dict[str, float | int | str | None]:
-    estimates = {name: getattr(result.metrics, name) for name in SUMMARY_METRICS}
+    estimates = {name: getattr(result.metrics, name) for name in ESTIMATES}
     values = {f"best/{name}": estimate.value for name, estimate in estimates.items()}
     ends = {
         f"best/{name}_{end}": getattr(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")
