@@ -43,11 +43,16 @@ def option_reference() -> str:
 
 
 def optimizer_reference() -> str:
-    """Table of each registered optimizer's own options, with the numbers of its preset."""
-    return "\n".join(
-        _table(f"`optimizer={name}`", _optimizer_rows(name, kind), " ".join((kind.__doc__ or "").split()))
-        for name, kind in OPTIMIZERS.items()
-    )
+    """Table of each registered optimizer's own options, with the numbers of its preset and the memory it takes."""
+    from rm_optimizer.optim import optimizer_info  # needs torch
+
+    parts = []
+    for name, kind in OPTIMIZERS.items():
+        size = optimizer_info(name).state_bytes_per_param
+        amount = f"{size:g} bytes" if size else "Less than a byte"
+        text = f"{kind.__doc__} {amount} of float32 state for each weight of a hidden matrix."
+        parts.append(_table(f"`optimizer={name}`", _optimizer_rows(name, kind), " ".join(text.split())))
+    return "\n".join(parts)
 
 
 def room_reference() -> str:

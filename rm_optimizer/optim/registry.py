@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,15 +20,6 @@ Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free
 TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
 
 
-class RelativeRate(NamedTuple):
-    """Center of the learning-rate grid as a multiple of AdamW's."""
-
-    full: float
-    """Value for training every weight."""
-    lora: float
-    """Value for training LoRA factors."""
-
-
 @dataclass(frozen=True)
 class OptimizerInfo:
     """One entry of the registry."""
@@ -39,8 +30,6 @@ class OptimizerInfo:
     family: Family
     state_bytes_per_param: float
     """Optimizer state of a square float32 hidden matrix, in bytes for each of its entries, once all of it exists."""
-    lr_vs_adamw: RelativeRate | None
-    """Null where learning rates do not compare."""
     build: Callable[..., Optimizer]
     """Function of a partition, the entry's configuration and the run's number of steps, if known, to the optimizer."""
     refuses: Mapping[TrainingSetup, str]
@@ -76,30 +65,27 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            OptimizerInfo("adam", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adam, CLIPPED),
-            OptimizerInfo("adamw", None, "elementwise", 8, RelativeRate(1, 1), standard.build_adamw, CLIPPED),
-            OptimizerInfo("sgd", None, "elementwise", 4, RelativeRate(160, 1000), standard.build_sgd, CLIPPED),
-            OptimizerInfo("muon", None, "matrix", 4, RelativeRate(3, 1), build_muon, FLAT),
-            OptimizerInfo("lion", None, "elementwise", 4, RelativeRate(0.2, 0.2), standard.build_lion, CLIPPED),
-            OptimizerInfo("adafactor", None, "factored", 0, None, standard.build_adafactor, {**FLAT, **WHOLE}),
-            OptimizerInfo(
-                "sam", None, "two_pass", 8, RelativeRate(1, 1), standard.build_sam, GLOBAL, passes_per_step=2
-            ),
+            OptimizerInfo("adam", None, "elementwise", 8, standard.build_adam, CLIPPED),
+            OptimizerInfo("adamw", None, "elementwise", 8, standard.build_adamw, CLIPPED),
+            OptimizerInfo("sgd", None, "elementwise", 4, standard.build_sgd, CLIPPED),
+            OptimizerInfo("muon", None, "matrix", 4, build_muon, FLAT),
+            OptimizerInfo("lion", None, "elementwise", 4, standard.build_lion, CLIPPED),
+            OptimizerInfo("adafactor", None, "factored", 0, standard.build_adafactor, {**FLAT, **WHOLE}),
+            OptimizerInfo("sam", None, "two_pass", 8, standard.build_sam, GLOBAL, passes_per_step=2),
             OptimizerInfo(
                 "schedulefree",
                 None,
                 "schedule_free",
                 8,
-                RelativeRate(3, 3),
                 standard.build_schedule_free,
                 {**AVERAGES, **CLIPPED},
             ),
-            OptimizerInfo("soap", POPT, "matrix", 24, RelativeRate(1, 1), extra.build_soap, {**FLAT, **WHOLE}),
-            OptimizerInfo("ademamix", POPT, "elementwise", 12, RelativeRate(1, 1), extra.build_ademamix, CLIPPED),
-            OptimizerInfo("prodigy", POPT, "lr_free", 16, None, extra.build_prodigy, {**GLOBAL, **WHOLE}),
-            OptimizerInfo("mars", POPT, "elementwise", 12, RelativeRate(1.5, 1.5), extra.build_mars, {**FLAT, **WHOLE}),
-            OptimizerInfo("scion", POPT, "matrix", 4, None, extra.build_scion, {**FLAT, **BFLOAT16}),
-            OptimizerInfo("shampoo", POPT, "matrix", 28, RelativeRate(1, 1), extra.build_shampoo, {**FLAT, **WHOLE}),
+            OptimizerInfo("soap", POPT, "matrix", 24, extra.build_soap, {**FLAT, **WHOLE}),
+            OptimizerInfo("ademamix", POPT, "elementwise", 12, extra.build_ademamix, CLIPPED),
+            OptimizerInfo("prodigy", POPT, "lr_free", 16, extra.build_prodigy, {**GLOBAL, **WHOLE}),
+            OptimizerInfo("mars", POPT, "elementwise", 12, extra.build_mars, {**FLAT, **WHOLE}),
+            OptimizerInfo("scion", POPT, "matrix", 4, extra.build_scion, {**FLAT, **BFLOAT16}),
+            OptimizerInfo("shampoo", POPT, "matrix", 28, extra.build_shampoo, {**FLAT, **WHOLE}),
         )
     }
 )

@@ -210,11 +210,6 @@ def test_gradients_are_left_as_they_were(entry, toy, preset, head):
     assert all(torch.equal(a, p.grad) for a, p in zip(last, model.parameters(), strict=True))
 
 
-def test_preset_has_the_stated_ratio_to_adamw(entry, preset):
-    if entry.lr_vs_adamw is not None:
-        assert preset(entry.name).lr / preset("adamw").lr == pytest.approx(entry.lr_vs_adamw.full)
-
-
 def test_refuses_what_it_says_and_nothing_else(entry, preset):
     config = preset(entry.name)
     check_compatible(config, HardwareConfig(), CONSTANT)
