@@ -40,6 +40,15 @@ INNER = {
         {"model"},
         {"data_loader"},
     ),
+    "landscape": (
+        {"operators", "pairs_input"},
+        {"solvers"},
+        {"estimates", "training_curvature"},
+        {"measured_loss", "solve", "spectrum"},
+        {"comparison", "loading", "quantities", "spectrum_estimates", "surface"},
+        {"analysis_context", "hessian", "layers"},
+        {"analysis", "runs"},
+    ),
     "serving": (
         {"options", "protocol", "restart_limit", "parent_death"},
         {"update_protocol"},
