@@ -101,8 +101,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         Args:
             source: a path, a folder written by `datasets`, a hub name (`owner/name` or `owner/name:config:split`), a
                 mapping `{path, weight, format, columns, winner, label}`, or a list of these.
-            format: row format (auto, explicit, hh, messages, lists, winner, kwise) of sources that do not name their
-                own.
+            format: row format, as the option `data.format` takes it, of sources that do not name their own.
             columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's
                 name leaves the column out.
             winner: values of the winner column that name response_a, response_b and, if any, a tie.
