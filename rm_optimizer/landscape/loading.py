@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,7 +17,7 @@ from rm_optimizer.landscape.estimates.by_source import DescribedPair, pair_indic
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.records.run_options import FREE, is_among
+from rm_optimizer.records.run_options import FREE, is_among, options_of
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 
@@ -106,7 +104,7 @@ def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
     if run is None or identity is None:
         return
     as_trained = {**run.options["data"], **identity.sources}
-    read = json.loads(json.dumps(asdict(options.data), default=str))
+    read = options_of(options.data)
     if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
         return
     is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is that of the files

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.records.run_options import flat
+from rm_optimizer.records.run_options import flat, options_of
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
@@ -26,7 +25,7 @@ def results_folder(options: AnalyzeConfig) -> Path:
     Raises:
         ConfigError: if a folder that the user chose holds another analysis.
     """
-    folder, identity = Path(options.output_dir), _identity(json.loads(json.dumps(asdict(options), default=str)))
+    folder, identity = Path(options.output_dir), _identity(options_of(options))
     if _is_for(folder, identity):
         return folder
     run = RunFolder.of(options.checkpoint)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.checks import Options
 from rm_optimizer.schema.config import Resume, TrainConfig
 
 FREE = (
@@ -53,8 +54,8 @@ class RunRequest:
         return cls(Path(config.output_dir), config.resume, options_of(config))
 
 
-def options_of(config: TrainConfig) -> dict[str, Any]:
-    """The options as JSON values."""
+def options_of(config: Options) -> dict[str, Any]:
+    """Options as JSON values."""
     options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return options
 
