@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
-from rm_optimizer.core.metrics.intervals import StudentMean, student_mean
+from rm_optimizer.core.metrics.intervals import StudentMean
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner
@@ -25,8 +25,8 @@ def hutchinson_trace(
 ) -> Estimate:
     """Mean of `z^T A z` over vectors of random signs (Hutchinson, 1990).
 
-    The interval is Student's. For a positive semidefinite matrix it is `_chi_squared`'s, since the mean of few squares
-    is skewed. With a single vector, the variance is taken to be `2 ||A z||^2`, whose mean bounds it.
+    The interval is Student's, with the variance of `_ProbeSums`. Of a positive semidefinite matrix it is
+    `_chi_squared`'s, since the mean of few squares is skewed.
     """
     _require_products(num_products, 1, "hutchinson")
     return _mean_of_probes(operator, RandomVectors(operator, seed), num_products, is_semidefinite=is_semidefinite)
@@ -186,20 +186,70 @@ def _sketch(images: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
 def _mean_of_probes(
     operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0, is_semidefinite: bool = False
 ) -> Estimate:
-    forms = list[tuple[float, float]]()
+    sums = _ProbeSums()
     for start in range(0, count, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
         probes = random.signs(min(VECTORS_AT_ONCE, count - start))
-        each = zip(probes, operator.apply(probes), strict=True)
-        forms += [(inner(probe, image), inner(image, image)) for probe, image in each]
-    quadratic, squares = (np.array(column) for column in zip(*forms, strict=True))
+        for probe, image in zip(probes, operator.apply(probes), strict=True):
+            sums.add(probe, image)
+    quadratic = np.array(sums.forms)
     if is_semidefinite and quadratic.mean() > 0:
-        return _chi_squared(quadratic, squares, known)
-    quadratic = known + quadratic
-    if count > 1:
-        return student_mean(quadratic)
-    error = math.sqrt(2 * forms[0][1])
-    value, half = float(quadratic[0]), 1.96 * error
-    return Estimate(value, error, 1, value - half, value + half, IntervalKind.normal)
+        return _chi_squared(quadratic, np.array(sums.squares), known)
+    error = math.sqrt(sums.variance / count)
+    return StudentMean(known + float(quadratic.mean()), error, sums.freedom, count).estimate
+
+
+class _ProbeSums:
+    """Forms `z^T R z` of random signs, and their variance from the products `R z` rather than from the forms alone.
+
+    With `d = z * R z`, entry by entry, a form is the sum of `d`, and `cov(d_i, d_k) = R_ik^2 = R_ki^2`. So its variance
+    is twice the sum of the variances of the entries of `d`. Few forms tell less of it: those of a matrix of rank 1, of
+    which a sketch may leave one, are chi-squared of one degree of freedom, and often near each other and 0 at once.
+    Attributes `forms` and `squares` are `z^T R z` and `||R z||^2` of each vector.
+    """
+
+    def __init__(self) -> None:
+        self.forms: list[float] = []
+        self.squares: list[float] = []
+        self._mean: Tensor | None = None
+        self._spread = 0.0
+        self._first_of_two: Tensor | None = None
+        self._overlaps: list[float] = []
+
+    def add(self, probe: Float[Tensor, " parameters"], image: Float[Tensor, " parameters"]) -> None:
+        """Take in a vector and its product."""
+        self.forms.append(inner(probe, image))
+        self.squares.append(inner(image, image))
+        count, terms = len(self.forms), probe * image
+        if self._mean is None:
+            self._mean = terms
+        else:
+            terms -= self._mean
+            self._spread += (count - 1) / count * inner(terms, terms)
+            self._mean.add_(terms, alpha=1 / count)
+        if self._first_of_two is None:
+            self._first_of_two = image.clone()
+        else:
+            self._overlaps.append(inner(self._first_of_two, image))
+            self._first_of_two = None
+
+    @property
+    def variance(self) -> float:
+        """Variance of a form; of one vector the bound `2 ||R z||^2`, whose mean is `2 ||R||_F^2`."""
+        count = len(self.forms)
+        return 2 * (self._spread / (count - 1) if count > 1 else self.squares[0])
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of the variance, at least one for each vector.
+
+        `||R z||^2` has `tr(R^2)^2 / tr(R^4)` of them (Satterthwaite, 1946). The Gram matrix `G` of two products has the
+        mean `tr(R^2)` on its diagonal, and the square of its other entry has the mean `tr(R^4)`. So `tr(G)^2 / tr(G^2)`
+        estimates no more than that number, and is 1 for rank 1 whatever the vectors.
+        """
+        each = np.array(self.squares[: 2 * len(self._overlaps)]).reshape(-1, 2)
+        squared = float((each**2).sum() + 2 * np.square(self._overlaps).sum())
+        ratio = float((each.sum(axis=1) ** 2).sum()) / squared if squared else 1.0
+        return len(self.forms) * max(1.0, ratio)
 
 
 def _chi_squared(quadratic: np.ndarray, squares: np.ndarray, known: float) -> Estimate:
