@@ -80,9 +80,10 @@ def _is_beyond(value: float, found: Eigenpairs, which: End, tolerance: float) ->
     margin = tolerance * abs(value)
     if which == "magnitude":
         return abs(value) > min(map(abs, values)) + margin
-    from_top = len(values) - len(values) // 2 if which == "both" else len(values)
-    is_top = which != "smallest" and value > values[from_top - 1] + margin
-    return is_top or (which in ("smallest", "both") and value < values[-(len(values) // 2 or 1)] - margin)
+    from_bottom = {"largest": 0, "smallest": len(values), "both": len(values) // 2}[which]
+    from_top = {"largest": len(values), "smallest": 0, "both": len(values) - from_bottom}[which]
+    is_top = from_top > 0 and value > values[from_top - 1] + margin
+    return is_top or (from_bottom > 0 and value < values[-from_bottom] - margin)
 
 
 def _only(pairs: Eigenpairs, positions: list[int], *, num_products: int) -> Eigenpairs:

@@ -29,7 +29,8 @@ def extreme(matrix: Tensor, top_k: int, which: End) -> Tensor:
     if which == "magnitude":
         values = values[values.abs().argsort(descending=True)]
         return values[:top_k].sort(descending=True).values
-    return values[:top_k] if which == "largest" else torch.cat([values[:top_k], values[-top_k:]])
+    top, bottom = values[:top_k], values[-top_k:]
+    return {"largest": top, "smallest": bottom, "both": torch.cat([top, bottom])}[which]
 
 
 def num_wrong(found: Eigenpairs, truth: Tensor, tolerance: float = 1e-3) -> int:
@@ -55,6 +56,8 @@ def test_a_value_between_two_close_eigenvalues_is_not_called_converged() -> None
         ([10.0, 10.0, 10.0, 8.0, 6.0, 5.0, -3.0], 4, "largest"),
         ([10.0, 9.99999, 8.0, 6.0, -3.0], 3, "largest"),
         ([10.0, 8.0, 6.0, -9.0, -9.0, -7.0], 2, "both"),
+        ([-10.0, -10.0, -8.0, -6.0, 3.0], 3, "smallest"),
+        ([-10.0, -8.0, -6.0, -6.0, -5.0, 3.0], 4, "smallest"),
         ([10.0, 8.0, 6.0, -9.0, -9.0], 3, "magnitude"),
     ],
 )
