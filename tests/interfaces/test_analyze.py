@@ -277,6 +277,24 @@ def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_s
     assert "vectors.pt" not in names(folder)
 
 
+def test_an_evolution_that_was_killed_is_not_mixed_with_another_end_of_the_spectrum(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["landscape.params=head", "landscape.top_k=2", "landscape.num_sampled=0", f"output_dir={tmp_path}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(evolution, "load_weights", lambda model, weights, path: kill_at(path, "step 1"))
+        with pytest.raises(MemoryError):
+            analyzed(run_dir, "landscape=evolution", *small)
+    with pytest.raises(DataError, match="holds a measurement of other weights, pairs or options"):
+        analyzed(run_dir, "landscape=evolution", "landscape.which=largest", *small)
+
+
+def kill_at(path: Path, step: str) -> None:
+    """A stop after which nothing else is written, as a kill is."""
+    if str(path) == step:
+        raise MemoryError
+
+
 def test_between_two_models_lie_a_barrier_and_an_overlap(run_dir: Path) -> None:
     others = sorted((run_dir / "checkpoints").glob("step-0000000[12].ckpt"))
     small = ["landscape.params=head", "landscape.top_k=2", "landscape.num_sampled=0", "landscape.num_points=3"]

@@ -115,8 +115,8 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
 def spectrum_settings(context: AnalysisContext) -> list[Any]:
     """Settings that a spectrum of `spectrum_of` depends on, beyond loss and weights, for the identity of a ledger."""
     config = context.config
-    how = [config.method.value, config.top_k, config.num_sampled, config.tolerance, config.max_products]
-    return [*how, config.num_probes, config.trace_method.value, context.measured_loss.sample.seed]
+    how = [config.method.value, config.which.value, config.top_k, config.num_sampled, config.tolerance]
+    return [*how, config.max_products, config.num_probes, config.trace_method.value, context.measured_loss.sample.seed]
 
 
 def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> HessianSpectrum:
