@@ -26,7 +26,8 @@ class Stability:
     Args:
         limit: `2 / lr` of gradient descent, `2 (1 + beta) / lr` with momentum, `2 (1 + beta) / ((1 + 2 beta) lr)` by
             Nesterov, and `2 (1 + beta1) / ((1 - beta1) lr)`, which is `38 / lr` at 0.9, of Adam. Without weight decay,
-            at the largest learning rate of the groups. None where no such limit is known or the learning rate is 0.
+            at the largest learning rate of the groups. None where no such limit is known, as of SAM, whose gradient is
+            that of another point, or the learning rate is 0.
         scales: entries of `S` by parameter, `sqrt(lr_i / (max(lr) P_i))` with the optimizer's preconditioner `P`, and
             without the rates where all are 0. They are 0 where a second moment is 0: such weights have not had a
             gradient. None where `S` is the identity.
@@ -48,7 +49,8 @@ def stability_of(optimizer: Optimizer) -> Stability:
     largest = max(group["lr"] for group in groups)
     if kind not in {*_PRECONDITIONERS, "SGD"}:
         return Stability(None, None)
-    limit = _LIMITS[kind](groups[0]) / largest if kind in _LIMITS and largest > 0 else None
+    has_limit = kind in _LIMITS and largest > 0 and rule is optimizer
+    limit = _LIMITS[kind](groups[0]) / largest if has_limit else None
     if kind == "SGD" and all(group["lr"] == largest for group in groups):
         return Stability(limit, None)
     with torch.no_grad():

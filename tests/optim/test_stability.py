@@ -99,7 +99,7 @@ def test_unused_weights_rates_and_factored_moments() -> None:
         return [{"params": [table], "lr": 0.1}, {"params": [head], "lr": 0.4}]
 
     adam = SAM(torch.optim.AdamW(groups()), rho=0.0)
-    assert stability_of(adam).scales is None  # before the first step
+    assert stability_of(adam) == Stability(None, None)  # before the first step
     at_the_end = torch.optim.SGD([{"params": [table], "lr": 0.0}])
     assert stability_of(at_the_end) == Stability(None, None)
     row, column = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 3.0, 0.0])
@@ -117,3 +117,32 @@ def test_unused_weights_rates_and_factored_moments() -> None:
     assert sgd.limit == pytest.approx(2 / 0.4)
     assert float(sgd.scales[table][0, 0]) == pytest.approx(0.5)
     assert stability_of(torch.optim.Muon([table], lr=0.1)).limit is None
+
+
+def test_around_adam_sam_grows_at_half_of_adams_limit_and_has_none_of_its_own() -> None:
+    """Near a minimum the ascent step `rho g / ||g||` is longer than the way to it, so no sharpness bounds the growth."""
+
+    def growth(rho: float) -> float:
+        point = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        base = torch.optim.AdamW([point], lr=1.0, betas=(0.9, 1 - 1e-8), eps=0.1, weight_decay=0.0)
+        optimizer = SAM(base, rho=0.0)
+        stepped(optimizer, point, [torch.ones(2, dtype=torch.float64)])
+        assert stability_of(optimizer).limit is None
+        optimizer.state[point].update(
+            exp_avg_sq=torch.tensor([0.09, 4.0], dtype=torch.float64), step=torch.tensor(1e12)
+        )
+        optimizer.state[point]["exp_avg"].zero_()
+        optimizer.rho, optimizer.param_groups[0]["lr"] = rho, 0.5 * 38 / sharpness(optimizer, point)
+        with torch.no_grad():
+            point.fill_(1e-9)
+
+        def closure() -> float:
+            point.grad = CURVATURE @ point.detach()
+            return 0.0
+
+        for _ in range(300):
+            optimizer.step(closure)
+        return float(point.detach().norm()) / 1e-9
+
+    assert growth(rho=0.0) < 1
+    assert growth(rho=0.05) > 1e3
