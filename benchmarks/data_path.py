@@ -1,4 +1,4 @@
-"""What the data path costs: in memory from 10^5 to 10^6 pairs, and streamed by Ray from more text than it may hold.
+"""Cost of the data path: in memory from 10^5 to 10^6 pairs, and streamed by Ray from more text than it may hold.
 
 In memory, each size runs in a process of its own: read the pairs from Parquet, index their prompts, tokenize them into
 the cache, open the cache again as a second run does, and make macro-batches. Seconds are those of the processor.

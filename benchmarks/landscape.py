@@ -98,7 +98,7 @@ class GaveUpError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """What PyHessian gave.
+    """Result of PyHessian.
 
     Args:
         values: eigenvalues, in its order.

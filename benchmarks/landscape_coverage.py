@@ -32,7 +32,7 @@ POPULATIONS, TAILS, MATRICES = ("flat", "spiked", "power"), ("normal", "heavy"),
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one sample says of the largest eigenvalue."""
+    """Estimates of the largest eigenvalue from one sample."""
 
     value: float
     resampled: Estimate
@@ -61,7 +61,7 @@ def spectra(size: int) -> dict[str, np.ndarray]:
 
 
 def of_gauss_newton(rows: np.ndarray, seed: int) -> Drawn:
-    """By the code of the Gauss-Newton matrix."""
+    """Estimates by the code of the Gauss-Newton matrix."""
     gram = rows @ rows.T / len(rows)
     values = np.linalg.eigvalsh(gram)[::-1]
     spectrum = GramSpectrum(gram, np.arange(len(rows)), np.ones(len(rows)), values, None, 1)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def of_gauss_newton(rows: np.ndarray, seed: int) -> Drawn:
 
 
 def of_hessian(rows: np.ndarray, signs: np.ndarray, seed: int) -> Drawn:
-    """By the code of the Hessian, with dense eigenvectors in the place of Lanczos's."""
+    """Estimates by the code of the Hessian, with dense eigenvectors in place of those from Lanczos."""
 
     def top(pairs: NDArray[np.int64]) -> tuple[float, np.ndarray]:
         some = rows[pairs]

@@ -91,7 +91,7 @@ def write_model(folder: Path, model_type: str, tokenizer: PreTrainedTokenizerBas
 def trl_loss_and_gradients(
     folder: Path, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, center_rewards: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What TRL's trainer computes for one batch of these rows."""
+    """Loss and gradients of TRL's trainer for one batch of these rows."""
     config = RewardConfig(
         output_dir=str(folder / "trl"),
         center_rewards_coefficient=center_rewards or None,
@@ -112,7 +112,7 @@ def trl_loss_and_gradients(
 def our_loss_and_gradients(
     folder: Path, tokens: TokenizedPairs, pairs: list[PreferencePair], *, has_margin: bool, center_rewards: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What our loss gives for the same pairs."""
+    """Loss and gradients of this package for the same pairs."""
     reward_model = BradleyTerryRM.from_pretrained(folder, max_length=MAX_LENGTH, new_head=True)
     batch = PairCollator(tokens, pairs, reward_model.pad_choice.token_id)(range(len(tokens)))
     reward_model.train()

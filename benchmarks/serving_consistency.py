@@ -54,7 +54,7 @@ ARCHITECTURE = {
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """Counts of the clients' answers."""
 
     answers: int = 0
     mixed: int = 0

@@ -85,7 +85,7 @@ class SlowEngine:
 
 @dataclass
 class Tally:
-    """What became of the requests."""
+    """Outcomes of the requests."""
 
     accepted: int = 0
     refused: int = 0

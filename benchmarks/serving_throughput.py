@@ -68,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scoring took.
+    """Cost of a scoring.
 
     Args:
         cpu: processor seconds.
@@ -138,7 +138,7 @@ class Naive:
 
 
 def timed(score: Callable[[Rows], NDArray[np.float64]], batches: Sequence[Rows]) -> Cost:
-    """What scoring the batches costs."""
+    """Cost of scoring the batches."""
     cpu, wall = time.process_time(), time.perf_counter()
     rewards = np.concatenate([score(batch) for batch in batches])
     return Cost(time.process_time() - cpu, time.perf_counter() - wall, rewards)

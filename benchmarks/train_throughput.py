@@ -93,7 +93,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Fit:
-    """What one training gave.
+    """Result of one training.
 
     Args:
         seconds: seconds of the training loop, by the clock.

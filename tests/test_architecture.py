@@ -174,7 +174,10 @@ def test_optim_does_not_import_core():
     assert found == []
 
 
-ODD_OPENINGS = ("What", "Whether", "How", "Which", "Where", "Who", "Of", "In", "To", "By", "With")
+ODD_OPENINGS = (
+    *("What", "Whether", "How", "Which", "Where", "Who", "Why", "When", "If"),
+    *("Of", "In", "To", "By", "With", "As", "At", "For", "From", "On", "Also", "Those"),
+)
 
 
 def test_docstrings_begin_with_a_noun_phrase_or_a_verb():

@@ -79,12 +79,12 @@ def _adam(state: Group, group: Group, parameter: Tensor) -> Tensor:
 
 
 def _schedule_free(state: Group, group: Group, parameter: Tensor) -> Tensor:
-    """As `_adam`, without a momentum that builds up."""
+    """Scale of `_adam` without a momentum that builds up."""
     return _root(state["exp_avg_sq"] / (1 - group["beta2"] ** group["step"]), group["eps"])
 
 
 def _prodigy(state: Group, group: Group, parameter: Tensor) -> Tensor:
-    """As `_adam`, with second moments in units of the squared distance `d`, and steps `d` times as long."""
+    """Scale of `_adam` with second moments in units of the squared distance `d`, and steps `d` times as long."""
     distance = float(group["d"])
     moments = {"exp_avg_sq": state["exp_avg_sq"] / distance**2}
     return _adam(moments, group, parameter).div(distance)

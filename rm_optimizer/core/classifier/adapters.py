@@ -1,7 +1,7 @@
-"""LoRA through peft, beside a reward head that always trains.
+"""LoRA through peft, with a reward head that always trains.
 
-peft is asked to put its layers into the classifier, not to wrap it: the model keeps its class, its forward pass, its
-head's name and its backbone, so pooling, prefix sharing and the optimizer's roles work on it as on any other.
+peft inserts its layers into the classifier and does not wrap it. The model keeps its class, its forward pass, its
+head's name and its backbone. So pooling, prefix sharing and the optimizer's roles work as for any other model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ADAPTER_NAME = "default"
 """peft's name for the one adapter a reward model has."""
 _ROUTERS = ("gate", "router")
 _WITHOUT_GRADIENT = re.compile(r"indexer|w2e_query|e2w_query|e2e_query|layout_.*|dt_proj")
-"""Parts of names of layers whose factors no gradient reaches.
+"""Parts of names of layers whose factors get no gradient.
 
-These choose keys (DeepSeek-V3.2), read entities (LUKE) or boxes (LiLT), or are used by their weight alone (Mamba).
+They choose keys (DeepSeek-V3.2), read entities (LUKE) or boxes (LiLT), or only their weight is used (Mamba).
 """
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
-"""Initializations of the factors that leave the frozen weights as they were; the others rewrite them."""
+"""Initializations of the factors that do not change the frozen weights; all others do."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TrainableCount:
 
 
 def import_peft() -> ModuleType:
-    """The peft library, imported only where there is an adapter, since that takes a while."""
+    """The peft library, imported only for models with an adapter, since the import is slow."""
     import peft
 
     module: ModuleType = peft
@@ -83,25 +83,25 @@ def has_adapter(model: PreTrainedModel) -> bool:
 
 
 def lora_config(model: PreTrainedModel) -> LoraConfig:
-    """The complete peft configuration of an adapted classifier: reloaded by plain peft, it restores the head too."""
+    """Complete peft configuration of an adapted classifier; plain peft restores the head from it too."""
     return model.peft_config[ADAPTER_NAME]
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, seed: int) -> TrainableCount | None:
-    """Freeze the backbone and put trainable low-rank factors beside its matrices (Hu et al., 2021).
+    """Freeze the backbone and add trainable low-rank factors to its matrices (Hu et al., 2021).
 
-    Trained in full and saved with the factors, in float32: the reward head and every other module on its side (pooler,
-    dense, norm), which a base checkpoint may lack. Factors A are drawn from the seed, factors B are zero, so the
-    rewards are the base's own until the first step.
+    The reward head and every other module between backbone and reward (pooler, dense, norm), which a base checkpoint
+    may lack, are trained in full and saved with the factors, in float32. Factors A are drawn from the seed, and factors
+    B are zero, so that the rewards are the base's own before the first step.
 
     Args:
         model: the classifier, changed in place; its mode stays.
-        config: our options, or peft's own `LoraConfig`, which is copied with only this changed: the task, the head-side
-            modules among those to save and out of the targets, and null targets for our default.
+        config: options of this package, or peft's own `LoraConfig`. A copy of the latter gets the task, the head-side
+            modules among those to save and not among the targets, and the default targets if it has none.
         seed: seed of the factors.
 
     Returns:
-        What trains now; None with `kind=none`, which changes nothing.
+        Counts of trainable parameters; None with `kind=none`, which changes nothing.
 
     Raises:
         ConfigError: if the model has an adapter already, a target names no layer, or the configuration asks for what
@@ -124,7 +124,7 @@ def _chosen(config: AdapterConfig | LoraConfig) -> LoraConfig:
 
 
 def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) -> LoraConfig:
-    """The configuration peft is given: the user's choices and what a reward model needs.
+    """Configuration for peft: the user's choices and the needs of a reward model.
 
     Raises:
         ConfigError: if a target names no layer, or the configuration asks for what could not be saved exactly.
@@ -150,7 +150,7 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
 
 
 def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-    """Put a prepared configuration's layers into a classifier, freeze the backbone and free the modules to save.
+    """Add a prepared configuration's layers to a classifier, freeze the backbone and unfreeze the modules to save.
 
     Args:
         model: changed in place; its mode stays.
@@ -191,7 +191,7 @@ def _injected(model: PreTrainedModel, config: LoraConfig, seed: int) -> LoraConf
 
 
 def _keep_factors_exact(model: PreTrainedModel) -> None:
-    """Factors are made in the type of their layer; in half precision small updates would be lost to rounding."""
+    """Convert factors in half precision to float32, since small updates would be lost to rounding."""
     for name, parameter in model.named_parameters():
         if ADAPTER_NAME in name.split(".") and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
@@ -226,7 +226,7 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _require_targets(targets: str | Collection[str], inside: Collection[str], usable: Collection[str]) -> None:
-    """Refuse a name that no layer has, or only layers that a reward never passes through or that train in full.
+    """Refuse a name that no layer has, or that only layers without effect on a reward or trained in full have.
 
     A regular expression names all layers at once, so that peft raises an error if none fits.
 
@@ -254,7 +254,7 @@ def _usable_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module], beside: Collection[str]) -> set[str]:
-    """Attention and MLP matrices of every family: the linear layers in the text's numbered blocks, but routers."""
+    """Attention and MLP matrices of every family: the linear layers in the text's numbered blocks, without routers."""
     backbone = f"{model.base_model_prefix}."
     picked = {
         name
@@ -276,7 +276,7 @@ def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module], besid
 
 
 def _excluding(given: Any, others: list[str], targets: Any) -> Any:
-    """The user's `exclude_modules` and the linear layers a target would take wrongly."""
+    """The user's `exclude_modules`, and the linear layers that a target would match by mistake."""
     if isinstance(targets, str):
         wrong = others
     else:
@@ -295,7 +295,7 @@ def _set_orientation(config: LoraConfig, linear: dict[str, nn.Module]) -> None:
 
 
 def _name_base(config: LoraConfig, model: PreTrainedModel) -> None:
-    """Note where the base can be loaded again: a folder or a hub commit; neither a `.ckpt` nor a random start can."""
+    """Record the folder or hub commit from which the base can be loaded again; a `.ckpt` or a random start has none."""
     source = Path(model.name_or_path).expanduser()
     is_folder = bool(model.name_or_path) and source.is_dir()
     named = str(source.resolve()) if is_folder else model.name_or_path

@@ -26,9 +26,9 @@ def choose_attention(
     """The first kernel of `CHAIN`, from the requested one on, that the model and this machine have.
 
     On a CUDA machine `auto` is a switch (`AttentionSwitch`) where the model has SDPA: FlexAttention for shared prompts,
-    FlashAttention 2 for padded sequences in a half type, SDPA for the rest. So is `flash_attention_2` for weights in
-    float32, whose passes outside autocast FlashAttention does not compute. What was passed over, and why, is logged
-    once: as a warning where it was asked for by name.
+    FlashAttention 2 for padded sequences in a half type, SDPA for the rest. For weights in float32, `flash_attention_2`
+    is such a switch too, since FlashAttention cannot compute passes outside autocast. Skipped kernels and the reasons
+    are logged once, as a warning if the user requested one of them by name.
 
     Args:
         config: the model's configuration; not changed.
@@ -60,13 +60,13 @@ def choose_attention(
 
 
 def soft_cap(config: PretrainedConfig) -> float | None:
-    """Bound on a model's attention logits (Gemma 2), left out by PyTorch's scaled dot product; None without one."""
+    """Bound on a model's attention logits (Gemma 2), which PyTorch's scaled dot product ignores; None without one."""
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return float(cap) if cap else None
 
 
 def _switch(config: PretrainedConfig, trust_remote_code: bool, *, level: int) -> str | None:
-    """The switch between SDPA and what else the model has on CUDA; None where it has no SDPA, or SDPA differs."""
+    """Switch between SDPA and the model's other kernels on CUDA; None if it has no SDPA, or SDPA computes otherwise."""
     if _obstacle(config, "sdpa", torch.float32, trust_remote_code):
         return None
     blocks = _flex_obstacle(config, trust_remote_code)
@@ -101,7 +101,7 @@ def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_r
     if kernel in ("sdpa", "flex_attention") and soft_cap(config) is not None:
         return f"leaves out the model's soft cap (attn_logit_softcapping={soft_cap(config):g})"
     probe = copy.deepcopy(config)
-    probe.dtype = dtype  # transformers warns of FlashAttention in float32, which is not what it is asked for here
+    probe.dtype = dtype  # transformers warns of FlashAttention in float32, which is not requested here
     try:
         with torch.device("meta"):
             AutoModelForSequenceClassification.from_config(

@@ -1,9 +1,9 @@
-"""Attention that follows its mask: one name for a model's layers, and for each pass the kernel that is fastest for it.
+"""Attention kernel by pass: one name for a model's layers, and the fastest kernel for the tensors of each pass.
 
-`transformers` reads the kernel from the configuration, once for every pass. A reward model takes passes of several
-kinds: trees of shared prompts, whose masks only FlexAttention takes block by block; padded pairs under autocast, which
-FlashAttention 2 unpads; and passes in float32, which neither serves (the second not at all). A switch looks at each
-pass, and since it goes by the tensors alone, passes recomputed by gradient checkpointing take the same kernel again.
+`transformers` reads one kernel from the configuration for every pass. A reward model has passes of several kinds. Trees
+of shared prompts need block masks, which only FlexAttention has. Padded pairs under autocast are fastest with
+FlashAttention 2, which removes the padding. Passes in float32 need SDPA. A switch chooses the kernel for each pass by
+its tensors alone, so that passes recomputed by gradient checkpointing use the same kernel again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class AttentionSwitch:
-    """PyTorch's scaled dot product, with what it may be exchanged for.
+    """PyTorch's scaled dot product, exchanged for a faster kernel where one fits.
 
     Args:
-        has_blocks: the model takes FlexAttention with block masks, on CUDA, for shared prompts.
-        has_varlen: the model takes FlashAttention 2, on CUDA in a half type, for padded sequences.
+        has_blocks: True if the model uses FlexAttention with block masks, on CUDA, for shared prompts.
+        has_varlen: True if the model uses FlashAttention 2, on CUDA in a half type, for padded sequences.
     """
 
     has_blocks: bool
@@ -50,7 +50,7 @@ class AttentionSwitch:
         attention_mask: Tensor | BlockMask | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention through the kernel that the mask, the device and the type of the pass call for."""
+        """Attention by the kernel that mask, device and type of the pass determine."""
         dtype = computing_dtype(query.device, value.dtype)
         found: tuple[Tensor, Tensor | None]
         if isinstance(attention_mask, BlockMask):
@@ -63,7 +63,7 @@ class AttentionSwitch:
         return found
 
     def mask(self, *sizes: Any, device: torch.device, dtype: torch.dtype, **options: Any) -> Tensor | None:
-        """The mask of padded sequences, in the form that the kernel of the pass takes."""
+        """The mask of padded sequences, in the form that the kernel of the pass needs."""
         unpads = self.unpads(device, computing_dtype(device, dtype))
         make_mask = flash_attention_mask if unpads else sdpa_mask
         mask: Tensor | None = make_mask(*sizes, device=device, dtype=dtype, **options)
@@ -88,13 +88,13 @@ class _FlashCaller:
 
 
 def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The type that attention computes in: autocast's where that is on, else the tensors' own."""
+    """Type that attention computes in: autocast's if it is on, else the tensors' own."""
     kind = torch.device(device).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in one type: norms of queries and keys leave autocast's."""
+    """Convert the tensors to one type, since norms of queries and keys do not keep autocast's."""
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 

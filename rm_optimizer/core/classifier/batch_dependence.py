@@ -1,4 +1,4 @@
-"""Models that give a sequence another reward when something is padded beside it, found before they are used."""
+"""Refusal of models whose reward of a sequence depends on the padding of its batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KNOWN = {
 """`model_type`s whose rewards depend on their batch, and why; others are measured."""
 _SHORT, _LONG = 5, 9
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Relative change of what enters the head that is taken for rounding; half types round too much to tell."""
+"""Relative change of the head's input that counts as rounding; half types round too much for this test."""
 
 
 def refuse_known(config: PretrainedConfig) -> None:
@@ -51,21 +51,21 @@ def refuse_measured(
     pad_token_id: int,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse a model whose state of a sequence changes when a longer one is beside it: two passes of 23 tokens in all.
+    """Refuse a model whose state of a sequence changes if a longer one is in its batch, with two passes of 23 tokens.
 
-    What enters the head is compared, since a fresh head's rewards are all near zero. Nothing is measured in half types,
-    and what changes with the length of the batch alone is bounded by `window.exact_length`.
+    The inputs of the head are compared, since a fresh head's rewards are all near zero. Nothing is measured in half
+    types. Effects of the batch's length alone are limited by `window.exact_length`.
 
     Args:
         name: name of the model, for the message.
         rewards_of: the model's rewards from padded ids and their mask, in evaluation mode.
         head: the final layer.
-        num_tokens: ids are drawn below it.
-        pad_token_id: fills masked positions.
+        num_tokens: exclusive upper bound of the ids to draw.
+        pad_token_id: id that fills masked positions.
         dtype: type of the backbone.
 
     Raises:
-        ConfigError: saying by how much the state changes, or that the model computes no rewards of token ids.
+        ConfigError: if the state changes, or the model computes no rewards from token ids.
     """
     if dtype not in _TOLERANCE:
         return
@@ -83,7 +83,7 @@ def refuse_measured(
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{name} computes no rewards from token ids alone ({reason}); mend its configuration, or use another model"
+            f"{name} computes no rewards from token ids alone ({reason}); correct its configuration or take another"
         ) from error
     finally:
         hook.remove()

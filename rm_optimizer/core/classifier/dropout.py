@@ -12,8 +12,8 @@ _MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 def disable_dropout(config: PretrainedConfig) -> None:
     """Set every dropout probability of the configuration to 0, nested configurations included.
 
-    Done before the model is built, this also stops dropout that is a function call inside attention and so is not a
-    module. A reward that depends on a random mask is a noisy label (Ziegler et al., 2019,
+    Before the model is built, this also turns off dropout that attention calls as a function, which is not a module. A
+    reward that depends on a random mask is a noisy label (Ziegler et al., 2019,
     https://arxiv.org/abs/1909.08593, train their models without dropout).
     """
     for name, value in list(vars(config).items()):

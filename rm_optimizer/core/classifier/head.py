@@ -1,4 +1,4 @@
-"""The scalar head: one linear layer, in float32 whatever the backbone's type."""
+"""Scalar head: one linear layer, in float32 for every type of the backbone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 from rm_optimizer.errors import CheckpointError, ConfigError, no_trained_head
 
 REWARD_HEAD_PATTERNS = ("pooler",)
-"""Parts of names that backbones give to modules on the reward head's side; whatever follows a backbone is there too."""
+"""Parts of names of modules inside a backbone that belong to the reward head's side, as all modules after it do."""
 _HALF = (torch.float16, torch.bfloat16)
 _OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
-"""Classes whose head `transformers` would take for a sequence classifier's, since it has the same name and shape."""
+"""Classes whose head `transformers` would load as a sequence classifier's, since it has the same name and shape."""
 
 
 class RewardHead(nn.Linear):
     """A linear layer with one output that computes in float32 or better, outside autocast.
 
-    In bfloat16 a reward near 16 is rounded to multiples of 1/16, so unequal responses tie. The layer keeps its weights
-    in float32 when the model around it is cast to a half type, and upcasts what comes in; its state has `nn.Linear`'s
-    names.
+    In bfloat16 a reward near 16 is rounded to multiples of 1/16, so that different responses tie. The layer keeps its
+    weights in float32 when the model is cast to a half type, and casts its input to float32. Its state has the names of
+    `nn.Linear`.
     """
 
     def forward(self, input: Float[Tensor, "... hidden"]) -> Float[Tensor, "... 1"]:
@@ -75,7 +75,7 @@ def head_side_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def require_trainable_head(model: PreTrainedModel) -> None:
-    """Refuse to train a model whose reward head stays as it is: its rewards would be those of a random projection.
+    """Refuse to train a model whose reward head is frozen, since its rewards would be those of a random projection.
 
     Raises:
         ConfigError: if a parameter of the final linear layer does not require a gradient.
@@ -111,7 +111,7 @@ def require_trained_head(model: PreTrainedModel, drawn: Collection[str], source:
 
 
 def keep_exact(module: nn.Module) -> None:
-    """Turn a head-side module's half-precision weights to float32 and let its layers cast what enters them.
+    """Convert a head-side module's half-precision weights to float32, and let its layers cast their inputs.
 
     Each layer with weights gets a hook that casts its floating inputs to the weights' type, so that a backbone in
     bfloat16 may feed it outside autocast.
@@ -150,7 +150,7 @@ def install_reward_head(model: PreTrainedModel) -> RewardHead:
 
 
 def initialize_head(head: RewardHead, seed: int) -> str:
-    """Draw a fresh head from N(0, 1 / (hidden + 1)) with zero bias, and say so in words.
+    """Draw a fresh head from N(0, 1 / (hidden + 1)) with zero bias, and return this in words.
 
     The second argument is read as the standard deviation, as OpenRLHF reads Stiennon et al. (2020, appendix B.2,
     https://arxiv.org/abs/2009.01325), who write "N(0, 1 / (d_model + 1))". Margins then start near zero, so the first

@@ -1,4 +1,4 @@
-"""Parts of a multimodal classifier that no text reaches: vision towers, projectors, their tokens."""
+"""Parts of a multimodal classifier that text does not use: vision towers, projectors, their tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _log = logging.getLogger("rm_optimizer")
 
 
 def parts_beside_text(model: PreTrainedModel) -> tuple[str, ...]:
-    """Dotted names of the backbone's modules and parameters outside its text model; none where it reads text alone."""
+    """Dotted names of the backbone's modules and parameters outside its text model; none if it reads text only."""
     return tuple(_beside(model, _text_model_name(model)))
 
 
 def freeze_beside_text(model: PreTrainedModel) -> None:
-    """Freeze what no text reaches, so that only what gets a gradient counts as trainable, and log what it is."""
+    """Freeze and log the parts that text does not use, so that only parameters with a gradient count as trainable."""
     sizes = []
     for part in parts_beside_text(model):
         frozen = [p for name, p in model.named_parameters() if f"{name}.".startswith(f"{part}.")]
@@ -29,7 +29,7 @@ def freeze_beside_text(model: PreTrainedModel) -> None:
 
 
 def _text_model_name(model: PreTrainedModel) -> str:
-    """Dotted name of the text model inside a multimodal backbone; empty for a backbone that reads text alone."""
+    """Dotted name of the text model inside a multimodal backbone; empty for a backbone that reads text only."""
     if model.config.get_text_config() is model.config:
         return ""
     embedding, prefix = model.get_input_embeddings(), f"{model.base_model_prefix}."
@@ -40,7 +40,7 @@ def _text_model_name(model: PreTrainedModel) -> str:
 
 
 def _beside(model: PreTrainedModel, text: str) -> Iterator[str]:
-    """Modules beside the path from the backbone to its text model, poolers excluded."""
+    """Modules that are not on the path from the backbone to its text model, poolers excluded."""
     steps = text.split(".")
     for depth in range(1, len(steps)):
         parent = ".".join(steps[:depth])

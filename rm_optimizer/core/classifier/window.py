@@ -16,7 +16,7 @@ _OFFSET_FAMILIES = (
 
 
 def position_window(config: PretrainedConfig) -> int | None:
-    """Positions the model was built for, or None where its configuration sets no bound.
+    """Number of positions of the model, or None if its configuration sets no bound.
 
     The RoBERTa family counts positions from after its pad id; DeBERTa with relative positions alone has no bound.
     """
@@ -28,11 +28,11 @@ def position_window(config: PretrainedConfig) -> int | None:
 
 
 def exact_length(config: PretrainedConfig) -> int | None:
-    """Longest sequences whose rewards do not depend on those beside them, or None where all are such.
+    """Largest length at which rewards do not depend on other sequences of the batch, or None if there is no limit.
 
-    Rotary embeddings of the kind `longrope` (Phi-3) take other factors for a whole batch once one of its sequences is
-    longer than the original length. Sparse attention (`index_topk`, DeepSeek-V3.2) picks tokens from among the padding
-    once there are more than it picks.
+    Rotary embeddings of the kind `longrope` (Phi-3) use other factors for a whole batch once one of its sequences is
+    longer than the original length. Sparse attention (`index_topk`, DeepSeek-V3.2) may select padding once a sequence
+    has more tokens than it selects.
     """
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -48,13 +48,13 @@ def exact_length(config: PretrainedConfig) -> int | None:
 
 
 def default_max_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """`DEFAULT_MAX_LENGTH`, or what model and tokenizer allow where that is less."""
+    """`DEFAULT_MAX_LENGTH`, or the limit of model and tokenizer if that is less."""
     bounds = (position_window(config), exact_length(config))
     return int(min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, *(bound for bound in bounds if bound is not None)))
 
 
 def check_window(config: PretrainedConfig, max_length: int) -> None:
-    """Refuse sequences longer than the model's positions, or than it scores alike in every batch.
+    """Refuse sequences longer than the model's positions, or than `exact_length`.
 
     Raises:
         ConfigError: if `max_length` exceeds them.

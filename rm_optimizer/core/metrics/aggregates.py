@@ -1,6 +1,6 @@
 """Aggregates of arms over several data sets (Agarwal et al., 2021, arXiv 2108.13264).
 
-Intervals are percentiles of a stratified bootstrap: the seeds of each data set are drawn anew, the data sets are kept.
+Intervals are percentiles of a stratified bootstrap: the seeds of each data set are resampled, the data sets are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKin
 from rm_optimizer.errors import ConfigError
 
 FEWEST_DATASETS = 3
-"""Data sets below which an aggregate says less than a table of each."""
+"""Number of data sets below which a table of each is more useful than an aggregate."""
 
 
 def interquartile_mean(scores: Float[np.ndarray, "datasets seeds"], *, num_bootstrap: int, seed: int) -> Estimate:
@@ -102,6 +102,6 @@ def _bootstrapped(
 
 
 def _resampled(scores: np.ndarray, num_bootstrap: int, rng: np.random.Generator) -> np.ndarray:
-    """Scores with the seeds of each data set drawn anew, with a leading axis of resamples."""
+    """Scores with resampled seeds of each data set, with a leading axis of resamples."""
     chosen = rng.integers(scores.shape[1], size=(num_bootstrap, *scores.shape))
     return np.take_along_axis(np.broadcast_to(scores, chosen.shape), chosen, axis=-1)

@@ -1,8 +1,8 @@
 """Calibration of P(chosen > rejected) = sigmoid(beta * margin).
 
-A pair has no "positive" side, so each counts from both: `(p, y)` and `(1 - p, 1 - y)`. Calibration on that symmetrized
-set is calibration on the *folded* pairs, which are seen from the side the model prefers: a confidence in [0.5, 1] and
-the probability that this side was the better one. The mirrored half carries the same gaps, so nothing is lost.
+A pair has no "positive" side, so it counts from both sides: `(p, y)` and `(1 - p, 1 - y)`. Calibration on this
+symmetrized set equals calibration on the *folded* pairs, which take the side that the model prefers. A folded pair has
+a confidence in [0.5, 1] and the probability that this side was the better one. The mirrored half has the same gaps.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """The temperature that would calibrate the rewards, or why there is none.
+    """The temperature that would calibrate the rewards, or the reason why there is none.
 
     Args:
         temperature: T of sigmoid(beta * margin / T) with the least NLL; above 1 the model is over-confident.
         nll: mean NLL at that temperature, in nats.
-        reason: why no finite positive temperature is best; None where one is.
+        reason: reason why no finite positive temperature is best; None if one is.
     """
 
     temperature: float | None
@@ -119,12 +119,12 @@ def expected_calibration_error(pairs: FoldedPairs, bins: Int[np.ndarray, " pairs
 
 
 def calibration_noise_floor(pairs: FoldedPairs, bins: Int[np.ndarray, " pairs"], *, seed: int) -> float:
-    """Expected calibration error of a perfectly calibrated model with these very confidences.
+    """Expected calibration error of a perfectly calibrated model with the same confidences.
 
-    Simulated: outcomes are drawn from the confidences, one draw for each pair whatever its weight; a pair the model
-    ties has an outcome of 0.5 without noise. A measured error near the floor is no evidence against calibration (cf.
-    Vaicenavicius et al., 2019, arXiv:1902.06977). Soft labels are less noisy than single votes, so for them the floor
-    is an upper bound.
+    It is simulated: outcomes are drawn from the confidences, one draw for each pair independent of its weight. A pair
+    that the model ties has an outcome of 0.5 without noise. A measured error near this floor is no evidence against
+    calibration (cf. Vaicenavicius et al., 2019, arXiv:1902.06977). Soft labels are less noisy than single votes, so
+    that the floor is an upper bound for them.
 
     Args:
         pairs: the folded pairs; outcomes are not used.

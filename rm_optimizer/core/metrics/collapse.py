@@ -1,6 +1,7 @@
 """Detection of models that give every response the same reward and therefore have no accuracy.
 
-Its loss is log 2, and rounding or the way ties are counted turns its "accuracy" into anything from 0 to 1.
+The loss of such a model is log 2. Rounding, or the way ties are counted, turns its "accuracy" into anything from 0 to
+1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class CollapseVerdict:
     """Test that the rewards distinguish responses at all.
 
     Args:
-        collapsed: True where they do not.
+        collapsed: True if they do not.
         reason: one sentence that starts with "collapsed:", or empty.
     """
 

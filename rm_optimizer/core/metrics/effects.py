@@ -29,7 +29,7 @@ Score = Literal["accuracy", "nll", "brier", "ece"]
 SCORES: tuple[Score, ...] = ("accuracy", "nll", "brier", "ece")
 """Scores that arms are compared by, in the order of `_scores`."""
 Outcome = Literal["better", "worse", "equivalent", "inconclusive"]
-"""Words for what a comparison has shown."""
+"""Words for the result of a comparison."""
 ERROR_RATE = 1 - CONFIDENCE
 
 
@@ -79,12 +79,12 @@ class PairedScores:
         return np.asarray(self.effects(totals, score).mean(axis=-1, keepdims=True))
 
     def prompt_error(self, score: Score) -> float:
-        """Standard error of the mean that prompts cause whatever the seed.
+        """Standard error of the mean that prompts cause for every seed.
 
-        The jackknife's variance of a mean over S seeds holds the prompts' own variance and a part 1 / S of the variance
-        that each pair of a prompt and a seed adds. The variance between seeds holds that part too, so it is taken out
-        here: `(S b - mean over seeds of their own b) / (S - 1)`, as in two-way clustering (Cameron, Gelbach & Miller,
-        2011, doi:10.1198/jbes.2010.07136).
+        The jackknife's variance of a mean over S seeds contains the prompts' own variance, and a part 1 / S of the
+        variance that each pair of a prompt and a seed adds. The variance between seeds contains that part too, so it is
+        subtracted here: `(S b - mean over seeds of their own b) / (S - 1)`, as in two-way clustering (Cameron, Gelbach
+        & Miller, 2011, doi:10.1198/jbes.2010.07136).
         """
         num_seeds = len(self.better)
         if num_seeds < 2 or len(self.sums) < 2:
@@ -121,8 +121,8 @@ def paired_effect(
     """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
 
     The variance of the prompts is the jackknife's over prompts of the mean over seeds, that of the seeds the variance
-    between their own effects; see `PairedScores`. One seed has no variance: its interval, if there is to be one, is of
-    these very models over prompts.
+    between their own effects; see `PairedScores`. One seed has no variance: its interval, if requested, is over prompts
+    for the given models.
 
     Args:
         better: margins of the arm that ought to be better, times beta.
@@ -146,7 +146,7 @@ def paired_effect(
 
 
 def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
-    """Outcome of an arm whose effect is positive where it is better, held against a one-sided margin.
+    """Outcome of an arm by its effect, which is positive if the arm is better, and a one-sided margin.
 
     `better` with the whole interval above 0, `worse` with the whole interval below `-margin`, `equivalent` (no worse
     than the margin) with none of it below `-margin`, else `inconclusive`.
@@ -166,12 +166,12 @@ def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
 
 
 def both(first: Outcome, second: Outcome) -> Outcome:
-    """Outcome of a hypothesis of two parts: the weaker part's."""
+    """Outcome of a hypothesis of two parts: that of the weaker part."""
     return next(word for word in ("worse", "inconclusive", "equivalent", "better") if word in (first, second))
 
 
 def holm_adjusted(p_values: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
-    """P-values that keep the family's error rate: rejecting those below `alpha` errs with probability `alpha` at most.
+    """P-values adjusted for several tests: rejecting those below `alpha` errs with probability at most `alpha`.
 
     The i-th smallest of m becomes `max over j <= i of min(1, (m - j + 1) p_(j))` (Holm, 1979, Scandinavian Journal of
     Statistics 6, 65-70), whatever the dependence between the tests.

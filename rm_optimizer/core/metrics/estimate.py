@@ -9,14 +9,14 @@ from enum import StrEnum
 from rm_optimizer.records.codec import JsonRecord
 
 CONFIDENCE = 0.95
-"""Probability with which an interval is meant to hold the truth."""
+"""Nominal coverage of an interval."""
 
 
 class IntervalKind(StrEnum):
     """Origin of an interval."""
 
     resampled = "resampled"
-    """Bootstrap over prompts, pairs or runs drawn anew."""
+    """Bootstrap over resampled prompts, pairs or runs."""
     student = "student"
     """Student's interval of a mean over independent draws, such as random vectors or seeds."""
     wilson = "wilson"
@@ -26,14 +26,14 @@ class IntervalKind(StrEnum):
     chi_squared = "chi_squared"
     """Interval of a sum of squares, from its mean and variance over independent draws."""
     bounds = "bounds"
-    """Limits from error bounds of what the number is made of; no probability belongs to them."""
+    """Limits from error bounds of the number's parts, without a probability."""
     exact = "exact"
     """No error but rounding."""
 
 
 @dataclass(frozen=True)
 class Estimate(JsonRecord):
-    """A measured number and how far to trust it.
+    """A measured number with its uncertainty.
 
     Args:
         value: the estimate; NaN where nothing could be measured.

@@ -1,8 +1,7 @@
 """Intervals: Wilson's of a probability, Student's of means, and the bootstrap over clusters.
 
-Pairs of one prompt are not independent, so what is resampled are prompts. Every bootstrapped statistic is a function
-of totals over clusters, so a whole bootstrap is one matrix product: `counts (resamples, clusters) @ sums (clusters,
-terms)`.
+Pairs of one prompt are not independent, so prompts are resampled. Every bootstrapped statistic is a function of totals
+over clusters. So a whole bootstrap is one matrix product: `counts (resamples, clusters) @ sums (clusters, terms)`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKin
 from rm_optimizer.errors import ConfigError
 
 Statistic = Callable[[np.ndarray], np.ndarray]
-"""From totals `(…, terms)` to statistics `(…, statistics)`, along the last axis; NaN where undefined."""
+"""Function from totals `(…, terms)` to statistics `(…, statistics)` along the last axis; NaN where undefined."""
 
 BootstrapInterval = Literal["bca", "basic"]
 
@@ -38,7 +37,7 @@ def wilson_interval(frequency: float, num_samples: float, *, confidence: float =
     Args:
         frequency: observed share of successes, in [0, 1].
         num_samples: trials, positive; an effective number may be fractional.
-        confidence: probability that the interval is meant to hold the truth with.
+        confidence: nominal coverage of the interval.
 
     Example:
         >>> low, high = wilson_interval(0.5, 100)
@@ -158,9 +157,9 @@ def with_student_interval(estimate: Estimate) -> Estimate:
 def with_honest_width(
     estimate: Estimate, cluster_weight: Float[np.ndarray, " clusters"], *, bounds: tuple[float, float] | None
 ) -> Estimate:
-    """The estimate, with another interval where every cluster gave one and the same result.
+    """The estimate, with another interval if all clusters gave the same result.
 
-    Resamples of equal results never differ, so neither bootstrap nor jackknife can say how far the estimate may be off.
+    Resamples of equal results never differ, so neither bootstrap nor jackknife can estimate the error.
     A bounded statistic gets Wilson's interval, which is conservative for any variable within the bounds, over the
     effective number of clusters `(sum w)^2 / sum w^2` (Kish, 1965). An unbounded one gets no interval and no error.
 
@@ -201,8 +200,8 @@ def cluster_bootstrap(
     "bca" is bias-corrected and accelerated (Efron, 1987, doi:10.1080/01621459.1987.10478410), its acceleration from
     the leave-one-cluster-out jackknife. "basic" is `[2 t - q_high, 2 t - q_low]` (Davison & Hinkley, 1997, Eq. 5.6),
     for statistics such as a calibration error, whose resamples are biased away from `t`; it is clipped at 0 and widened
-    to hold the estimate. With `num_bootstrap=0` the standard error is the jackknife's and there is no interval. Fewer
-    than two clusters say nothing about uncertainty and get neither.
+    to contain the estimate. With `num_bootstrap=0` the standard error is the jackknife's and there is no interval. With
+    fewer than two clusters there is neither.
 
     Args:
         sums: share of each cluster in each total.
@@ -261,7 +260,7 @@ def clustered_share(
     Args:
         shares: values in [0, 1], such as 1 for a success.
         clusters: cluster of each row, such as its prompt; None takes rows as independent.
-        confidence: probability that the interval is meant to hold the truth with.
+        confidence: nominal coverage of the interval.
 
     Example:
         >>> str(clustered_share(np.array([1.0, 0.0, 1.0, 0.0])))
@@ -322,7 +321,7 @@ def _basic_estimate(value: float, replicates: np.ndarray, num_clusters: int) -> 
 def _bootstrap_estimate(
     value: float, replicates: np.ndarray, num_clusters: int, interval: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
-    """A resample in which the statistic is undefined (no pair of the kind it counts) is left out."""
+    """Estimate from resamples; those in which the statistic is undefined (no pair that it counts) are left out."""
     defined = replicates[np.isfinite(replicates)]
     if math.isnan(value) or defined.size < 2:
         return Estimate(float(value), None, num_clusters)

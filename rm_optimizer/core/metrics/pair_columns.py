@@ -1,4 +1,4 @@
-"""Evaluated pairs as checked columns in an order of their own, so that what is computed from them is exact."""
+"""Evaluated pairs as checked columns in a fixed order, so that results do not depend on the caller's order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PairColumns:
         weight: number of pairs that each counts for, positive.
         length_gap: length of the preferred response less that of the other; 0 if lengths are unknown.
         cluster: index of the pair's prompt, rising from 0 without gaps.
-        position: position here of the caller's pair i.
+        position: position of the caller's pair i in these columns.
     """
 
     chosen: Float[np.ndarray, " pairs"]
@@ -42,7 +42,7 @@ class PairColumns:
         length_gap: Float[np.ndarray, " pairs"] | None = None,
         prompt_ids: Sequence[str],
     ) -> PairColumns:
-        """The pairs in their own order, without labels and weights 1, without lengths 0.
+        """The pairs in their fixed order; missing labels and weights are 1, and missing lengths 0.
 
         Raises:
             ValueError: if there are no pairs, lengths differ, or a number is not finite or out of range.

@@ -1,7 +1,7 @@
 """Agreement of rewards with preferences, exact over any batching, order and number of processes.
 
-Metrics are computed once from all rewards in float64, never averaged over batches. Pairs are first put in an order of
-their own, so the result depends on the pairs alone, to the last bit.
+Metrics are computed once from all rewards in float64, never averaged over batches. Pairs are sorted first, so that the
+result depends on the pairs alone, to the last bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rm_optimizer.core.metrics.pair_columns import PairColumns
 from rm_optimizer.records.codec import JsonRecord, json_values
 
 LEAST_PAIRS = 20
-"""Pairs below which a group of a column with more groups is counted and not listed; sources always are."""
+"""Least number of pairs for a group to be listed and not only counted; sources are always listed."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of the margin that are reported."""
 
@@ -78,8 +78,8 @@ class PairwiseMetrics(JsonRecord):
         longer_wins: accuracy of calling the longer response better, equal lengths one half; NaN where lengths are
             unknown.
         over_length: `accuracy` less `longer_wins`, its interval from the same resamples.
-        num_effective_prompts: `(sum w)^2 / sum w^2` over the prompts' total weights w (Kish, 1965): equally weighted
-            prompts that would say as much.
+        num_effective_prompts: `(sum w)^2 / sum w^2` over the prompts' total weights w (Kish, 1965): number of equally
+            weighted prompts with the same error.
         num_prompts_of_half: fewest prompts that together carry half of the weight.
     """
 
@@ -111,9 +111,9 @@ class PairwiseMetrics(JsonRecord):
 
     @property
     def macro_accuracy(self) -> Estimate | None:
-        """Mean of the sources' accuracies, each source counting alike; None where there are not two sources.
+        """Unweighted mean of the sources' accuracies; None with fewer than two sources.
 
-        The standard error takes the sources as independent; there is none where a source has none.
+        The standard error treats the sources as independent; there is none if a source has none.
         """
         accuracies = [group.accuracy for group in self.groups.get("source", {}).values()]
         accuracies = [accuracy for accuracy in accuracies if not math.isnan(accuracy.value)]
@@ -128,11 +128,11 @@ class PairwiseMetrics(JsonRecord):
 
     @property
     def headline(self) -> str:
-        """One line: the accuracy with its interval, or in its place the reason why there is none."""
+        """One line with the accuracy and its interval, or the reason why there is none."""
         return self.collapse.reason or f"accuracy {self.accuracy} ({self.num_pairs} pairs, {self.num_prompts} prompts)"
 
     def flat(self) -> dict[str, float]:
-        """The numbers for a logger; a fitted temperature only where there is one, groups as `source/hh/accuracy`."""
+        """The numbers for a logger; a fitted temperature only if there is one, groups as `source/hh/accuracy`."""
         numbers = {name: getattr(self, name).value for name in ESTIMATES}
         for name in ("tie_rate", "negative_margin_rate", "margin_std", "reward_mean", "reward_std"):
             numbers[name] = getattr(self, name)
@@ -163,7 +163,7 @@ def evaluate_pairs(
     num_bootstrap: int,
     seed: int,
 ) -> PairwiseMetrics:
-    """Every pairwise metric of the rewards, headline ones with a 95 % bootstrap interval over prompts.
+    """Compute every pairwise metric of the rewards; the main ones have a 95 % bootstrap interval over prompts.
 
     Args:
         chosen: rewards of the preferred responses.

@@ -1,4 +1,4 @@
-"""Digests that tell whether two results are of the same model."""
+"""Digests by which results of the same model are recognized."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def scorer_digest(model: BradleyTerryRM) -> str:
-    """16 hexadecimal digits of all that a response's reward depends on: weights, configuration, rendering, length.
+    """16 hexadecimal digits of everything that determines a reward: weights, configuration, rendering and length.
 
     It does not depend on the model's path, so that new weights under an old path are recognized.
     """
@@ -36,7 +36,7 @@ def scorer_digest(model: BradleyTerryRM) -> str:
 
 
 def reading_digest(model: BradleyTerryRM) -> str:
-    """`scorer_digest` without the weights: models that have it in common differ in weights alone."""
+    """`scorer_digest` without the weights; models with the same one differ in weights only."""
     return digest([type(model.model).__name__, *_reading(model)])
 
 

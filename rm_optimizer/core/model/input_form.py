@@ -1,4 +1,4 @@
-"""The input that a model without a recorded rendering reads: what becomes of a prompt and a response."""
+"""Input form of a model without a recorded rendering: the text that it reads for a prompt and a response."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def settle_input(
         loaded: the model.
         source: path or hub id that it was loaded from, for messages.
         form: `plain` or `pair` for a trained model without a chat template; None takes `plain`, with a warning.
-        has_render_fn: a function of the user renders the conversations.
-        is_trained: the model brings a trained reward head.
+        has_render_fn: True if a function of the user renders the conversations.
+        is_trained: True if the model has a trained reward head.
 
     Raises:
         ConfigError: if the form is unknown, not possible with the model, or not for it.

@@ -1,7 +1,7 @@
-"""The Bradley-Terry loss and what may be added to it: pure functions of rewards.
+"""The Bradley-Terry loss and its regularizers: pure functions of rewards.
 
-Every function takes rewards of shape `(pairs,)`, computes in float32 or better whatever it is given, and is finite with
-the right gradient for margins of any finite size.
+Every function takes rewards of shape `(pairs,)` and computes in float32 or better for every type of them. It is finite
+and has the right gradient for margins of any finite size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from rm_optimizer.schema import LossConfig
 
 PairLayout = Literal["interleaved", "halves"]
-"""How the two sides of a pair lie in one stacked batch: `c0 r0 c1 r1 …`, or all chosen and then all rejected."""
+"""Order of the two sides of pairs in one stacked batch: `c0 r0 c1 r1 …`, or all chosen and then all rejected."""
 
 
 def split_rewards(
@@ -106,7 +106,7 @@ def configured_pair_losses(
     margin: Float[Tensor, " pairs"],
     label: Float[Tensor, " pairs"],
 ) -> Float[Tensor, " pairs"]:
-    """`bradley_terry_pair_losses` as a run's options say; margins count by `loss.margin_scale`."""
+    """`bradley_terry_pair_losses` with a run's options; margins are multiplied by `loss.margin_scale`."""
     return bradley_terry_pair_losses(
         chosen,
         rejected,

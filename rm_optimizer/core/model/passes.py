@@ -1,8 +1,8 @@
 """Rewards of token sequences in passes of a bounded size, with a common start computed once.
 
-Sequences that start alike make a tree. Small trees share the rows of a pass, each branch masked from the others. A
-large tree is computed start first, and its branches then read the start's keys and values, pass by pass. Sequences that
-share nothing are padded to batches of like length.
+Sequences with a common start form a tree. Small trees share the rows of a pass, and each branch is masked from the
+others. For a large tree the start is computed first, and the branches then use its cached keys and values, pass by
+pass. Sequences without a common start are padded to batches of similar length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CACHED_TOKENS = 65_536
 
 
 class PassModel(Protocol):
-    """Reward model as passes use it: its classifier, padding and device, and rewards of padded sequences."""
+    """Interface of a reward model for passes: its classifier, padding and device, and rewards of padded sequences."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -42,21 +42,21 @@ class PassModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device that computes."""
+        """Device of the model."""
 
     @property
     def max_length(self) -> int:
         """Most tokens of a sequence."""
 
     def supports_prefix_sharing(self) -> str | None:
-        """Reason why a prompt cannot be computed once for several responses, or None where it can."""
+        """Reason why a prompt cannot be computed once for several responses, or None if it can."""
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Rewards of padded sequences."""
 
 
 def reuse_obstacle(model: PassModel) -> str | None:
-    """Reason why the keys and values of a common start cannot be kept for its branches, or None where they can."""
+    """Reason why the keys and values of a common start cannot be kept for its branches, or None if they can."""
     obstacle = model.supports_prefix_sharing()
     if obstacle is not None:
         return obstacle
@@ -75,7 +75,7 @@ def _has_window_layers(config: object) -> bool:
 
 
 class SequenceScorer:
-    """Scores token sequences with a model, on the model's device.
+    """Scorer of token sequences with a model, on the model's device.
 
     Args:
         model: reward model in evaluation mode.
@@ -170,7 +170,7 @@ class SequenceScorer:
             yield own, self.padded([rows[i] for i in own])
 
     def _pays_to_cache(self, tree: PrefixTree, num_runs: int) -> bool:
-        """True if computing the start again in each run costs more than separate passes for one tree."""
+        """True if a cached start is cheaper than computing the start again in each run."""
         recomputed = len(tree.prefix) * (num_runs - 1)
         return self._caches and recomputed > (TREE_TOKENS if tree.num_tokens <= self.token_budget else 0)
 

@@ -1,4 +1,4 @@
-"""The Bradley-Terry reward model: a `transformers` classifier with one label, pooled and scored with care."""
+"""The Bradley-Terry reward model: a `transformers` classifier with one label, with exact pooling and scoring."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from rm_optimizer.records.codec import from_values, json_values
 class BradleyTerryRM(BaseRewardModel):
     """A reward for a prompt and a response, with `P(a > b) = sigmoid(reward(a) - reward(b))` (Bradley & Terry, 1952).
 
-    Wraps a plain `AutoModelForSequenceClassification` with one label. Decoders are read at the last attended token,
-    encoders through their own forward pass; the final layer computes in float32 outside autocast.
+    It wraps a plain `AutoModelForSequenceClassification` with one label. A decoder's reward is read at the last
+    attended token, an encoder's comes from its own forward pass. The final layer computes in float32 outside autocast.
 
     Args:
-        model: the classifier; its final layer becomes a `RewardHead` and its configuration says "one raw reward".
-        tokenizer: its tokenizer; given a pad token that never ends a sequence, and right padding.
+        model: the classifier; its final layer becomes a `RewardHead`, and its configuration is set to one raw reward.
+        tokenizer: its tokenizer; it gets a pad token that never ends a sequence, and right padding.
         max_length: most tokens of a sequence, at most the model's positions.
         render_fn: a rendering of conversations that replaces the tokenizer's chat template.
-        fresh_head_seed: draw the head anew from this seed; None keeps its weights.
+        fresh_head_seed: seed of a new random head; None keeps the head's weights.
 
     Attributes:
         beta: inverse temperature that the rewards were trained with, `P(a > b) = sigmoid(beta (r(a) - r(b)))`; stored
@@ -107,7 +107,7 @@ class BradleyTerryRM(BaseRewardModel):
         new_head: bool = False,
         input_form: str | None = None,
     ) -> BradleyTerryRM:
-        """Load a trained reward model, or, for training, make one of a base model.
+        """Load a trained reward model, or make one from a base model for training.
 
         Args:
             source: hub id, model folder, run folder (its `best/`) or Lightning `.ckpt`.
@@ -118,13 +118,13 @@ class BradleyTerryRM(BaseRewardModel):
             revision: hub revision.
             trust_remote_code: run modeling code that the checkpoint brings.
             dtype: type of the backbone's weights; None is float32.
-            render_fn: needed again for a model that was trained with one.
+            render_fn: rendering of conversations, required for a model that was trained with one.
             gradient_checkpointing: recompute activations in the backward pass.
             quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
             new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
                 source is refused, since its rewards would be random.
-            input_form: input of a foreign reward model without a chat template: `plain`, or `pair` for what its
-                tokenizer makes of (prompt, response); None takes `plain`, with a warning.
+            input_form: input of a reward model of other software without a chat template: `plain`, or `pair` for its
+                tokenizer's encoding of (prompt, response); None takes `plain`, with a warning.
 
         Raises:
             CheckpointError: if the source is missing, torn, no trained reward model, or recorded another rendering.
@@ -162,7 +162,7 @@ class BradleyTerryRM(BaseRewardModel):
 
         Args:
             architecture: `model_type` and fields of its configuration; the vocabulary is the tokenizer's.
-            tokenizer: the tokenizer it will read.
+            tokenizer: tokenizer of the model.
             max_length: most tokens of a sequence.
             seed: seed of all weights.
             attn_implementation: `auto` or a kernel's name.
@@ -274,9 +274,9 @@ class BradleyTerryRM(BaseRewardModel):
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
     ) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses on the CPU, in the order given; which others are scored beside it changes none.
+        """Rewards of the responses on the CPU, in the order given. A reward does not depend on the other responses.
 
-        A prompt that several responses answer is computed once for them where the model allows it.
+        If the model allows it, a prompt with several responses is computed once.
 
         Args:
             prompts: text or messages.
@@ -289,7 +289,7 @@ class BradleyTerryRM(BaseRewardModel):
         return self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
-        """Token ids of the conversations, with the counts of what was cut.
+        """Token ids of the conversations, with the numbers of cut tokens.
 
         Raises:
             ValueError: if there are not as many prompts as responses.
@@ -301,7 +301,7 @@ class BradleyTerryRM(BaseRewardModel):
         return self.renderer.encode_batch(prompts, responses)
 
     def score_encoded(self, encodings: Sequence[Encoding], *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
-        """`score` of conversations that `encode` has made token ids of.
+        """`score` of conversations that `encode` has encoded.
 
         Args:
             encodings: token ids as `encode` returns them.
@@ -312,20 +312,20 @@ class BradleyTerryRM(BaseRewardModel):
         return torch.from_numpy(rewards).to(self.reward_head.weight.dtype)
 
     def rewards_of(self, batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
-        """Rewards of a micro-batch of pairs on the model's device, interleaved; `batch.split` takes them apart."""
+        """Rewards of a micro-batch of pairs on the model's device, interleaved; `batch.split` separates them."""
         if isinstance(batch, PackedPairBatch):
             return packed_logits(self.model, batch.trees).squeeze(-1)
         rewards: Tensor = self(batch.input_ids, batch.attention_mask)
         return rewards
 
     def supports_prefix_sharing(self) -> str | None:
-        """None where the model can compute a prompt once for several responses, else what stands against it."""
+        """Reason why the model cannot compute a prompt once for several responses; None if it can."""
         if not self._reads_last_token:
-            return f"{type(self.model).__name__} is no causal decoder: a token's state depends on those after it"
+            return f"{type(self.model).__name__} is not a causal decoder: a token's state depends on those after it"
         return sharing_obstacle(self.model)
 
     def prefix_parity(self, groups: Sequence[Sequence[NDArray[np.int32]]]) -> float:
-        """Largest difference between rewards computed with shared prompts and apart, for sequences that start alike.
+        """Largest difference between rewards with shared prompts and rewards of single sequences.
 
         Args:
             groups: token ids, each group a tree; for pairs, a chosen and a rejected sequence.
@@ -337,7 +337,7 @@ class BradleyTerryRM(BaseRewardModel):
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the mode it had comes back."""
+        """Evaluation mode without gradients; the earlier mode is restored after the block."""
         was_training = self.training
         self.eval()
         try:
@@ -359,7 +359,7 @@ class BradleyTerryRM(BaseRewardModel):
         statistics: Mapping[str, Any] | None = None,
         beside: Sequence[Path] = (),
     ) -> ParityCertificate:
-        """Write a folder that plain `transformers` scores alike, with `export.json` to prove it.
+        """Write a folder that gives the same rewards in plain `transformers`, with `export.json` as the proof.
 
         Args:
             folder: folder of the export, which may replace an earlier export and nothing else.
@@ -373,7 +373,7 @@ class BradleyTerryRM(BaseRewardModel):
         return save_export(self, Path(folder), probe=probe, statistics=statistics, beside=beside)
 
     def _recall(self, identity: Mapping[str, Any]) -> None:
-        """Check the rendering against the recorded one, and take over what was recorded of head and pad token."""
+        """Check the rendering against the recorded one, and restore the recorded head and pad token."""
         self.renderer.check_identity(identity["template"])
         self.head_init = identity["head_init"]
         self.beta = float(identity.get("beta", 1.0))

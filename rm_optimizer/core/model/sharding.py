@@ -1,7 +1,7 @@
-"""FSDP2: each rank keeps a shard of every weight, gradient and optimizer state; numbers and files stay one device's.
+"""FSDP2: each rank keeps a shard of every weight, gradient and optimizer state; results and files equal one device's.
 
-Layers are gathered when they compute, so ranks must make the same number of passes in the same order: a rank with
-fewer micro-batches than another repeats one of weight zero.
+Layers are gathered when they compute, so all ranks must make the same number of passes in the same order. A rank with
+fewer micro-batches than another computes one of weight zero instead.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def unreduced_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor gathered from its shards, every rank taking part; a plain tensor is itself."""
+    """A tensor gathered from its shards, for which every rank must take part; a plain tensor is returned unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor that has a parameter's shape; anything else, a counter say, is itself."""
+    """This rank's shard of a whole tensor with a parameter's shape; anything else, such as a counter, is unchanged."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
         return value
     value = value.to(parameter.device)
@@ -121,7 +121,7 @@ def in_step(batches: Iterable[BatchT], spare: BatchT, count: int) -> Iterator[tu
 
 
 def spare_batch(model: BradleyTerryRM, device: torch.device) -> PairBatch:
-    """One short pair of weight zero, for a rank whose turn it is to compute nothing."""
+    """One short pair of weight zero, for a rank that has nothing to compute in a pass."""
     ids = model.renderer.encode("a", "b").ids
     input_ids, attention_mask = pad_sequences([ids, ids], model.pad_choice.token_id)
     nothing = torch.zeros(1)

@@ -21,14 +21,14 @@ from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE
 
 MOST_OWN_SHARE = 0.5
-"""Largest share of a model's bytes that a further one may have for itself; above it, nothing is won by sharing."""
+"""Largest share of a model's bytes that a further model may have of its own; above it, sharing saves nothing."""
 
 
 class SharedBackbone:
-    """One model in memory that becomes any of several by exchanging the tensors that differ between them.
+    """Model in memory that becomes any one of several by exchanging the tensors that differ between them.
 
     Args:
-        model: the first of them, whose tensors are exchanged from now on.
+        model: the first model, whose tensors are exchanged in place.
     """
 
     def __init__(self, model: BradleyTerryRM) -> None:
@@ -38,7 +38,7 @@ class SharedBackbone:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the model and of the tensors beside it."""
+        """Bytes of the model and of the other models' own tensors."""
         beside = [self._first, *self._own]
         return weight_bytes(self._model) + sum(_bytes(value) for tensors in beside for value in tensors.values())
 
@@ -51,7 +51,10 @@ class SharedBackbone:
         return self._model
 
     def add(self, model: BradleyTerryRM) -> int | None:
-        """Number of a further model, whose memory can go; None if it reads otherwise or differs in too many weights."""
+        """Add a further model and return its number; None if its rendering or too many weights differ.
+
+        The memory of the added model may be freed afterwards.
+        """
         if reading_digest(model) != reading_digest(self._model):
             return None
         state, other = self.use(0).model.state_dict(), model.model.state_dict()
@@ -87,9 +90,9 @@ class SharedBackbone:
 
 
 def adapter_key(folder: Path) -> str | None:
-    """Digest of an adapter's base, configuration and rendering; adapters that have it in common can share a base.
+    """Digest of an adapter's base, configuration and rendering; adapters with the same digest can share a base.
 
-    None where the folder has no `export.json` that records them.
+    None if the folder has no `export.json` that records them.
     """
     record = read_record(folder)
     if "base" not in record:

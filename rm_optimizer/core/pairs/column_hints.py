@@ -1,7 +1,7 @@
-"""Answers to columns that fit no format: how to map them, without a guess at what a value means.
+"""Hints for columns that fit no format: a proposed mapping, without a guess at the meaning of values.
 
-A mapping is proposed only where a name is known by itself and the mapped rows have a format; no name that is merely
-similar is proposed, and no column of ranks, winners or other numbers as a score or label.
+A mapping is proposed only if the name itself is known and the mapped rows have a format. A merely similar name is never
+proposed, nor is a column of ranks, winners or other numbers as a score or label.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Prompts of one conversation: a prompt that continues another one holds that one's responses.
+"""Prompts of one conversation: a prompt that continues another one contains the other one's response.
 
-Two prompts are the same if their words are, whatever their case and the blanks and line breaks between them. A prompt
+Two prompts are the same if their words are the same, without regard to case, blanks and line breaks. A prompt
 continues another one if its first lines have all words of the other. In multi-turn data the later prompt quotes the
-response that the earlier pair is judged by, so that training on one and validating on the other leaks.
+response that the earlier pair compares. So training on one and validating on the other leaks.
 """
 
 from __future__ import annotations

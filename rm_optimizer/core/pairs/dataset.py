@@ -48,7 +48,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     Args:
         pairs: the pairs, in order.
         skipped: rows of the sources that gave no pair, and why.
-        rows: the rows that the pairs are of; None where they were not read from a source.
+        rows: the rows of the pairs; None if they were not read from a source.
         notes: sentences on columns that look like content and were not read.
         sources: paths and names of the sources.
 
@@ -308,7 +308,7 @@ class TrainVal:
         return self.train.fingerprint, self.val.fingerprint
 
     def notes(self, *, uses_margins: bool) -> tuple[str, ...]:
-        """Sentences on what a user may not expect: columns, labels, unused margins, conversations in both splits.
+        """Sentences on unexpected properties: columns, labels, unused margins, conversations in both splits.
 
         Args:
             uses_margins: True if the loss reads margins.
@@ -346,7 +346,7 @@ def label_note(pairs: Sequence[PreferencePair]) -> str | None:
 
 
 def load_training_data(config: DataConfig) -> TrainVal:
-    """Training and validation pairs as the options say; validation never comes from prompts that are trained on.
+    """Training and validation pairs according to the options; validation prompts are never training prompts.
 
     Without `train` it is the synthetic world; without `val` a share of the training prompts is held out. `max_pairs`
     then limits training alone.
@@ -377,7 +377,7 @@ def _train_val(config: DataConfig) -> TrainVal:
 
 
 def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
-    """Pairs of a source, read as the options of `config` say; its `train` and `val` play no part.
+    """Pairs of a source, read with the options of `config`; its `train` and `val` are not used.
 
     Raises:
         DataError: if the source cannot be read or a row is bad.

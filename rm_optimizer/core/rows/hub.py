@@ -1,4 +1,4 @@
-"""One quick question to the Hugging Face hub before its libraries ask it with retries of half a minute."""
+"""Quick request to the Hugging Face hub, made before its libraries retry for half a minute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("rm_optimizer")
 def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | None:
     """Reason why a name cannot be loaded from the hub, in words; None if its libraries may try.
 
-    Where the hub cannot be reached and the name is in the cache, the process goes on offline, which is logged.
+    If the hub cannot be reached and the name is in the cache, the process continues offline and logs this.
 
     Args:
         name: hub id, such as `owner/name`.

@@ -1,4 +1,4 @@
-"""Messages and prompts: the one reader of prompts for every entrance.
+"""Messages and prompts: one reader of prompts for files, commands, the Python API and the server.
 
 A prompt comes as text, as an HH-style transcript, as a list of messages or as the JSON text of one. All of them become
 the same messages here, so that a file, a command, the Python API and a server give the same reward to the same prompt.
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 _TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
 LAST_TURN = "\n\nAssistant:"
-"""What the response follows in an HH-style transcript."""
+"""Text before the response in an HH-style transcript."""
 _SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
 _ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 _ROLES |= dict.fromkeys(("human", "prompter"), "user")
@@ -24,7 +24,7 @@ _UNREAD_FIELDS = frozenset({
     "tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking", "name", "image", "images",
     "audio", "videos", "files",
 })  # fmt: skip
-"""Fields of a message that templates would print, or that change what the message says."""
+"""Fields of a message that templates would print, or that change its meaning."""
 _PROSE_WORDS = 10
 
 
@@ -107,7 +107,7 @@ def begins_with_turn(text: str) -> bool:
 
 
 def read_prompt(value: object) -> Prompt:
-    """A prompt from any entrance: text, a transcript that ends in `Assistant:`, messages, or the JSON text of messages.
+    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the JSON text of messages.
 
     Raises:
         ValueError: if it is none of these, or a message of it cannot be used.
@@ -205,7 +205,7 @@ def _would_be_lost(field: str, value: object) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """The text of a list with one text part, as some templates write it; anything else as it is."""
+    """The text of a list with one text part, as some templates write it; anything else is unchanged."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
         part = value[0]
         if part.get("type") == "text" and isinstance(part.get("text"), str):

@@ -25,7 +25,7 @@ from rm_optimizer.errors import DataError, did_you_mean
 Row: TypeAlias = dict[str, Any]
 """Column names to Python values."""
 Report: TypeAlias = Callable[[int, str], None]
-"""Told the number of a bad row and the reason."""
+"""Function of the number of a bad row and the reason."""
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[^:]*))?(?::(?P<split>.*))?")
 _ROWS_AT_ONCE = 4096

@@ -50,7 +50,7 @@ models of random bfloat16 weights lie 0.02 to 0.17 from their float64 rewards; p
 LOADED_TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
 """Largest difference of a loaded model's rewards from the certified ones, in the same units."""
 LOADED_HALF_TOLERANCE = 2.0**-2
-"""The same where a half type is involved: with 30M parameters 0.24 was seen (bfloat16), 0.05 on average."""
+"""The same difference with a half type: with 30M parameters 0.24 was measured (bfloat16), 0.05 on average."""
 _CHECKED_TOKENS = 64
 
 
@@ -95,7 +95,7 @@ class ParityCertificate:
 
     @property
     def is_passed(self) -> bool:
-        """True if the export may be used in the model's place; a reward that is not finite fails."""
+        """True if the export may be used in place of the model; a reward that is not finite fails."""
         return self.relative_difference <= self.tolerance
 
     def loaded_tolerance(self, dtype: str) -> float:
@@ -104,7 +104,7 @@ class ParityCertificate:
         return max(self.tolerance, LOADED_TOLERANCE[dtype] if exact else LOADED_HALF_TOLERANCE)
 
     def shortest(self) -> tuple[ProbeScore, ...]:
-        """The shortest conversations, `_CHECKED_TOKENS` tokens in all but at least one: a check that costs one pass."""
+        """The shortest conversations, at least one, with at most `_CHECKED_TOKENS` tokens, for a check of one pass."""
         scores = sorted(self.scores, key=lambda score: len(score.input_ids))
         totals = accumulate(len(score.input_ids) for score in scores)
         return tuple(score for score, total in zip(scores, totals, strict=True) if total <= _CHECKED_TOKENS) or (

@@ -1,4 +1,4 @@
-"""Writing a model so that plain `transformers` scores it alike, and proving it before the folder takes its name."""
+"""Export of a model with a proof that plain `transformers` gives the same rewards, before the folder is renamed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _log = logging.getLogger("rm_optimizer")
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A reward model as an export needs it: the classifier with its tokenizer and rendering, and its own rewards."""
+    """Interface of a reward model for an export: the classifier, its tokenizer and rendering, and its own rewards."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ def save_export(
 ) -> ParityCertificate:
     """Write weights, configuration, tokenizer and `export.json`; see `BradleyTerryRM.save_pretrained`.
 
-    The files are written beside the folder, reloaded by plain `transformers`, compared, and only then renamed.
+    The files are written next to the folder, reloaded by plain `transformers`, compared, and only then renamed.
 
     Raises:
         CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
@@ -107,7 +107,7 @@ def save_adapter(
 ) -> ParityCertificate:
     """Write the LoRA factors and head-side modules alone, in peft's format, with tokenizer and `export.json`.
 
-    Compared before it is renamed, as `save_export` is, with what plain peft makes of the base and these files.
+    Before it is renamed, it is compared with plain peft's model of the base and these files, as in `save_export`.
 
     Args:
         reward_model: a model with an adapter.
@@ -128,7 +128,7 @@ def save_adapter(
 
 @dataclass(frozen=True)
 class _Form:
-    """A way to store a model, and to read it back without us."""
+    """Form in which a model is stored, and read back without this package."""
 
     write: Callable[[PreTrainedModel, Path], None]
     read: Callable[[PreTrainedModel, Path], PreTrainedModel]

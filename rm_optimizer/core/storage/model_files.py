@@ -1,4 +1,4 @@
-"""A reward model's files, looked at before anything is loaded. Imports no torch."""
+"""Checks of a reward model's files before anything is loaded. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rm_optimizer.records.locations import Source, SourceKind, resolve_source
 
 
 def find_source(source: str | Path, revision: str | None = None) -> Source:
-    """Find out what the user's word for a model means, and ask the hub for a hub id.
+    """Find the source that the user named: a folder, a file or a hub id, for which the hub is asked.
 
     Raises:
         CheckpointError: if there is no such path, or the hub has no such model.
@@ -29,7 +29,7 @@ def find_source(source: str | Path, revision: str | None = None) -> Source:
 
 
 def refuse_by_files(source: str) -> None:
-    """Refuse, within a second, what loading would refuse later for what its files show; most folders pass.
+    """Refuse within a second what loading would refuse later, if the files show the reason.
 
     Raises:
         CheckpointError: if there is no model, a file is torn, or no weight can be that of a reward head.
@@ -42,10 +42,10 @@ def refuse_by_files(source: str) -> None:
 
 
 def require_archive(path: Path) -> None:
-    """Refuse a `.ckpt` file that is no zip archive.
+    """Refuse a `.ckpt` file that is not a zip archive.
 
     Raises:
-        CheckpointError: if it is none.
+        CheckpointError: if it is not one.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         raise CheckpointError(

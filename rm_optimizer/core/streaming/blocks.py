@@ -1,6 +1,6 @@
-"""Large files cut into blocks that are read apart: parts of a Parquet row group, byte ranges of JSON Lines.
+"""Large files cut into blocks that are read separately: parts of a Parquet row group, byte ranges of JSON Lines.
 
-A block's rows keep the numbers they have in their file, so a bad row is named alike however the file was cut.
+A block's rows keep their numbers in the file, so that the name of a bad row does not depend on the blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, re
 from rm_optimizer.errors import ConfigError, DataError
 
 BLOCK_BYTES = 2**21
-"""Text of a block, about; what a worker holds at once."""
+"""Approximate bytes of text of a block, which a worker holds in memory at once."""
 _MOST_ROWS = 4096
 _BUFFER_BYTES = 2**20
 _ENDINGS = (".parquet", ".jsonl")
@@ -45,7 +45,7 @@ class ParquetRows:
     num_rows: int
 
     def read(self, path: Path, report: Report) -> Iterator[tuple[int, Row]]:
-        """The numbered rows; those before them in the group are decoded, a few thousand at a time, and let go."""
+        """The numbered rows; earlier rows of the group are decoded, a few thousand at a time, and dropped."""
         yield from enumerate(self._rows(path), self.first_row)
 
     def _rows(self, path: Path) -> Iterator[Row]:

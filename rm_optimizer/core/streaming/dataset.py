@@ -33,8 +33,8 @@ WINDOW_BLOCKS = 16
 class RayPreferenceDataset:
     """Pairs in Parquet and JSON Lines files of any size, read and tokenized by Ray workers as they are needed.
 
-    Rows mean what they mean to `PreferenceDataset`, pair for pair. Held in memory are two windows of blocks, whatever
-    the size of the files; nothing is written to disk.
+    Rows give the same pairs as in `PreferenceDataset`. Two windows of blocks are in memory, for files of any size, and
+    nothing is written to disk.
 
     Args:
         source: a path, a pattern such as `big/*.parquet`, a mapping `{path, weight, format, columns, label}`, or a list
@@ -85,7 +85,7 @@ class RayPreferenceDataset:
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the files' names, sizes and times of change, and of how they are read.
 
-        The treatment of bad rows is no part: it decides whether a stream goes on, not which pairs it gives until then.
+        It does not depend on the treatment of bad rows, which may end a stream but does not change its pairs before.
         """
         content = hashlib.sha256(repr((self.reader.kwise_rule.value,)).encode())
         for file in self.reader.files:
@@ -145,7 +145,7 @@ class RayPreferenceDataset:
         the pairs of each `window_blocks` of them. `pair_index` of a batch is the row of the stream, from 0.
 
         Args:
-            renderer: makes the token ids.
+            renderer: renderer that makes the token ids.
             batch_size: pairs of a macro-batch, over all ranks.
             micro_token_budget: tokens of a micro-batch, padding included.
             seed: seed of the order, not negative.

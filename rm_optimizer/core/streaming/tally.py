@@ -71,7 +71,7 @@ class StreamTally:
         return self._kept.get(block)
 
     def add(self, block: Block, tokens: BlockTokens) -> None:
-        """Take a block in, unless it was seen before.
+        """Count a block, unless it was counted before.
 
         Raises:
             DataError: if too many rows of its file are bad, of all or of the first `JUDGED_ROWS` and more.

@@ -1,4 +1,4 @@
-"""Ray processes that tokenize blocks: started small and quiet, asked in order, ended with the stream."""
+"""Ray processes that tokenize blocks; they start with little memory and output, and end with the stream."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SETTINGS = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",
 }
-"""Ray runs quietly, and its workers with the priority of this process.
+"""Settings of Ray: little output, and workers with the priority of this process.
 
-At Ray's own, 15, they get a fortieth of a busy core, so that on a machine whose cores all compute a run waits for its
-data: a stream that starts in 10 s took 90 s.
+With Ray's own priority of 15 the workers get a fortieth of a busy core. On a machine whose cores are all busy, a run
+then waits for its data: a stream that starts in 10 s took 90 s.
 """
 
 
 class BlockWorker:
-    """Tokenizes blocks in a process of its own; a user's mistake comes back as its sentence."""
+    """Worker that tokenizes blocks in a process of its own; a user's mistake is returned as its message."""
 
     def __init__(self) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
@@ -56,11 +56,11 @@ class BlockWorker:
 
 
 class TokenizerPool:
-    """Workers that tokenize blocks in parallel and give them back in the order asked.
+    """Workers that tokenize blocks in parallel and return them in the order of the requests.
 
-    Where Ray already runs in this process, or `RAY_ADDRESS` names a cluster that sees the same files, the workers join
-    it; else a local instance without dashboard or telemetry is started, and ended by `close`. It dies with this
-    process, however that dies.
+    If Ray already runs in this process, or `RAY_ADDRESS` names a cluster with the same files, the workers join it.
+    Otherwise a local instance without dashboard or telemetry is started, and ended by `close`. It ends with this
+    process, also after a kill.
 
     Args:
         tokenizer: tokenizer of blocks that each worker runs.

@@ -72,7 +72,7 @@ class StackedGru:
         return [self.tokens, self.hidden, self.bias, self.prompt, self.out]
 
     def copies(self, models: int) -> StackedGru:
-        """As many copies of the first network, with gradients of their own."""
+        """Copies of the first network, with gradients of their own."""
         return StackedGru(
             *(part[:1].detach().expand(models, *part.shape[1:]).clone().requires_grad_() for part in self.parameters)
         )

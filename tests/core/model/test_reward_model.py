@@ -135,7 +135,7 @@ def test_prefix_parity_is_rounding_where_sharing_is_exact_and_large_where_it_is_
 
 def test_a_bidirectional_model_says_why_it_shares_no_prefix() -> None:
     assert tiny_reward_model("llama").supports_prefix_sharing() is None
-    assert "no causal decoder" in str(tiny_reward_model("bert").supports_prefix_sharing())
+    assert "not a causal decoder" in str(tiny_reward_model("bert").supports_prefix_sharing())
 
 
 def test_groups_have_the_rewards_of_their_responses() -> None:
