@@ -27,13 +27,13 @@ class AdapterConfig(Options, group="adapter"):
     """A low-rank adapter, or none."""
 
     kind: AdapterKind = AdapterKind.none
-    """none trains every weight; lora and qlora train low-rank factors and everything beside the reward head."""
+    """none trains every weight; lora and qlora train low-rank factors and the modules at the reward head."""
     rank: int | None = within("[1, inf)", None)
     """Rank of the factors."""
     alpha: float | None = within("(0, inf)", None)
     """The factors' product is scaled by alpha / rank."""
     dropout: float | None = within("[0, 1)", None)
-    """Dropout on what enters the factors, in training; `model.dropout` does not touch it."""
+    """Dropout on the input of the factors in training; `model.dropout` does not change it."""
     targets: list[str] | None = None
     """Names (or their last parts) of the layers adapted; null takes every linear layer of the backbone's blocks."""
 

@@ -1,4 +1,4 @@
-"""The options of a training run. A default right for everyone stands here; a tuned number stands in a preset."""
+"""The options of a training run. Defaults that suit everyone are here; tuned numbers are in presets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelConfig(Options, group="model"):
     name: str = MISSING
     """The preset's name, shown in results."""
     path: str | None = None
-    """Hub id, folder, run folder of ours or Lightning .ckpt; null builds `architecture` and trains a tokenizer."""
+    """Hub id, folder, run folder or Lightning .ckpt; null builds `architecture` and trains a tokenizer."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     architecture: dict[str, Any] = field(default_factory=dict)
@@ -67,23 +67,23 @@ class ModelConfig(Options, group="model"):
     vocab_size: int = within("[300, inf)", 2048)
     """Vocabulary of the tokenizer trained when `path` is null."""
     max_length: int | None = within("[8, inf)", MISSING)
-    """Tokens kept of prompt and response together; null takes what a model recorded, else its positions up to 1024."""
+    """Tokens kept of prompt with response; null takes a model's recorded length, or its positions up to 1024."""
     adamw_lr: float = within("(0, inf)", MISSING)
     """Learning rate that suits AdamW on all weights of this model; the optimizer presets scale it."""
     lora_lr: float = within("(0, inf)", 1.0e-4)
-    """Learning rate that suits AdamW on LoRA factors; the optimizer presets scale it where there is an adapter."""
+    """Learning rate that suits AdamW on LoRA factors; the optimizer presets scale it if there is an adapter."""
     batch_size: int = within("[1, inf)", MISSING)
-    """Pairs of an optimizer step that this learning rate goes with; `batching.batch_size` takes it."""
+    """Pairs of an optimizer step that suit this learning rate; default of `batching.batch_size`."""
     gpu_tokens: int = within("[1, inf)", MISSING)
     """Tokens, padding included, whose forward and backward pass fits a GPU of 80 GB in bf16-mixed."""
     attn_implementation: Attention = Attention.auto
     """Attention kernel."""
     dropout: bool = False
-    """Keep the backbone's dropout, functional attention dropout included, as its configuration says."""
+    """Keep the dropout of the backbone's configuration, functional attention dropout included."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     trust_remote_code: bool = False
-    """Run modeling code that the checkpoint brings."""
+    """Run the checkpoint's own modeling code."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ class BatchingConfig(Options, group="batching"):
     batch_size: int = within("[1, inf)", MISSING)
     """Pairs of one optimizer step, over all devices."""
     micro_token_budget: int = within("[1, inf)", MISSING)
-    """Tokens, padding included, of one forward and backward pass; bounds memory and never changes the gradient."""
+    """Tokens, padding included, of one forward and backward pass; limits memory and never changes the gradient."""
     eval_token_budget: int = within("[1, inf)", MISSING)
     """Tokens, padding included, of one evaluation or scoring pass."""
     prefix_sharing: PrefixSharing = PrefixSharing.auto
@@ -114,7 +114,7 @@ class BatchingConfig(Options, group="batching"):
 
 @dataclass(kw_only=True)
 class LossConfig(Options, group="loss"):
-    """The Bradley-Terry loss and what is added to it; everything beyond the plain loss is off."""
+    """The Bradley-Terry loss and its additions, which are off by default."""
 
     beta: float = within("(0, inf)", 1.0)
     """Inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected - margin))."""
@@ -145,23 +145,23 @@ class CalibrationConfig(Options, group="training.calibration"):
     """Calibration of the preference probabilities, measured during training."""
 
     enabled: bool = False
-    """Log calibration error, temperature and a reliability picture of evaluations to every logger."""
+    """Log calibration error, temperature and a reliability diagram of evaluations to every logger."""
     every: int = within("[1, inf)", 1)
-    """Evaluations between two of them; the first and the last are always taken."""
+    """Evaluations between two measurements; the first and the last are always measured."""
 
 
 @dataclass(kw_only=True)
 class HessianConfig(Options, group="training.hessian"):
-    """Curvature of the training loss on fixed pairs, watched while training."""
+    """Curvature of the training loss on fixed pairs, measured while training."""
 
     enabled: bool = False
-    """Measure the Hessian's top eigenvalue and trace while training; `every` turns it on, too."""
+    """Measure the Hessian's top eigenvalue and trace while training; setting `every` turns this on too."""
     every: int | None = within("[1, inf)", None)
     """Optimizer steps between measurements; null spaces them evenly, to a tenth of the time or less."""
     num_pairs: int = within("[1, inf)", 32)
-    """Training pairs, drawn by the seed and the same at every measurement, that the loss is averaged over."""
+    """Training pairs that the loss is averaged over; drawn by the seed, the same at every measurement."""
     num_products: int = within("[1, 2]", 2)
-    """Hessian-vector products of a measurement, more while its residual is large; 1 sees a new top one later."""
+    """Hessian-vector products of a measurement, more if its residual is large; with 1 a new top one shows later."""
 
     @property
     def is_on(self) -> bool:
@@ -171,7 +171,7 @@ class HessianConfig(Options, group="training.hessian"):
 
 @dataclass(kw_only=True)
 class TrainingConfig(Options, group="training"):
-    """The loop: how long, how often to evaluate and save."""
+    """The training loop: its length, evaluations and checkpoints."""
 
     epochs: float = within("(0, inf)", 1.0)
     """Passes over the training pairs; a fraction is allowed."""
@@ -180,13 +180,13 @@ class TrainingConfig(Options, group="training"):
     gradient_clip_norm: float = within("[0, inf)", 1.0)
     """Largest gradient norm; 0 does not clip."""
     evals_per_epoch: int | None = within("[1, inf)", None)
-    """Evaluations in each epoch; one more follows the last step. Null: at most ten, which take a fifth of the work."""
+    """Evaluations in each epoch, and one after the last step; null: at most ten, for a fifth of the work at most."""
     eval_at_start: bool = True
     """Evaluate before the first step."""
     checkpoint_every: int | None = within("[1, inf)", None)
     """Optimizer steps between periodic checkpoints; null saves `evals_per_epoch` times an epoch, or ten times."""
     keep_checkpoints: int = within("[1, inf)", 2)
-    """Periodic checkpoints kept beside the best."""
+    """Number of periodic checkpoints to keep, in addition to the best."""
     monitor: str = "val/nll"
     """Validation metric that selects the best checkpoint and stops early."""
     mode: Mode | None = None
@@ -200,7 +200,7 @@ class TrainingConfig(Options, group="training"):
     num_bootstrap: int = within("[100, inf)", 1000)
     """Bootstrap resamples over prompts for the intervals of the final evaluation."""
     progress: bool = True
-    """Show a progress bar, or log a line a minute where no terminal can show one."""
+    """Show a progress bar, or log a line a minute if no terminal can show one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -224,15 +224,15 @@ class HardwareConfig(Options, group="hardware"):
     num_threads: int | None = within("[1, inf)", None)
     """CPU threads of each process; null leaves torch's own choice."""
     num_workers: int = within("[0, inf)", 0)
-    """Data-loader processes of each device; `data.num_workers` takes it."""
+    """Data-loader processes of each device; default of `data.num_workers`."""
     pin_memory: bool = False
-    """Load batches into page-locked memory, from which copies to a GPU do not hold up the CPU."""
+    """Load batches into page-locked memory, from which copies to a GPU do not block the CPU."""
     compile: bool = False
-    """Compile the backbone: fused kernels, after some minutes at the first steps; numbers change by rounding."""
+    """Compile the backbone to fused kernels, which takes minutes at the first steps; numbers change by rounding."""
     pass_tokens: int = within("[1, inf)", MISSING)
-    """Tokens of a forward and backward pass that memory holds; `batching.micro_token_budget` takes it."""
+    """Tokens of a forward and backward pass that fit into memory; default of `batching.micro_token_budget`."""
     eval_pass_tokens: int = within("[1, inf)", MISSING)
-    """Tokens of an evaluation pass that memory holds; `batching.eval_token_budget` takes it."""
+    """Tokens of an evaluation pass that fit into memory; default of `batching.eval_token_budget`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,7 +246,7 @@ class HardwareConfig(Options, group="hardware"):
 
 @dataclass(kw_only=True)
 class LoggerConfig:
-    """Loggers of the metrics, beside `metrics.csv`, which is always written."""
+    """Loggers of the metrics in addition to `metrics.csv`, which is always written."""
 
     tensorboard: bool = True
     """TensorBoard event files in the run folder."""
@@ -259,11 +259,11 @@ class LoggerConfig:
     name: str | None = None
     """Name of the run in W&B; null takes the run folder's name."""
     group: str | None = None
-    """W&B group, under which runs of one study stand together."""
+    """W&B group of the run, such as that of a study."""
     tags: list[str] = field(default_factory=list)
     """W&B tags of the run, each of 1 to 64 characters: [baseline, seed0]."""
     log_model: bool = True
-    """Refer to the exported model as an artifact in W&B, which `wandb sync` uploads from the run folder."""
+    """Log the exported model as a W&B artifact by reference; `wandb sync` uploads it from the run folder."""
 
     def __post_init__(self) -> None:
         for tag in self.tags:
@@ -272,16 +272,16 @@ class LoggerConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig(Options):
-    """Everything `rm-opt train` composes."""
+    """All options of `rm-opt train`."""
 
     seed: int = within("[0, 2**32)", 0)
     """Seed of head, data order and dropout."""
     resume: Resume = Resume.none
-    """Treatment of a run in the run folder: `none` refuses, `auto` continues it, `restart` removes it and starts."""
+    """Treatment of an earlier run in the run folder: `none` refuses it, `auto` continues it, `restart` removes it."""
     output_dir: str = MISSING
     """The run folder."""
     profile_memory: bool = False
-    """Log memory, token rates, padding and MFU of every step, and leave their medians in `profile.json`."""
+    """Log memory, token rates, padding and MFU of every step, and write their medians to `profile.json`."""
     publish: PublishConfig = field(default_factory=PublishConfig)
     """Publishing of weights to a reward server."""
     model: ModelConfig = MISSING

@@ -1,4 +1,4 @@
-"""The options of where preference pairs come from and how they are read."""
+"""The options of the sources of preference pairs and of their reading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rm_optimizer.schema.checks import Options, require, within
 
 
 class OnBadRow(StrEnum):
-    """Treatment of a row that is no preference pair."""
+    """Treatment of a row that is not a preference pair."""
 
     error = "error"
     drop = "drop"
@@ -87,7 +87,7 @@ class SyntheticConfig(Options, group="data.synthetic"):
     num_val: int = within("[2, inf)", 1000)
     """Validation pairs, on prompts that training never sees."""
     noise: float = within("[0, inf)", 1.0)
-    """Temperature of the labeler: labels are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
+    """Temperature of the labels, which are Bernoulli(sigmoid(gold margin / noise)); 0 labels without error."""
     seed: int = within("[0, 2**32)", 0)
     """Seed of the world's texts and labels, apart from the run's own seed."""
 
@@ -99,7 +99,7 @@ class DataConfig(Options, group="data"):
     train: Any = None
     """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, …}. Null: synthetic."""
     val: Any = None
-    """Validation pairs, in the same forms; null splits `val_fraction` of the training prompts off."""
+    """Validation pairs, in the same forms; null holds out `val_fraction` of the training prompts."""
     val_fraction: float = within("(0, 1)", 0.1)
     """Share of training prompts held out when `val` is null."""
     split_seed: int = within("[0, 2**32)", 0)
@@ -115,9 +115,9 @@ class DataConfig(Options, group="data"):
     on_bad_row: OnBadRow = OnBadRow.error
     """Stop at the first bad row, or drop bad rows, count them and list them."""
     max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE)
-    """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more is an error with the reasons."""
+    """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more end the run with the reasons."""
     allow_prompt_overlap: bool = False
-    """Permit prompts that stand in both training and validation."""
+    """Permit prompts that are in both training and validation."""
     max_pairs: int | None = within("[1, inf)", None)
     """Train on a random subset of this many pairs."""
     num_workers: int = within("[0, inf)", 0)
@@ -125,19 +125,19 @@ class DataConfig(Options, group="data"):
     fetch_timeout: float = within("(0, inf)", 60.0)
     """Seconds a data-loader process may take for one batch before the run stops and names it."""
     cache_dir: str | None = None
-    """Folder of tokenized data; null is the user's cache folder."""
+    """Folder of tokenized data; null takes the user's cache folder."""
     streaming: Streaming = Streaming.off
-    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` tokenize, 0 is all."""
+    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` of 0 takes all cores."""
     streaming_store_mb: int = 256
     """Memory of Ray's object store, in MB."""
     curriculum: str | None = None
-    """Easy pairs first, by their own margins (`margin`), those of a .jsonl file, or of a saved model; null shuffles."""
+    """Easy pairs first, by the pairs' margins (`margin`), those in a .jsonl file or by a saved model; null shuffles."""
     curriculum_easy: float = within("[0, inf)", 0.7)
     """Margin above which a pair is easy."""
     curriculum_hard: float = within("[0, inf)", 0.2)
     """Margin below which a pair is hard."""
     curriculum_quantiles: bool = False
-    """Take both thresholds as shares of the pairs in place of margins."""
+    """Both thresholds are shares of the pairs in place of margins."""
     curriculum_covers: bool = True
     """Show every pair once in each epoch; false repeats pairs of a small bin and leaves out others."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)

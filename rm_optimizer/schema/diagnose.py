@@ -1,6 +1,6 @@
-"""Say what is wrong with a command line in one sentence. Imports no torch.
+"""Messages of one sentence for mistakes in a command line. This module does not import torch.
 
-Hydra and OmegaConf report mistakes in several paragraphs that speak of nodes and struct flags; here each becomes one
+Hydra and OmegaConf report mistakes in several paragraphs about nodes and struct flags. Here each mistake becomes one
 sentence that names the option as it was typed.
 """
 

@@ -1,4 +1,4 @@
-"""Options that others imply, and options that others leave unread. Imports no torch."""
+"""Options that others imply, and options that others make unused. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def completed(overrides: Sequence[str]) -> list[str]:
 
 
 def refuse_unread_rates(overrides: Sequence[str], config: DictConfig) -> None:
-    """Refuse the learning rate of full fine-tuning beside an adapter, and LoRA's without one: nothing would read it.
+    """Refuse the learning rate of full fine-tuning with an adapter, and LoRA's without one, since it would not be used.
 
     Raises:
         ConfigError: naming the option that is read.

@@ -68,7 +68,7 @@ class TraceMethod(StrEnum):
 
 
 class DirectionKind(StrEnum):
-    """Along which directions the loss is looked at: filter-normalized random ones, or the Hessian's eigenvectors."""
+    """Directions of slices and surfaces: filter-normalized random ones, or the Hessian's eigenvectors."""
 
     random = "random"
     eigenvectors = "eigenvectors"
@@ -98,36 +98,36 @@ class LandscapeConfig(Options, group="landscape"):
     params: Any = "trainable"
     """The parameters: trainable, head, lora, a pattern of names (`*.layers.0.*`), or a list of these."""
     num_pairs: int = within("[2, inf)", 64)
-    """Pairs that the loss is averaged over, drawn by the seed; all of them where there are fewer."""
+    """Pairs that the loss is averaged over, drawn by the seed; all of them if there are fewer."""
     token_budget: int = within("[1, inf)", 4096)
-    """Tokens, padding included, of one pass; bounds memory and changes no result."""
+    """Tokens, padding included, of one pass; limits memory and does not change results."""
     dtype: Precision = Precision.float32
     """float32, or float64 for four times the time."""
     method: SpectrumMethod = SpectrumMethod.lanczos
-    """lanczos, power_iteration, full (small), gauss_newton_exact (of that matrix alone), or pyhessian (an extra); for
-    layers gauss_newton_exact, or lanczos, which also searches for each Hessian block's largest eigenvalue."""
+    """lanczos, power_iteration, full (few parameters), gauss_newton_exact (that matrix), or pyhessian (an extra). For
+    layers: gauss_newton_exact, or lanczos, which also finds the largest eigenvalue of each Hessian block."""
     top_k: int = within("[1, inf)", 20)
-    """Eigenvalues to compute, at each end where `which` is both."""
+    """Number of eigenvalues, at each end if `which` is both."""
     which: SpectrumEnd = SpectrumEnd.both
-    """End that lanczos searches: both (of Gauss-Newton and Fisher the largest), largest, smallest or magnitude."""
+    """End that lanczos searches: both (for Gauss-Newton and Fisher the largest only), largest, smallest, magnitude."""
     product: HessianProduct = HessianProduct.auto
     """Exact Hessian-vector products: kept_graph (fast), reverse (little memory), forward, or auto, which tries them."""
     memory_gib: float | None = within("(0, inf)", None)
-    """GiB at most for lanczos's vectors, as many for rows of pairs and for kept graphs; null is half of what is free,
-    3.7, and half of what is free."""
+    """Most GiB for each of lanczos's vectors, rows of pairs, and kept graphs; null takes half of the free memory, 3.7,
+    and half of the free memory."""
     num_sampled: int | None = within("[0, inf)", None)
-    """Eigenvalues from the top that are cross-fitted, null for `top_k`; of a Hessian's block in `layers` one. The
-    Hessian's need a model with forward derivatives."""
+    """Number of largest eigenvalues to cross-fit; null takes `top_k`, and one for a Hessian's block in `layers`. The
+    Hessian needs a model with forward derivatives for this."""
     tolerance: float = within("(0, 1)", 1e-3)
-    """Residual, relative to the eigenvalue, at which it is done."""
+    """Residual, relative to the eigenvalue, at which its iteration ends."""
     max_products: int | None = within("[1, inf)", None)
-    """Hessian-vector products at most; null is enough for most spectra."""
+    """Most Hessian-vector products; null is enough for most spectra."""
     num_probes: int = within("[2, inf)", 20)
     """Random probes for the trace and the density."""
     trace_method: TraceMethod = TraceMethod.deflated
     """deflated, hutchinson, hutchpp or xtrace, with `num_probes` products; a density gives its own trace."""
     sam_rho: float = within("[0, inf)", 0.0)
-    """Radius of SAM's ascent step for sharpness, and the gradient's norm and alignment beside it; 0 leaves them out."""
+    """Radius of SAM's ascent step for sharpness, with the gradient's norm and alignment; 0 does not measure them."""
     probe_steps: int = within("[2, inf)", 25)
     """Lanczos steps of each probe of the density."""
     directions: DirectionKind = DirectionKind.random
@@ -137,11 +137,11 @@ class LandscapeConfig(Options, group="landscape"):
     num_points: int = 21
     """Points along each direction; odd, so that the weights themselves are among them."""
     span: float | None = within("(0, inf)", None)
-    """Distance to either side; null is 1 for random directions, for eigenvectors a rise of the parabola by 1 nat."""
+    """Distance to either side; null takes 1 for random directions, a rise of the parabola by 1 nat for eigenvectors."""
     processes: int = within("[1, inf)", 1)
     """Processes that share the points of slices, surfaces and trajectories; CPU only."""
     others: list[str] = field(default_factory=list)
-    """Run folders or models that `between` compares with the checkpoint, over the checkpoint's pairs."""
+    """Run folders or models that `between` compares with the checkpoint, on the checkpoint's pairs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +154,7 @@ class LandscapeConfig(Options, group="landscape"):
 
 
 def ignored_options(config: LandscapeConfig) -> list[str]:
-    """Options that differ from their defaults and are unused by the type, its method or its directions.
+    """Options that differ from their defaults and are not used by the type, its method or its directions.
 
     Example:
         >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, top_k=7, num_points=5))
@@ -224,7 +224,7 @@ _UNREAD_BY_METHOD: Mapping[SpectrumMethod, frozenset[str]] = {
 
 @dataclass(kw_only=True)
 class AnalyzeConfig(Options):
-    """Everything `rm-opt analyze` composes; for a run of ours, data, loss and seed are the run's unless given."""
+    """All options of `rm-opt analyze`; for a run folder, data, loss and seed are the run's unless given."""
 
     checkpoint: str = MISSING
     """Run folder, exported folder, Lightning .ckpt or hub id."""
@@ -237,7 +237,7 @@ class AnalyzeConfig(Options):
     progress: bool = True
     """Show progress bars."""
     split: Split = Split.all
-    """Pairs to draw from: all of `data.train`, or its train or val part as training splits it; a run's own: train."""
+    """Pairs to draw from: all of `data.train`, or its train or val part as in training; for a run folder: train."""
     data: DataConfig = MISSING
     loss: LossConfig = MISSING
     logger: LoggerConfig = MISSING

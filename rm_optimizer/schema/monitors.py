@@ -28,7 +28,7 @@ DIRECTIONS = {
 }
 """Direction in which each metric is better."""
 UNDIRECTED = ("val/margin_std", "val/reward_mean", "val/reward_std", "val/temperature")
-"""Metrics that are better in neither direction of themselves; `training.mode` must say which."""
+"""Metrics without a better direction of their own; `training.mode` must set it."""
 OF_A_GROUP = re.compile(r"val/(?P<column>source|subset)/(?P<group>.+)/accuracy")
 """Accuracy of one group of the validation pairs."""
 

@@ -23,7 +23,7 @@ class MuonScaling(StrEnum):
 
 
 class Graft(StrEnum):
-    """The optimizer whose update norm Shampoo takes over for each parameter."""
+    """The optimizer whose update norm Shampoo uses for each parameter."""
 
     sgd = "sgd"
     adagrad = "adagrad"
@@ -51,7 +51,7 @@ class OptimizerConfig(Options, group="optimizer"):
     weight_decay: float = within("[0, inf)", MISSING)
     """Decay of matrices; norms, biases, embeddings and the reward head are never decayed."""
     head_lr_factor: float = within("(0, inf)", 1.0)
-    """Learning rate of the reward head and the new matrices beside it, relative to `lr`."""
+    """Learning rate of the reward head and of new matrices next to it, relative to `lr`."""
     layer_lr_decay: float = within("(0, 1]", 1.0)
     """Learning-rate factor from each layer to the one below it (Clark et al., 2020); 1 treats all layers alike."""
 
@@ -139,7 +139,7 @@ class SAMConfig(AdamConfig):
     rho: float = within("(0, inf)", MISSING)
     """Radius of the ascent step."""
     adaptive: bool = False
-    """Measure the radius relative to each weight (ASAM; Kwon et al., 2021); wants `rho` 10 times larger or more."""
+    """Measure the radius relative to each weight (ASAM; Kwon et al., 2021); needs a `rho` at least 10 times larger."""
 
 
 @dataclass(kw_only=True)
@@ -225,11 +225,11 @@ class ShampooConfig(OptimizerConfig):
     beta2: float = within("[0, 1]", MISSING)
     """Decay of the preconditioner's statistics."""
     graft: Graft = MISSING
-    """Update whose norm each parameter's step takes."""
+    """Optimizer whose update norm each parameter's step gets."""
     block_size: int = within("[1, inf)", MISSING)
-    """Side of the blocks a matrix is cut into."""
+    """Side of the blocks that a matrix is divided into."""
     start_step: int = within("[1, inf)", MISSING)
-    """First step that is preconditioned; earlier ones are the graft's own."""
+    """First step with preconditioning; earlier steps are those of the graft."""
     precondition_frequency: int = within("[1, inf)", MISSING)
     """Steps between computations of the inverse roots."""
 

@@ -1,4 +1,4 @@
-"""The options of sending weights to a reward server, and the words that both sides use for it."""
+"""The options of sending weights to a reward server, and the enumerations that both sides share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OnFailure(StrEnum):
 
 @dataclass(kw_only=True)
 class PublishConfig(Options, group="publish"):
-    """Weights sent to a running reward server while training; they change nothing in the run."""
+    """Publishing of weights to a running reward server while training, without an effect on the run."""
 
     url: str | None = None
     """Reward server, as http://127.0.0.1:8000; null sends nothing."""
@@ -49,9 +49,9 @@ class PublishConfig(Options, group="publish"):
     api_key_env: str | None = None
     """Environment variable that holds the server's update key, else its API key."""
     timeout_seconds: float = within("(0, inf)", 120.0)
-    """Longest that one version may take to serve."""
+    """Longest time, in seconds, until one version is served."""
     on_failure: OnFailure = OnFailure.error
-    """End the run when the server does not take a version, or warn and train on."""
+    """End the run when the server refuses a version, or warn and continue."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

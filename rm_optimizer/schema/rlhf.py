@@ -38,9 +38,9 @@ class RLHFConfig(Options, group="rlhf"):
     penalty: float = within("[0, inf)", 1.0)
     """Factor of the members' standard deviation in uwo."""
     server: str | None = None
-    """Reward server with the weights of the one reward model, to score by it."""
+    """Reward server that scores with the weights of the single reward model."""
     gold: str | None = None
-    """Judge of the responses: a reward model, or world; null is the world's for its own policy, else none."""
+    """Judge of the responses: a reward model, or world; null takes the world's for its own policy, else none."""
     algorithm: PolicyAlgorithm = PolicyAlgorithm.grpo
     """grpo (rewards standardized within each prompt's group) or rloo (less the mean of the others)."""
     steps: int = within("[1, inf)", MISSING)
@@ -52,21 +52,21 @@ class RLHFConfig(Options, group="rlhf"):
     prompts_per_step: int = within("[1, inf)", 8)
     """Prompts of an optimizer step."""
     num_generations: int = within("[2, inf)", 8)
-    """Responses to each of them."""
+    """Responses to each prompt."""
     micro_batch: int | None = within("[1, inf)", None)
-    """Responses of a forward and backward pass, a divisor of those of a step; null takes all. Bounds memory."""
+    """Responses of a forward and backward pass, a divisor of those of a step; null takes all. Limits memory."""
     max_new_tokens: int = within("[1, inf)", MISSING)
     """Most tokens of a response."""
     temperature: float = within("(0, inf)", 1.0)
-    """Divisor of the policy's logits, in training and when it is measured."""
+    """Divisor of the policy's logits, in training and in measurements."""
     measure_every: int = within("[1, inf)", MISSING)
-    """Optimizer steps between checkpoints, each of which is measured."""
+    """Optimizer steps between checkpoints; every checkpoint is measured."""
     measured_prompts: int = within("[4, inf)", 256)
-    """Prompts, none of them trained on, that every checkpoint answers."""
+    """Held-out prompts that every checkpoint answers."""
     measured_samples: int = within("[2, inf)", 2)
-    """Fresh responses of each checkpoint to each of them."""
+    """New responses of each checkpoint to each held-out prompt."""
     stop_disagreement: float | None = within("(1, inf)", None)
-    """Stop where the members' mean disagreement exceeds this multiple of the start policy's; null never stops."""
+    """Stop if the members' mean disagreement exceeds this multiple of the start policy's; null never stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +83,7 @@ class RLHFConfig(Options, group="rlhf"):
 
 @dataclass(kw_only=True)
 class RLHFRunConfig(TrainConfig):
-    """Everything `rm-opt rlhf` composes: the options of a reward model's run, and those of the policy."""
+    """All options of `rm-opt rlhf`: those of a reward model's run, and those of the policy."""
 
     rlhf: RLHFConfig = MISSING
 

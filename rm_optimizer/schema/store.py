@@ -1,4 +1,4 @@
-"""Register the dataclasses with Hydra, so that presets are checked against them."""
+"""Registration of the dataclasses with Hydra, so that presets are checked against them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def has_adapter(config: DictConfig) -> bool:
 
 
 def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:
-    """The one of two numbers of a preset that applies.
+    """The number of a preset that applies, of two.
 
     Args:
         full: value for training every weight.
@@ -87,7 +87,7 @@ def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:
 
 
 def peak_lr(full: float, lora: float, *, _root_: DictConfig) -> float:
-    """Peak learning rate: a multiple of the one that suits AdamW on the model, or on LoRA factors beside it.
+    """Peak learning rate: a multiple of the one that suits AdamW on the model, or on its LoRA factors.
 
     Args:
         full: factor on `model.adamw_lr`, where every weight trains.

@@ -1,4 +1,4 @@
-"""Values that OmegaConf converts or lets pass and no option means: infinite numbers, numbers for switches."""
+"""Refusal of values that OmegaConf accepts but no option allows: infinite numbers, numbers for switches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rm_optimizer.schema.diagnose import option_names
 
 
 def require_finite(config: DictConfig) -> None:
-    """Refuse NaN and infinity in any option: a comparison with NaN is false, so ranges alone let it pass.
+    """Refuse NaN and infinity in any option; range checks accept NaN, since a comparison with it is false.
 
     Raises:
         ConfigError: naming the first such option.
