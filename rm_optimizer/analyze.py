@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from rm_optimizer.interfaces.hydra_entry import launch
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from pytorch_lightning.loggers import Logger
-    from torch import Tensor
 
     from rm_optimizer.landscape.analysis_context import AnalysisInput, AnalysisResult
     from rm_optimizer.landscape.measured_loss import MeasuredLoss
@@ -159,6 +157,7 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     from rm_optimizer.landscape.loading import load_measured_loss
     from rm_optimizer.landscape.runs.between import measure_between
     from rm_optimizer.landscape.runs.evolution import measure_evolution, readers
+    from rm_optimizer.landscape.runs.models import read_models
     from rm_optimizer.schema.landscape import AnalysisType
 
     kind = options.landscape.type
@@ -174,42 +173,43 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     elif kind == AnalysisType.evolution:
         finding = measure_evolution(context, _start(options.checkpoint) | readers(checkpoints))
     elif kind == AnalysisType.between:
-        finding = measure_between(context, _models([options.checkpoint, *options.landscape.others]))
+        given = [options.checkpoint, *options.landscape.others]
+        models = read_models(given, [_unmerged(each) or each for each in given])
+        finding = measure_between(context, models, _compared([*models], given, subject))
     else:
         finding = analysis.MEASURES[kind](context)
     return replace(finding, subject=subject)
 
 
 def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisInput:
-    """Weights and pairs in words; the step is that in a periodic checkpoint's name, or of the run's best model."""
+    """Weights and pairs in words."""
     from rm_optimizer.landscape.analysis_context import AnalysisInput
     from rm_optimizer.landscape.operators.identity import pairs_digest
-    from rm_optimizer.records.run_folder import RunFolder, checkpoint_step
 
-    path, run = weights or Path(options.checkpoint).expanduser(), RunFolder.of(options.checkpoint)
-    is_periodic = path.suffix == ".ckpt" and path.stem.startswith("step-")
-    step = checkpoint_step(path) if is_periodic else None if run is None else run.best_step
     params = measured_loss.params
     return AnalysisInput(
         checkpoint=options.checkpoint,
-        step=step,
+        step=_step(options.checkpoint, weights),
         data=f"{options.data.train or 'the synthetic world'} ({options.split})",
         pairs=pairs_digest(measured_loss.sample.batches),
         params=params if isinstance(params, str) else ", ".join(params),
     )
 
 
-def _models(checkpoints: Sequence[str]) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
-    """Readers of the weights of each model, by the last part of its path, with a number where that is taken."""
-    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+def _step(checkpoint: str, weights: Path | None) -> int | None:
+    """Step of the weights: that in a periodic checkpoint's name, or of the run's best model; None elsewhere."""
+    from rm_optimizer.records.run_folder import RunFolder, checkpoint_step
 
-    models: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
-    for number, checkpoint in enumerate(checkpoints, start=1):
-        model = BradleyTerryRM.from_pretrained(_unmerged(checkpoint) or checkpoint).model
-        name = Path(checkpoint).stem or checkpoint
-        weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        models[f"{name} ({number})" if name in models else name] = partial(dict, weights)
-    return models
+    path, run = weights or Path(checkpoint).expanduser(), RunFolder.of(checkpoint)
+    is_periodic = path.suffix == ".ckpt" and path.stem.startswith("step-")
+    return checkpoint_step(path) if is_periodic else None if run is None else run.best_step
+
+
+def _compared(names: Sequence[str], checkpoints: Sequence[str], subject: AnalysisInput) -> str:
+    """Models with the steps of their weights, and the pairs, in words."""
+    steps = [_step(each, None) for each in checkpoints]
+    named = [f"{name}{'' if step is None else f' at step {step:,}'}" for name, step in zip(names, steps, strict=True)]
+    return f"{', '.join(named)}; pairs of {subject.data}"
 
 
 def _start(checkpoint: str) -> WeightsByStep:
@@ -291,9 +291,13 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
     step = (finding.subject.step if finding.subject else None) or 0
     is_along = isinstance(result, Evolution)
     by_step = dict(zip(result.steps, result.spectra, strict=True)) if is_along else {step: result}
+    overlaps = dict(zip(result.steps, result.overlaps, strict=True)) if is_along else {}
     for at, measured in by_step.items():
+        numbers = scalars_of(measured)
+        if (overlap := overlaps.get(at)) is not None:
+            numbers["subspace_overlap"] = overlap
         for logger in loggers:
-            logger.log_metrics({f"{kind}/{name}": value for name, value in scalars_of(measured).items()}, at)
+            logger.log_metrics({f"{kind}/{name}": value for name, value in numbers.items()}, at)
         if isinstance(measured, HessianSpectrum):
             log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
     _log_files(loggers, kind, files, max(by_step))
@@ -336,7 +340,7 @@ def _history_caption(run: RunFolder) -> str:
     num_pairs = trained["training"]["hessian"]["num_pairs"]
     if result is not None:
         num_pairs = min(num_pairs, result.data.train_pairs)
-    return f"n = {num_pairs:,} pairs; seed {trained['seed']} of the run"
+    return f"n = {num_pairs:,} training pairs; seed {trained['seed']}; {run.path}"
 
 
 def _record(options: AnalyzeConfig, folder: Path) -> None:

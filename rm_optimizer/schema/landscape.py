@@ -105,11 +105,13 @@ class LandscapeConfig(Options, group="landscape"):
     """float32, or float64 for four times the time."""
     method: SpectrumMethod = SpectrumMethod.lanczos
     """lanczos, power_iteration, full (few parameters), gauss_newton_exact (that matrix), or pyhessian (an extra). For
-    layers: gauss_newton_exact, or lanczos, which also finds the largest eigenvalue of each Hessian block."""
+    evolution and between: lanczos, full or gauss_newton_exact. For layers: gauss_newton_exact, or lanczos, which also
+    finds the largest eigenvalue of each Hessian block."""
     top_k: int = within("[1, inf)", 20)
     """Number of eigenvalues, at each end if `which` is both."""
     which: SpectrumEnd = SpectrumEnd.both
-    """End that lanczos searches: both (for Gauss-Newton and Fisher the largest only), largest, smallest, magnitude."""
+    """End that lanczos searches: both (for Gauss-Newton and Fisher the largest only), largest, smallest, magnitude;
+    for evolution and between: both or largest."""
     product: HessianProduct = HessianProduct.auto
     """Exact Hessian-vector products: kept_graph (fast), reverse (little memory), forward, or auto, which tries them."""
     memory_gib: float | None = within("(0, inf)", None)
@@ -151,6 +153,17 @@ class LandscapeConfig(Options, group="landscape"):
         require(is_odd, "landscape.num_points", "be odd and at least 3", self.num_points)
         fits = self.type != AnalysisType.layers or self.method in _METHODS_OF_LAYERS
         require(fits, "landscape.method", "be gauss_newton_exact or lanczos for layers", self.method.value)
+        if self.type in (AnalysisType.evolution, AnalysisType.between):
+            self._require_largest()
+
+    def _require_largest(self) -> None:
+        """Require values that are counted from the largest, as figures and overlaps of several models take them."""
+        names = ", ".join(_COUNTED_METHODS[:-1]) + f" or {_COUNTED_METHODS[-1]}"
+        require(
+            self.method in _COUNTED_METHODS, "landscape.method", f"be {names} for {self.type.value}", self.method.value
+        )
+        is_counted = self.method != SpectrumMethod.lanczos or self.which in (SpectrumEnd.both, SpectrumEnd.largest)
+        require(is_counted, "landscape.which", f"be both or largest for {self.type.value}", self.which.value)
 
 
 def ignored_options(config: LandscapeConfig) -> list[str]:
@@ -198,6 +211,7 @@ _SPECTRA = (
     AnalysisType.between,
 )
 _OF_OUTPUTS = (AnalysisType.gauss_newton, AnalysisType.fisher)
+_COUNTED_METHODS = (SpectrumMethod.lanczos, SpectrumMethod.full, SpectrumMethod.gauss_newton_exact)
 _METHODS_OF_LAYERS = (SpectrumMethod.gauss_newton_exact, SpectrumMethod.lanczos)
 _ALWAYS_READ = frozenset({"type", "params", "num_pairs", "token_budget", "dtype"})
 _SOLVER = frozenset({"tolerance", "max_products"})

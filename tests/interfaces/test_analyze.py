@@ -167,7 +167,7 @@ def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
 
 def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_seed(run_dir):
     caption = entry._history_caption(RunFolder(run_dir))
-    assert caption == "n = 32 pairs; seed 0 of the run"
+    assert caption == f"n = 32 training pairs; seed 0; {run_dir}"
 
 
 def test_the_fisher_matrix_and_one_end_of_the_hessian_are_asked_for_by_options(run_dir):
@@ -258,6 +258,9 @@ def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_s
     monkeypatch.setattr(evolution, "load_weights", stops_at_the_third)
     with pytest.raises(Interrupted, match="the same command goes on from them"):
         analyzed(run_dir, *options)
+    (run_dir / "landscape" / "evolution" / "analysis.json").unlink()  # as after a kill
+    with pytest.raises(DataError, match="holds a measurement of other weights, pairs or options"):
+        analyzed(run_dir, *options, "landscape.which=largest")
     folder = analyzed(run_dir, *options)
     assert calls == ["step 0", "step 1", "step 2", "step 2", "step 3"]
     found = Evolution.from_json((folder / "evolution.json").read_text())
@@ -309,8 +312,30 @@ def test_between_two_models_lie_a_barrier_and_an_overlap(run_dir: Path) -> None:
         assert path.barrier.value == pytest.approx(max(path.losses) - max(ends), abs=1e-6)
     assert all(overlap is not None and 0 <= overlap <= 1 + 1e-6 for overlap in found.overlaps)
     assert {"between.png", "between.parquet", "between.csv", "paths.parquet"} <= names(folder)
+    best = RunFolder(run_dir).best_step
+    assert found.source.startswith(f"run at step {best}, step-00000001 at step 1, step-00000002 at step 2; pairs of ")
     with pytest.raises(ConfigError, match=r"add landscape\.others=\[RUN, …\]"):
         analyzed(run_dir, "landscape=between", "landscape.params=head")
+
+
+def test_new_weights_under_the_path_of_another_model_are_measured_anew(run_dir: Path, tmp_path: Path) -> None:
+    first, second = sorted((run_dir / "checkpoints").glob("step-0000000[12].ckpt"))
+    small = ["landscape.params=head", "landscape.top_k=1", "landscape.num_sampled=0", "landscape.num_points=3"]
+    other = tmp_path / "lr0.1 ü" / "other.ckpt"
+    other.parent.mkdir()
+    command = [run_dir, "landscape=between", f"landscape.others=['{other}']", f"output_dir={tmp_path / 'out'}", *small]
+
+    def losses() -> list[float]:
+        found = BetweenModels.from_json((analyzed(*command) / "between.json").read_text())
+        assert found.names == ("run", "other")
+        return [spectrum.loss for spectrum in found.spectra]
+
+    shutil.copy(first, other)
+    before = losses()
+    shutil.copy(second, other)
+    after = losses()
+    assert after[0] == before[0]
+    assert after[1] != pytest.approx(before[1], rel=1e-4)
 
 
 def test_a_run_with_an_adapter_is_measured_over_what_it_trained(lora_run, tmp_path):

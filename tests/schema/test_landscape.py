@@ -90,6 +90,20 @@ def test_what_a_type_or_its_method_ignores_is_named(options, ignored):
     assert [getattr(used, name) for name in read] == [getattr(config, name) for name in read]
 
 
+@pytest.mark.parametrize("kind", ["evolution", "between"])
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("which=smallest", "landscape.which must be both or largest for {}, got smallest"),
+        ("which=magnitude", "landscape.which must be both or largest for {}, got magnitude"),
+        ("method=pyhessian", "landscape.method must be lanczos, full or gauss_newton_exact for {}, got pyhessian"),
+    ],
+)
+def test_values_that_are_not_counted_from_the_largest_are_refused_where_models_are_compared(kind, option, sentence):
+    with pytest.raises(ConfigError, match=sentence.format(kind)):
+        composed("checkpoint=a", f"landscape={kind}", f"landscape.{option}")
+
+
 def test_what_the_user_says_wins(run_folder):
     config = composed(f"checkpoint='{run_folder}'", "loss.beta=2", "seed=1", "output_dir=mine", "split=val")
     assert (config.seed, config.loss.beta, config.output_dir, config.split) == (1, 2.0, "mine", Split.val)

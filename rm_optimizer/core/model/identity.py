@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.records.codec import json_values
@@ -16,12 +17,19 @@ if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
 
 _NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
+_OF_THE_FILE = ("architectures", "dtype", "use_cache")
+_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 
 def weights_digest(model: nn.Module) -> str:
     """SHA-256 of the name and bytes of every parameter and buffer, in hexadecimal."""
+    return tensors_digest(dict([*model.named_parameters(), *model.named_buffers()]))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the name and bytes of every tensor, in hexadecimal."""
     weights = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in tensors.items():
         weights.update(name.encode())
         weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return weights.hexdigest()
@@ -38,6 +46,24 @@ def scorer_digest(model: BradleyTerryRM) -> str:
 def reading_digest(model: BradleyTerryRM) -> str:
     """`scorer_digest` without the weights; models with the same one differ in weights only."""
     return digest([type(model.model).__name__, *_reading(model)])
+
+
+def differing_settings(model: BradleyTerryRM, other: BradleyTerryRM) -> list[str]:
+    """Names of the settings by which equal weights and tokens give other rewards or other tokens, sorted.
+
+    Lengths, dropout and the type of the weights are none of them.
+    """
+    own, others = _settings(model), _settings(other)
+    return sorted(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
+
+
+def _settings(model: BradleyTerryRM) -> dict[str, Any]:
+    """Configuration, adapter, rendering and padding by name."""
+    config, *_ = _reading(model)
+    adapters: Mapping[str, Any] = getattr(model.model, "peft_config", {})
+    scales = {f"{name} of the adapter": getattr(each, name) for each in adapters.values() for name in _OF_ADAPTERS}
+    kept = {name: value for name, value in config.items() if "drop" not in name and name not in _OF_THE_FILE}
+    return kept | scales | {"tokenizer or template": model.renderer.template_hash, "padding": model.pad_choice}
 
 
 def _reading(model: BradleyTerryRM) -> list[Any]:

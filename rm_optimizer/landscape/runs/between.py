@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
+from rm_optimizer.core.model.identity import tensors_digest
 from rm_optimizer.core.storage.checkpoint import load_weights
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
@@ -62,6 +63,7 @@ class BetweenModels(JsonRecord, indent=1):
             their largest eigenvalues, in [0, 1]; None if vectors were not kept.
         paths: loss between each pair of models; fewer after an interruption.
         num_prompts: different prompts among the pairs.
+        source: models with their steps, and pairs, in words.
     """
 
     names: tuple[str, ...]
@@ -69,10 +71,11 @@ class BetweenModels(JsonRecord, indent=1):
     overlaps: tuple[float | None, ...]
     paths: tuple[LossPath, ...]
     num_prompts: int
+    source: str = ""
 
 
 def measure_between(
-    context: AnalysisContext, models: Mapping[str, Callable[[], Weights]]
+    context: AnalysisContext, models: Mapping[str, Callable[[], Weights]], source: str = ""
 ) -> AnalysisResult[BetweenModels]:
     """Measure the spectrum of each model and the loss between each two.
 
@@ -81,6 +84,7 @@ def measure_between(
     Args:
         context: pairs, loss and options; the model is the first one.
         models: readers of the classifiers' weights by the models' names.
+        source: models and pairs in words.
 
     Raises:
         ConfigError: if there are fewer than two models, or their parameters differ.
@@ -91,7 +95,8 @@ def measure_between(
     _require_alike(context.measured_loss, models)
     config, sample = context.config, context.measured_loss.sample
     pairs = list(combinations(range(len(models)), 2))
-    identity = [context.measured_loss.fingerprint(), list(models), *spectrum_settings(context), config.num_points]
+    of_models = [[name, tensors_digest(read())] for name, read in models.items()]
+    identity = [context.measured_loss.fingerprint(), of_models, *spectrum_settings(context), config.num_points]
     with context.ledger(BETWEEN_FILE, identity, len(models) + len(pairs)) as ledger:
         rows = list(ledger.values())
         try:
@@ -109,6 +114,7 @@ def measure_between(
         tuple(row["overlap"] for row in paths),
         tuple(from_values(LossPath, row["path"]) for row in paths),
         sample.num_prompts,
+        source,
     )
     is_partial = len(paths) < len(pairs)
     if not is_partial:

@@ -36,12 +36,14 @@ class Evolution(JsonRecord, indent=1):
         overlaps: overlap of the subspace of the largest eigenvalues with that of the step before, in [0, 1]; None at
             the first step, or if the vectors of the step before were not kept.
         missing: steps that an interruption left out.
+        source: run and pairs, in words.
     """
 
     steps: tuple[int, ...]
     spectra: tuple[HessianSpectrum, ...]
     overlaps: tuple[float | None, ...]
     missing: tuple[int, ...]
+    source: str = ""
 
     @property
     def num_top(self) -> int:
@@ -80,6 +82,7 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
         tuple(from_values(HessianSpectrum, row["spectrum"]) for row in rows),
         tuple(row["overlap"] for row in rows),
         tuple(step for step in weights if step not in found),
+        context.subject if isinstance(context.subject, str) else str(replace(context.subject, step=None)),
     )
     return AnalysisResult(result, is_partial=bool(result.missing))
 
