@@ -27,6 +27,8 @@ from rm_optimizer.reporting.style import (
     captioned_figure,
     count_ticks,
     draw_legend,
+    draw_legend_above,
+    draw_legend_below,
     stacked_panels,
 )
 
@@ -141,7 +143,7 @@ def plot_density(
     _draw_cross_fitted_below(axes, cross_fitted, 5 * floor)
     axes.set_yscale("log")
     axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
-    draw_legend(axes, "upper right")
+    draw_legend_below(axes)
     return figure
 
 
@@ -168,6 +170,7 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
         _draw_limit(panels[0], rows, CURVATURE)
     for axes, label in zip(panels, ("top eigenvalue", "trace", "preconditioned"), strict=False):
         axes.set_ylabel(label)
+        draw_legend_above(axes)
     panels[-1].set_xlabel("optimizer step")
     return figure
 
@@ -176,7 +179,7 @@ def _layer_columns(result: LayerCurvature) -> dict[str, list[float]]:
     """Numbers of each block by the heading of their column."""
     columns = {
         "Gauss-Newton\nlargest": [item.gauss_newton[0] for item in result.blocks],
-        "cross-fitted": [value_or_nan(item.crossed) for item in result.blocks],
+        "Gauss-Newton\ncross-fitted": [value_or_nan(item.crossed) for item in result.blocks],
         "Gauss-Newton\ntrace": [item.gauss_newton_trace.value for item in result.blocks],
         "Hessian\ntrace": [item.trace.value for item in result.blocks],
     }
@@ -255,7 +258,7 @@ def _draw_computed(axes: Axes, top: Sequence[float], height: float) -> None:
         if members:
             axes.plot(
                 members, np.full(len(members), height), color=color, marker="|", markersize=11, markeredgewidth=1.4,
-                linestyle="none", label=f"{len(members)} {word} eigenvalues, computed"
+                linestyle="none", label=f"{len(members)} {word} eigenvalue{'s' * (len(members) > 1)}, computed"
             )  # fmt: skip
 
 
@@ -297,7 +300,6 @@ def _draw_course(axes: Axes, rows: History, value: str, label: str, color: str, 
                   elinewidth=1.0, capsize=2, label=label)  # fmt: skip
     axes.axhline(0.0, color=GRAY, linewidth=0.8)
     count_ticks(axes.xaxis)
-    draw_legend(axes)
 
 
 def _is_known(row: Mapping[str, str | float | None], column: str) -> bool:
@@ -315,7 +317,6 @@ def _draw_limit(axes: Axes, rows: History, value: str) -> None:
     if min(values) > 0 and spread > 20:
         axes.set_yscale("log")
         axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
-    draw_legend(axes)
 
 
 def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[str]) -> None:
@@ -323,14 +324,15 @@ def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[
     known = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
     largest = float(np.abs(known).max()) or 1.0
     low, high = float(known.min()), float(known.max())
-    norm: Normalize = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
+    norm: Normalize = SymLogNorm(linthresh=0.1 * largest, vmin=-largest, vmax=largest)
     colors = "RdBu_r"
     if low > 0:  # one sign: from pale to dark over the range of the column
         norm, colors = LogNorm(low / (high / low) ** 0.3 / 1.1, 1.1 * high), "Blues"
     extent = (position - 0.48, position + 0.48, len(values) - 0.5, -0.5)
     axes.imshow(values[:, None], aspect="auto", cmap=colors, norm=norm, extent=extent)
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        is_dark = math.isfinite(value) and (float(norm(value)) > 0.6 if low > 0 else abs(value) > 0.03 * largest)
+        share = float(norm(value)) if math.isfinite(value) else 0.5
+        is_dark = share > 0.6 if low > 0 else abs(share - 0.5) > 0.3
         color = "white" if is_dark else INK
         axes.text(position, row, text, ha="center", va="center", fontsize=8.5, color=color)
 

@@ -35,12 +35,14 @@ from rm_optimizer.reporting.landscape_plots import named, plot_contour, plot_sli
 from rm_optimizer.reporting.plots import History
 from rm_optimizer.reporting.run_curvature_plots import (
     between_rows,
+    between_scalars,
     between_table,
     evolution_rows,
     evolution_table,
     path_rows,
     plot_between,
     plot_evolution,
+    spectrum_scalars,
 )
 from rm_optimizer.reporting.style import save_figure
 from rm_optimizer.reporting.tables import Cell, summary_table
@@ -105,12 +107,8 @@ def scalars_of(result: LandscapeResult) -> dict[str, float]:
     """Numbers of a result by name, for loggers; empty for grids, whose numbers are tables."""
     match result:
         case HessianSpectrum():
-            trace, crossed = result.trace, result.cross_fit
-            found = {"loss": result.loss, "eigenvalue_largest": result.eigenvalues[0]}
-            found |= {"trace": trace.value} if trace else {}
-            found |= {"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {}
             values = {name: quantity.value for name, quantity in summarize(result).items()}
-            return found | {name: value for name, value in values.items() if value is not None}
+            return spectrum_scalars(result) | {name: value for name, value in values.items() if value is not None}
         case LayerCurvature():
             rows = {item.block: _layer_row(item) for item in result.blocks}
             return {
@@ -119,6 +117,8 @@ def scalars_of(result: LandscapeResult) -> dict[str, float]:
                 for name, value in row.items()
                 if isinstance(value, float)
             }
+        case BetweenModels():
+            return between_scalars(result)
     return {}
 
 

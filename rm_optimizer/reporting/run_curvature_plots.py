@@ -9,10 +9,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.runs.between import BetweenModels
 from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Row
+from rm_optimizer.reporting.landscape_plots import named
 from rm_optimizer.reporting.style import (
     BLUE,
     GRAY,
@@ -20,7 +22,7 @@ from rm_optimizer.reporting.style import (
     SERIES,
     VERMILION,
     count_ticks,
-    draw_legend,
+    draw_legend_beside,
     stacked_panels,
     two_panels,
 )
@@ -38,7 +40,7 @@ def plot_evolution(result: Evolution) -> Figure:
     partial = f"PARTIAL, without steps {', '.join(map(str, result.missing))}; " if result.missing else ""
     caption = (
         f"{partial}n = {first.num_pairs:,} pairs; {first.num_parameters:,} {first.params} parameters; "
-        f"{first.method}; bars: error bounds; seed {first.seed}"
+        f"{first.method}; bars: error bounds{_diamonds(first)}; seed {first.seed}{named(result.source)}"
     )
     panels = {"eigenvalue": _draw_ends}
     if any(spectrum.trace is not None for spectrum in result.spectra):
@@ -50,7 +52,7 @@ def plot_evolution(result: Evolution) -> Figure:
     for axes, (label, draw) in zip(all_axes, panels.items(), strict=True):
         draw(axes, result)
         axes.set_ylabel(label)
-        draw_legend(axes)
+        draw_legend_beside(axes)
     all_axes[-1].set_xlabel("optimizer step")
     count_ticks(all_axes[-1].xaxis)
     return figure
@@ -71,7 +73,7 @@ def evolution_rows(result: Evolution) -> list[Row]:
             crossed = spectrum.cross_fit.values[index : index + 1] if spectrum.cross_fit and end == "largest" else ()
             row: Row = {"step": step, "end": end, "rank": rank, "eigenvalue": spectrum.eigenvalues[index]}
             row |= {"error_bound": spectrum.error_bounds[index], "converged": spectrum.converged[index]}
-            rows.append(row | {"cross_fitted": crossed[0].value if crossed else None} | of_step)
+            rows.append(row | _crossed_cells(crossed[0] if crossed else None) | of_step)
     return rows
 
 
@@ -95,10 +97,11 @@ def evolution_table(result: Evolution) -> dict[str, Cell]:
 def plot_between(result: BetweenModels) -> Figure:
     """Largest eigenvalues of each model, and the loss between each two."""
     first = result.spectra[0]
-    crossed = "; diamonds: cross-fitted, with their 95 % intervals" if first.cross_fit is not None else ""
-    caption = (
+    num_paths = len(result.names) * (len(result.names) - 1) // 2
+    partial = f"PARTIAL, {len(result.paths)} of {num_paths} paths; " if len(result.paths) < num_paths else ""
+    caption = partial + (
         f"n = {first.num_pairs:,} pairs of {result.num_prompts:,} prompts; {first.num_parameters:,} {first.params} "
-        f"parameters; {first.method}; bars: error bounds{crossed}; seed {first.seed}"
+        f"parameters; {first.method}; bars: error bounds{_diamonds(first)}; seed {first.seed}{named(result.source)}"
     )
     figure, (upper, lower) = two_panels("Between models", caption, ratios=(1, 1), shares_x=False)
     width = 0.5 / max(1, len(result.spectra))
@@ -111,7 +114,7 @@ def plot_between(result: BetweenModels) -> Figure:
     if min(shown) > 0 and max(shown) > 20 * min(shown):
         upper.set_yscale("log")
     count_ticks(upper.xaxis)
-    draw_legend(upper)
+    draw_legend_beside(upper)
     _draw_paths(lower, result)
     return figure
 
@@ -122,7 +125,7 @@ def _draw_paths(axes: Axes, result: BetweenModels) -> None:
         axes.plot(path.positions, path.losses, color=SERIES[index % len(SERIES)], marker="o", markersize=4, label=name)
     axes.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
     if result.paths:
-        draw_legend(axes)
+        draw_legend_beside(axes)
 
 
 def between_table(result: BetweenModels) -> dict[str, Cell]:
@@ -149,18 +152,29 @@ def between_rows(result: BetweenModels) -> list[Row]:
         crossed = spectrum.cross_fit.values if spectrum.cross_fit else ()
         for index in range(spectrum.num_top):
             estimate = crossed[index] if index < len(crossed) else None
-            rows.append(
-                {
-                    "model": name,
-                    "rank": index + 1,
-                    "eigenvalue": spectrum.eigenvalues[index],
-                    "error_bound": spectrum.error_bounds[index],
-                    "cross_fitted": estimate.value if estimate else None,
-                    "cross_fitted_low": estimate.low if estimate else None,
-                    "cross_fitted_high": estimate.high if estimate else None,
-                }
-            )
+            row: Row = {"model": name, "rank": index + 1, "eigenvalue": spectrum.eigenvalues[index]}
+            rows.append(row | {"error_bound": spectrum.error_bounds[index]} | _crossed_cells(estimate))
     return rows
+
+
+def between_scalars(result: BetweenModels) -> dict[str, float]:
+    """Numbers of each model, and barrier and overlap of each two, by name, for loggers."""
+    found: dict[str, float] = {}
+    for name, spectrum in zip(result.names, result.spectra, strict=False):
+        found |= {f"{name}/{key}": value for key, value in spectrum_scalars(spectrum).items()}
+    for path, overlap in zip(result.paths, result.overlaps, strict=True):
+        ends = f"{result.names[path.first]} to {result.names[path.second]}"
+        found[f"{ends}/barrier"] = path.barrier.value
+        found |= {} if overlap is None else {f"{ends}/subspace_overlap": overlap}
+    return found
+
+
+def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
+    """Loss, largest eigenvalue, its cross-fitted value and trace by name; without what was not estimated."""
+    trace, crossed = spectrum.trace, spectrum.cross_fit
+    found = {"loss": spectrum.loss, "eigenvalue_largest": spectrum.eigenvalues[0]}
+    found |= {"trace": trace.value} if trace else {}
+    return found | ({"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {})
 
 
 def path_rows(result: BetweenModels) -> list[Row]:
@@ -176,6 +190,20 @@ def path_rows(result: BetweenModels) -> list[Row]:
         for position, loss in zip(path.positions, path.losses, strict=True):
             rows.append(ends | {"position": position, "loss": loss, "subspace_overlap": overlap} | barrier)
     return rows
+
+
+def _crossed_cells(estimate: Estimate | None) -> Row:
+    """A cross-fitted value and its interval; None where there is none."""
+    return {
+        "cross_fitted": estimate.value if estimate else None,
+        "cross_fitted_low": estimate.low if estimate else None,
+        "cross_fitted_high": estimate.high if estimate else None,
+    }
+
+
+def _diamonds(spectrum: HessianSpectrum) -> str:
+    """Part of a caption about cross-fitted values, where there are any."""
+    return "; diamonds: cross-fitted, with their 95 % intervals" if spectrum.cross_fit is not None else ""
 
 
 def _steps(result: Evolution) -> list[tuple[int, HessianSpectrum, float | None]]:
@@ -213,13 +241,13 @@ def _draw_ends(axes: Axes, result: Evolution) -> None:
         name = f"{end} {rank}" if rank == 1 else None
         fade = 1.0 if rank == 1 else 0.75 - 0.12 * rank
         _draw_line(axes, points, color, name if rank < 2 else "largest 2 to 5" if rank == 2 else None, fade)
-    crossed = [
-        (step, spectrum.cross_fit.values[0].value)
-        for step, spectrum, _ in _steps(result)
-        if spectrum.cross_fit is not None and spectrum.cross_fit.values
-    ]
+    crossed = [(s, x.cross_fit.values[0]) for s, x, _ in _steps(result) if x.cross_fit is not None]
     if crossed:
-        axes.plot(*zip(*crossed, strict=True), color=ORANGE, marker="D", markersize=4, lw=1.2, label="cross-fitted 1")
+        steps, estimates = zip(*crossed, strict=True)
+        axes.errorbar(
+            steps, [each.value for each in estimates], yerr=_bars(estimates), color=ORANGE, marker="D", markersize=4,
+            linewidth=1.2, elinewidth=1.4, capsize=2, label="largest 1, cross-fitted",
+        )  # fmt: skip
     axes.axhline(0.0, color=GRAY, linewidth=0.8)
 
 
@@ -250,10 +278,18 @@ def _draw_spectrum(axes: Axes, spectrum: HessianSpectrum, name: str, color: str,
     axes.errorbar(
         rank, values, yerr=errors, color=color, marker="o", markersize=4, linewidth=1.4, capsize=2, label=name
     )
-    for index, estimate in enumerate(spectrum.cross_fit.values if spectrum.cross_fit else ()):
-        if estimate.low is None or estimate.high is None:
-            continue
-        bar = np.clip([[estimate.value - estimate.low], [estimate.high - estimate.value]], 0, None)
-        axes.errorbar(
-            [rank[index] + 0.08], [estimate.value], yerr=bar, color=color, marker="D", markersize=4, capsize=2
-        )
+    crossed = spectrum.cross_fit.values[:count] if spectrum.cross_fit else ()
+    axes.errorbar(
+        rank[: len(crossed)] + 0.08, [each.value for each in crossed], yerr=_bars(crossed), color=color, marker="D",
+        markersize=4, linestyle="none", capsize=2
+    )  # fmt: skip
+
+
+def _bars(estimates: Sequence[Estimate]) -> np.ndarray:
+    """Lengths of the bars below and above each value, of the ends of its interval; NaN where it has none."""
+    ends = [
+        (each.value, math.nan if each.low is None else each.low, math.nan if each.high is None else each.high)
+        for each in estimates
+    ]
+    value, low, high = np.array(ends, dtype=float).reshape(-1, 3).T
+    return np.asarray(np.maximum([value - low, high - value], 0))

@@ -21,6 +21,8 @@ _UNDATED: Mapping[str, dict[str, None]] = {".png": {"Software": None}, ".svg": {
 """Metadata left out of a file, so that it depends on the figure alone."""
 _CAPTION_WIDTH = 92
 """Characters of a caption's line."""
+_MOST_BESIDE = 26
+"""Characters of a legend's line that leave the axes half of the width."""
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 """Okabe & Ito, "Color universal design" (2008), https://jfly.uni-koeln.de/color/."""
@@ -65,10 +67,32 @@ def style_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def draw_legend(axes: Axes, location: str = "best") -> None:
-    """A legend whose words stay readable over data."""
+def draw_legend(axes: Axes, location: str = "best", *, in_layout: bool = True) -> None:
+    """A legend whose words stay readable over data; `in_layout` of False keeps it from moving the axes."""
     legend = axes.legend(fontsize=9, loc=location, frameon=True, framealpha=0.85, edgecolor="none")
     legend.set_zorder(10)
+    legend.set_in_layout(in_layout)
+
+
+def draw_legend_above(axes: Axes) -> None:
+    """A legend in a row above the data, for which the axis is made a quarter longer."""
+    low, high = axes.get_ylim()
+    is_log = axes.get_yscale() == "log"
+    axes.set_ylim(top=high * (high / low) ** 0.25 if is_log else high + 0.25 * (high - low))
+    axes.legend(fontsize=9, loc="upper left", ncols=len(axes.get_legend_handles_labels()[1]), frameon=False)
+
+
+def draw_legend_below(axes: Axes) -> None:
+    """A legend in two columns below the axes, where it hides no data."""
+    axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.46, -0.16), ncols=2, frameon=False)
+
+
+def draw_legend_beside(axes: Axes) -> None:
+    """A legend to the right of the axes, where it hides no data, unless its words leave the axes too little room."""
+    if max(map(len, axes.get_legend_handles_labels()[1]), default=0) > _MOST_BESIDE:
+        draw_legend(axes, in_layout=False)
+    else:
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def count_ticks(axis: Axis) -> None:

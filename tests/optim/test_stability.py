@@ -120,7 +120,7 @@ def test_unused_weights_rates_and_factored_moments() -> None:
 
 
 def test_around_adam_sam_grows_at_half_of_adams_limit_and_has_none_of_its_own() -> None:
-    """Near a minimum the ascent step `rho g / ||g||` is longer than the way to it, so no sharpness bounds the growth."""
+    """Near a minimum the ascent step `rho g / ||g||` is longer than the way there: no sharpness bounds the growth."""
 
     def growth(rho: float) -> float:
         point = torch.zeros(2, dtype=torch.float64, requires_grad=True)

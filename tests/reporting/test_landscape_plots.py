@@ -202,8 +202,8 @@ def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed(
     assert axes.get_yscale() == "log"
     assert "the largest 1 cross-fitted, from below; 95 % over pairs" in labels(axes)
     marks = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
-    assert marks["1 positive eigenvalues, computed"] == [4.0]
-    assert marks["1 negative eigenvalues, computed"] == [-2.0]
+    assert marks["1 positive eigenvalue, computed"] == [4.0]
+    assert marks["1 negative eigenvalue, computed"] == [-2.0]
     assert "± 1 standard error over probes" in labels(axes)
 
 
