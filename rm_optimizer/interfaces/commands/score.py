@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, notes_on
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt
-    from rm_optimizer.evaluation.score_file import CountedRewards, ScoredFile
+    from rm_optimizer.evaluation.score_file import CountedRewards, CountingScorer, ScoredFile
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
@@ -110,20 +110,9 @@ def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Seq
 
 def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Path, target: Path) -> None:
     """Write `source` with a column of combined rewards to `target`, continuing an earlier call that was stopped."""
-    from rm_optimizer.evaluation.score_file import score_file
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.records.progress import progress
-
     identity = members.digest()
-    try:
-        with progress("scoring", "rows") as show:
-            scored = score_file(
-                members, source, target, scorer_name=identity, on_progress=lambda rows: show(rows, None)
-            )
-    except KeyboardInterrupt:
-        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
-    report = {"model": checkpoint, "model_digest": identity, "aggregation": members.aggregation, **asdict(scored)}
-    write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
+    scored = _scored(members, source, target, identity)
+    _write_report(target, scored, {"model": checkpoint, "model_digest": identity, "aggregation": members.aggregation})
     print(f"{scored.num_rows} rows scored by {len(members)} members: {target}")
     counts = (scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0)
     for note in cut_notes("the members' lengths", *counts):
@@ -149,30 +138,34 @@ def _score_to_file(saved: SavedModel, source: Path, target: Path, token_budget: 
     A JSON file beside the target records the model of the rewards and the truncation.
     """
     from rm_optimizer.core.model.identity import scorer_digest
-    from rm_optimizer.evaluation.score_file import score_file
-    from rm_optimizer.records.progress import progress
 
     model = saved.load()
     identity = scorer_digest(model)
-    try:
-        with progress("scoring", "rows") as show:
-            scored = score_file(
-                LocalScorer(model, token_budget),
-                source,
-                target,
-                scorer_name=identity,
-                on_progress=lambda rows: show(rows, None),
-            )
-    except KeyboardInterrupt:
-        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
-    _write_report(target, saved.checkpoint, model, identity, scored)
+    scored = _scored(LocalScorer(model, token_budget), source, target, identity)
+    _write_report(target, scored, {"model": saved.checkpoint, "model_digest": identity, "max_length": model.max_length})
     print(f"{scored.num_rows} rows scored: {target}")
     for note in notes_on(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):
         print(f"warning: {note}")
 
 
-def _write_report(target: Path, checkpoint: str, model: BradleyTerryRM, identity: str, scored: ScoredFile) -> None:
+def _scored(scorer: CountingScorer, source: Path, target: Path, identity: str) -> ScoredFile:
+    """Score a file under a progress bar.
+
+    Raises:
+        Interrupted: if the user stops it.
+    """
+    from rm_optimizer.evaluation.score_file import score_file
+    from rm_optimizer.records.progress import progress
+
+    try:
+        with progress("scoring", "rows") as show:
+            return score_file(scorer, source, target, scorer_name=identity, on_progress=lambda rows: show(rows, None))
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
+
+
+def _write_report(target: Path, scored: ScoredFile, model: Mapping[str, str | int | None]) -> None:
     from rm_optimizer.records.files import write_text
 
-    report = {"model": checkpoint, "model_digest": identity, "max_length": model.max_length, **asdict(scored)}
+    report = {**model, **asdict(scored)}
     write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
