@@ -127,7 +127,7 @@ class DataConfig(Options, group="data"):
     cache_dir: str | None = None
     """Folder of tokenized data; null takes the user's cache folder."""
     streaming: Streaming = Streaming.off
-    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers` of 0 takes all cores."""
+    """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers=0` takes all cores."""
     streaming_store_mb: int = 256
     """Memory of Ray's object store, in MB."""
     curriculum: str | None = None
