@@ -21,8 +21,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
+from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import extract_commit_hash
 
 from rm_optimizer.core.classifier.adapters import attach
 from rm_optimizer.core.classifier.building import LoadOptions, build, build_arguments, finished, reason_of
@@ -151,6 +152,9 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         model, report = AutoModelForSequenceClassification.from_pretrained(
             source.location, output_loading_info=True, **origin, **arguments
         )
+    if source.kind is SourceKind.HUB:  # transformers 5.19 does not set it any more, and an adapter records it
+        file = cached_file(source.location, CONFIG_NAME, revision=options.revision)
+        model.config._commit_hash = extract_commit_hash(file, None)
     missing = set(report["missing_keys"])
     _require_backbone(model, missing)
     if missing and options.new_head:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage import export_record
+from rm_optimizer.core.storage.adapter_files import base_of
 from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.core.storage.export_record import weight_digests
 from rm_optimizer.errors import CheckpointError
@@ -133,14 +134,26 @@ def test_a_changed_adapter_is_refused(exported: Path, tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 
 
-def test_an_export_on_the_hub_keeps_its_identity_and_its_certificate(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def snapshot(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files of `owner/name` in the hub's cache, at the commit of zeros that `main` and `v1` name."""
     repository = tmp_path / "models--owner--name"
-    snapshot = Path(shutil.copytree(exported, repository / "snapshots" / ("0" * 40)))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "refs").mkdir(parents=True)
+    for name in ("main", "v1"):
+        (repository / "refs" / name).write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return Path(shutil.copytree(exported, repository / "snapshots" / ("0" * 40)))
+
+
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_an_adapter_on_a_base_of_the_hub_records_its_commit(snapshot: Path, revision: str | None) -> None:
+    model = BradleyTerryRM.from_pretrained("owner/name", revision=revision)
+    add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
+    assert (base_of(model.model).source, base_of(model.model).revision) == ("owner/name", "0" * 40)
+    assert "_commit_hash" not in model.model.config.to_dict()
+
+
+def test_an_export_on_the_hub_keeps_its_identity_and_its_certificate(exported: Path, snapshot: Path) -> None:
     loaded = BradleyTerryRM.from_pretrained("owner/name")
     assert loaded.max_length == 77
     assert loaded.identity() == BradleyTerryRM.from_pretrained(exported).identity()
