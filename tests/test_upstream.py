@@ -15,8 +15,11 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import RichProgressBar
 from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.utils._pytree import tree_leaves
+from transformers.utils.hub import extract_commit_hash
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rm_optimizer.core.classifier import tree_attention
@@ -28,16 +31,19 @@ IN_USE = {
     "hydra": {"_actions", "_internal", "_option_string_actions"},
     "omegaconf": {"_get_node", "_get_root", "_is_none"},
     "torch": {
+        *("_apply", "_is_flat_param"),
         *("_ConvNd", "_NormBase", "_Options", "_devices", "_dynamo", "_foreach_add", "_foreach_add_", "_foreach_norm"),
         *("_linear_pointwise", "_modules", "_pytree", "_reorder_linear_weight", "_timeout", "_version"),
     },
-    "transformers": {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful", "_supports_sdpa"},
+    "transformers": {
+        *("_attn_implementation", "_can_set_attn_implementation", "_commit_hash", "_is_stateful", "_supports_sdpa"),
+    },
 }
 """Private names of each library."""
 
 
 def private_names(path: Path) -> set[str]:
-    """Names that begin with one underscore and that the file reads or imports without defining them."""
+    """Names that begin with one underscore and that the file reads, imports or overrides without owning them."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
@@ -50,12 +56,25 @@ def private_names(path: Path) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
     }
     own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-    return {name for name in read - own if name.startswith("_") and not name.startswith("__")}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1]
+    in_text = {ast.literal_eval(node.args[1]) for node in calls if is_name_of_attribute(node)}
+    overridden = {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_super(node.value)}
+    return {name for name in (read - own) | in_text | overridden if name.startswith("_") and not name.startswith("__")}
+
+
+def is_name_of_attribute(call: ast.Call) -> bool:
+    """True for a call of `getattr`, `setattr` or `hasattr` with a literal name."""
+    return ast.unparse(call.func) in ("getattr", "setattr", "hasattr") and isinstance(call.args[1], ast.Constant)
+
+
+def is_super(node: ast.expr) -> bool:
+    """True for `super()`, whose private names are another class's."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "super"
 
 
 def test_every_private_name_in_use_is_listed_with_its_library():
     found = set().union(*map(private_names, PACKAGE.rglob("*.py")))
-    assert found - {"_exit"} == set().union(*IN_USE.values())
+    assert found - {"_exit", "_information"} == set().union(*IN_USE.values())
 
 
 def test_hydra_parses_its_own_flags_and_gathers_overrides():
@@ -127,6 +146,31 @@ def test_pytorch_has_its_forward_derivatives_its_compiler_and_its_base_layers():
     assert isinstance(torch.nn.Conv1d(1, 1, 1), torch.nn.modules.conv._ConvNd)
     assert isinstance(torch.nn.BatchNorm1d(1), torch.nn.modules.batchnorm._NormBase)
     assert torch.nn.Sequential(torch.nn.Identity())._modules.keys() == {"0"}
+
+
+def test_pytorch_casts_the_tensors_of_a_module_by_one_method():
+    head = torch.nn.Linear(1, 1)
+    assert head._apply(lambda tensor: tensor.double()) is head
+    assert head.weight.dtype == torch.float64
+    assert list(inspect.signature(head._apply).parameters) == ["fn", "recurse"]
+
+
+def test_pytorch_marks_the_flat_parameters_of_its_first_fsdp():
+    assert isinstance(FlatParameter(torch.zeros(1), requires_grad=False), FlatParameter)
+    assert not isinstance(torch.nn.Parameter(torch.zeros(1)), FlatParameter)
+    assert FlatParameter(torch.zeros(1), requires_grad=False)._is_flat_param
+
+
+def test_the_progress_bar_of_lightning_asks_for_its_description():
+    assert list(inspect.signature(RichProgressBar()._get_train_description).parameters) == ["current_epoch"]
+    assert "self._get_train_description(" in inspect.getsource(RichProgressBar)
+
+
+def test_a_configuration_of_transformers_does_not_store_the_commit_of_its_files():
+    config = tiny_model("llama").config
+    config._commit_hash = "0" * 40
+    assert "_commit_hash" not in config.to_dict()
+    assert extract_commit_hash(f"models--a--b/snapshots/{'0' * 40}/config.json", None) == "0" * 40
 
 
 def test_omegaconf_gives_the_node_of_a_missing_value_and_the_root_of_each():
