@@ -56,8 +56,8 @@ def better_mode(monitor: str, mode: Mode | None) -> Mode:
     direction = own or mode
     if direction is None:
         raise ConfigError(
-            f"training.mode must be min or max for training.monitor={monitor}, which is better in neither direction "
-            "of itself, got null"
+            f"training.mode must be min or max for training.monitor={monitor}, which has no better direction of "
+            "its own, got null"
         )
     if own is not None and mode not in (None, own):
         size = "smaller" if own == Mode.min else "larger"
