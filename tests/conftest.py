@@ -18,23 +18,7 @@ import pytest
 
 from tests import composed_once, fork_server, runtime_types
 
-CHECKED = (
-    "core.classifier",
-    "core.metrics",
-    "core.model",
-    "core.storage",
-    "core.tokens",
-    "data_efficiency",
-    "doctor",
-    "evaluation",
-    "experiments",
-    "landscape",
-    "optim",
-    "serving.embedded",
-)
-"""Packages whose arrays are checked against their annotations on every call in the tests."""
-
-runtime_types.install(CHECKED)
+runtime_types.install()
 composed_once.install()
 
 

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jaxtyping
 from beartype import beartype
 from beartype._check.code import codemain
 
+CHECKED = (
+    "core.classifier",
+    "core.metrics",
+    "core.model",
+    "core.pairs",
+    "core.storage",
+    "core.tokens",
+    "data_efficiency",
+    "doctor",
+    "evaluation",
+    "experiments",
+    "interfaces.commands",
+    "landscape",
+    "optim",
+    "reporting",
+    "rl_coupling",
+    "serving.client",
+    "serving.embedded",
+    "serving.weights",
+    "training",
+)
+"""Packages whose arrays are checked against their annotations on every call in the tests."""
+
 _AXES = re.compile(r"\b(Bool|Float|Int|Shaped)\[")
 
 
-def install(packages: Sequence[str]) -> None:
-    """Check functions and dataclasses of these packages, which nobody has imported yet; the rest costs nothing.
-
-    Args:
-        packages: dotted names below `rm_optimizer`.
-    """
+def install() -> None:
+    """Check functions and dataclasses of the packages, which must not be imported yet; the rest costs nothing."""
     codemain.getrandbits = random.Random(0).getrandbits  # draws the item of a sequence to check, elsewise globally
     every = jaxtyping.jaxtyped
 
@@ -28,7 +47,7 @@ def install(packages: Sequence[str]) -> None:
         return lambda item: wrapped(item) if any(map(_AXES.search, _annotations(item))) else item
 
     jaxtyping.jaxtyped = where_axes_are_named  # what the hook writes above each function and class
-    jaxtyping.install_import_hook([f"rm_optimizer.{package}" for package in packages], "tests.runtime_types.checked")
+    jaxtyping.install_import_hook([f"rm_optimizer.{package}" for package in CHECKED], "tests.runtime_types.checked")
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

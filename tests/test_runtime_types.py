@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 
+import rm_optimizer
 from rm_optimizer.core.metrics.effects import detectable_effect, paired_effect
 from rm_optimizer.core.tokens.batching import PairBatch
+from tests.runtime_types import CHECKED
 
 
 def test_other_axes_than_annotated_are_refused() -> None:
@@ -21,3 +25,11 @@ def test_other_axes_than_annotated_are_refused() -> None:
 
 def test_functions_without_axes_are_not_wrapped() -> None:
     assert not hasattr(detectable_effect, "__wrapped__")
+
+
+def test_every_module_that_names_axes_is_checked() -> None:
+    root = Path(rm_optimizer.__file__).parent
+    names = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in root.rglob("*.py")}
+    with_axes = {name for path, name in names.items() if "from jaxtyping import" in path.read_text(encoding="utf-8")}
+    assert with_axes
+    assert {name for name in with_axes if not name.startswith(tuple(f"{package}." for package in CHECKED))} == set()

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling import BestOfNCurve
-from rm_optimizer.rl_coupling.best_of_n_curve import exact_divergence, kl_bound, pool_divergence, selected_means
+from rm_optimizer.rl_coupling.best_of_n_curve import (
+    exact_divergence,
+    kl_bound,
+    pool_divergence,
+    require_rewards,
+    selected_means,
+)
 
 
 def brute_force(proxy: np.ndarray, gold: np.ndarray, n: int) -> float:
@@ -106,11 +112,21 @@ def test_the_bound_holds_and_is_reached_without_ties() -> None:
         (np.ones((2, 3)), {"sizes": [4]}, ConfigError, "got 4"),
         (np.ones((2, 3)), {"sizes": []}, ConfigError, "got none"),
         (np.array([[1.0, np.nan]]), {}, DataError, "got nan for prompt 1, column 2"),
-        (np.ones(3), {}, DataError, "shape"),
-        (np.ones((2, 3)), {"gold": np.ones((2, 2))}, DataError, "expected a gold reward for each"),
         (np.ones((2, 3)), {"gold": np.full((2, 3), np.inf)}, DataError, "gold rewards must be finite"),
     ],
 )
 def test_wrong_rewards_are_refused(proxy, options, error, says) -> None:
     with pytest.raises(error, match=says):
         BestOfNCurve.measure(proxy, **options)
+
+
+@pytest.mark.parametrize(
+    ("proxy", "gold", "says"),
+    [
+        (np.ones(3), None, "shape"),
+        (np.ones((2, 3)), np.ones((2, 2)), "expected a gold reward for each"),
+    ],
+)
+def test_rewards_of_another_shape_are_refused(proxy, gold, says) -> None:
+    with pytest.raises(DataError, match=says):
+        require_rewards(proxy, gold)
