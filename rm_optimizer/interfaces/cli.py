@@ -20,7 +20,6 @@ from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_tr
 from rm_optimizer.interfaces.commands.evaluate import evaluate
 from rm_optimizer.interfaces.commands.info import info
 from rm_optimizer.interfaces.commands.labels.clean import data_clean
-from rm_optimizer.interfaces.commands.labels.cleaning import study_cleaning
 from rm_optimizer.interfaces.commands.labels.label import label
 from rm_optimizer.interfaces.commands.labels.scaling import scaling
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
@@ -30,6 +29,7 @@ from rm_optimizer.interfaces.commands.report import report
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
+from rm_optimizer.interfaces.commands.studies.cleaning import study_cleaning
 from rm_optimizer.interfaces.commands.studies.labels import study_labels
 from rm_optimizer.interfaces.commands.studies.readiness import study_readiness
 from rm_optimizer.interfaces.commands.train import train

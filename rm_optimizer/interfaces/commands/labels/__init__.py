@@ -1,1 +1,1 @@
-"""The commands around labels: which to ask for, how to ask, and what they saved."""
+"""The commands around labels: which to ask for, how to ask, which are wrong, and how many more to buy."""

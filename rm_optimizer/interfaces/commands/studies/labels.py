@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.interfaces.commands.labels.splits import (
+from rm_optimizer.interfaces.commands.studies.splits import (
     pool_of_features,
     require_no_failure,
     require_one_source,
