@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.data_efficiency.savings.label_savings import LabelSavings
-from rm_optimizer.data_efficiency.savings.label_study import PLACEBO, RANDOM, curves, savings_by_pool
+from rm_optimizer.data_efficiency.savings.label_study import PLACEBO, RANDOM, curves
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.style import BLUE, GRAY, SERIES, captioned_figure, draw_legend, save_figure
 from rm_optimizer.reporting.tables import TextTable, output_console
@@ -21,18 +21,14 @@ _DRAWN = 4
 """Rules whose learning curves are drawn beside that of the random draw."""
 
 
-def write_savings(rows: Sequence[Mapping[str, Any]], folder: Path, *, num_bootstrap: int) -> list[LabelSavings]:
-    """Write `savings.json`, `savings.parquet` and two pictures a pool, and return the savings of each pool.
+def write_savings(found: Sequence[LabelSavings], rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write `savings.json`, `savings.parquet` and two pictures a pool.
 
     Args:
-        rows: rows of the study.
+        found: savings of each pool.
+        rows: rows of the study, which the learning curves are drawn from.
         folder: folder of the files.
-        num_bootstrap: resamples of splits.
-
-    Raises:
-        DataError: if no pool has two finished splits.
     """
-    found = savings_by_pool(rows, num_bootstrap=num_bootstrap)
     write_text(folder / SAVINGS_FILE, "[" + ",\n".join(pool.to_json() for pool in found) + "]\n")
     table = [
         {"pool": pool.pool, "budget": pool.budget, "rule": rule.rule, "num_splits": pool.num_splits}
@@ -44,7 +40,6 @@ def write_savings(rows: Sequence[Mapping[str, Any]], folder: Path, *, num_bootst
     write_rows(folder / "savings.parquet", table)
     for pool in found:
         _draw_pool(pool, rows_of_pool(rows, pool), folder)
-    return found
 
 
 def _draw_pool(pool: LabelSavings, rows: Sequence[Mapping[str, Any]], folder: Path) -> None:

@@ -42,7 +42,7 @@ def study_labels(
 
     A stopped command goes on when repeated. The folder gets savings.json, and pictures of the curves and the savings.
     """
-    from rm_optimizer.data_efficiency.savings.label_study import TASK, LabelStudy, planned_splits
+    from rm_optimizer.data_efficiency.savings.label_study import TASK, LabelStudy, planned_splits, savings_by_pool
     from rm_optimizer.reporting.label_studies.label_savings import print_savings, write_savings
 
     require_one_source(data, model, name)
@@ -54,7 +54,10 @@ def study_labels(
     else:
         trials = [trial for pool in wanted for trial in planned_splits(study, pool, splits)]
     runner, state = run_splits(folder, TASK, trials)
-    print_savings(write_savings([*runner.rows()], folder, num_bootstrap=bootstrap))
+    rows = [*runner.rows()]
+    found = savings_by_pool(rows, num_bootstrap=bootstrap)
+    write_savings(found, rows, folder)
+    print_savings(found)
     print(f"tables and pictures: {folder}")
     require_no_failure(folder, state)
 
