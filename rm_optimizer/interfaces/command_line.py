@@ -19,7 +19,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -162,7 +162,7 @@ def _existing(folder: str) -> str:
 def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int | None) -> ConfigT:
     """Fill in what Hydra itself fills in when a run starts, and build the dataclasses."""
     with read_write(config), open_dict(config):
-        folder = config.hydra.run.dir
+        folder, is_output = config.hydra.run.dir, "${output_dir}" in OmegaConf.to_yaml(config.hydra.run)
         if job is not None:
             config.hydra.job.num = job
             folder = f"{config.hydra.sweep.dir}/{config.hydra.sweep.subdir}"
@@ -173,7 +173,8 @@ def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int 
     _check_known(config)
     built = typed(config, kind)
     if writable:
-        _check_writable("hydra.run.dir" if job is None else "hydra.sweep.dir", Path(folder))
+        if not is_output:
+            _check_writable("hydra.run.dir" if job is None else "hydra.sweep.dir", Path(folder))
         _check_writable("output_dir", Path(config.output_dir))
     return built
 

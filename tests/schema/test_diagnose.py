@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from rm_optimizer import train
+from rm_optimizer.analyze import check_command as check_analysis
 from rm_optimizer.errors import ConfigError, DataError, DataStalled
 from rm_optimizer.interfaces.exits import report
 from rm_optimizer.train import check_command
@@ -86,6 +87,13 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path, op
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"^{option} must be a folder that can be written, got .*file: Not a dir"):
         check_command([f"{option}={tmp_path / 'file' / 'run'}"])
+
+
+def test_a_folder_of_an_analysis_that_cannot_be_made_is_named_as_it_was_typed(tmp_path):
+    (tmp_path / "file").touch()
+    for option in ("output_dir", "hydra.run.dir"):
+        with pytest.raises(ConfigError, match=rf"^{option} must be a folder that can be written"):
+            check_analysis(["checkpoint=x", f"{option}={tmp_path / 'file' / 'analysis'}"])
 
 
 def test_a_link_that_leads_nowhere_is_no_run_folder(tmp_path):
