@@ -94,6 +94,11 @@ class AnalysisContext:
     subject: AnalysisInput | str = ""
 
     @property
+    def source_without_step(self) -> str:
+        """Checkpoint and pairs in words, for a result of several steps or models."""
+        return str(replace(self.subject, step=None) if isinstance(self.subject, AnalysisInput) else self.subject)
+
+    @property
     def solver_options(self) -> SpectrumOptions:
         """Options of a spectrum: accuracy, cost, trace and error over pairs."""
         config = self.config

@@ -215,17 +215,18 @@ def _density(density: SpectralDensity, matrix: str, caption: str, crossed: Seque
     return Drawing("density", f"{matrix}: density of the eigenvalues", rows, figure)
 
 
-def _origin_rows(found: CurvatureByPair) -> dict[str, Cell]:
-    """Shares of the groups and of the heaviest pairs in the top eigenvalue."""
+def _origin_rows(found: CurvatureByPair, first: Place) -> dict[str, Cell]:
+    """Shares of the groups and of the heaviest pairs in the first listed eigenvalue, which `first` names."""
+    place = f"{first.end} {first.rank}"
     rows: dict[str, Cell] = {}
     for group in found.groups:
         own = f"; its own largest {group.eigenvalues[0]:.4g}" if group.eigenvalues else ""
-        along = f"{group.along[0]:.4g} along the first vector, {group.share:.0%} of largest 1{own}"
+        along = f"{group.along[0]:.4g} along the first vector, {group.share:.0%} of {place}{own}"
         rows[f"{group.column} {group.name} ({group.num_pairs:,} pairs)"] = along
     for rank, each in enumerate(found.heaviest, start=1):
         groups = "".join(f"; {name}" for name in each.pair.groups.values())
         text = f"{each.share:.1%}, curvature {each.curvature:.3g}: {each.pair.pair_id}{groups}; {each.pair.prompt!r}"
-        rows[f"pair {rank} by share of largest 1"] = text
+        rows[f"pair {rank} by share of {place}"] = text
     return rows
 
 
@@ -266,7 +267,7 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
         rows["not cross-fitted"] = result.not_cross_fitted
     rows |= _population_rows(result)
     if result.by_pair is not None:
-        rows |= _origin_rows(result.by_pair)
+        rows |= _origin_rows(result.by_pair, _places(result)[0])
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)

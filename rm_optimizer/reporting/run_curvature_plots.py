@@ -172,7 +172,8 @@ def between_scalars(result: BetweenModels) -> dict[str, float]:
 def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
     """Loss, largest eigenvalue, its cross-fitted value and trace by name; without what was not estimated."""
     trace, crossed = spectrum.trace, spectrum.cross_fit
-    found = {"loss": spectrum.loss, "eigenvalue_largest": spectrum.eigenvalues[0]}
+    found = {"loss": spectrum.loss}
+    found |= {"eigenvalue_largest": spectrum.eigenvalues[0]} if spectrum.num_top else {}
     found |= {"trace": trace.value} if trace else {}
     return found | ({"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {})
 
@@ -236,11 +237,13 @@ def _draw_ends(axes: Axes, result: Evolution) -> None:
         for end, rank, index in _ranks(spectrum):
             point = (step, spectrum.eigenvalues[index], spectrum.error_bounds[index])
             by_place.setdefault((end, rank), []).append(point)
+    last = max((rank for _, rank in by_place), default=1)
+    others = "largest 2" if last == 2 else f"largest 2 to {last}"
     for (end, rank), points in by_place.items():
         color = VERMILION if end == "smallest" else BLUE
         name = f"{end} {rank}" if rank == 1 else None
         fade = 1.0 if rank == 1 else 0.75 - 0.12 * rank
-        _draw_line(axes, points, color, name if rank < 2 else "largest 2 to 5" if rank == 2 else None, fade)
+        _draw_line(axes, points, color, name if rank < 2 else others if rank == 2 else None, fade)
     crossed = [(s, x.cross_fit.values[0]) for s, x, _ in _steps(result) if x.cross_fit is not None]
     if crossed:
         steps, estimates = zip(*crossed, strict=True)

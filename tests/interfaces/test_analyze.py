@@ -28,6 +28,8 @@ from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.analysis_folder import results_folder
 from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.reporting.landscape_pictures import scalars_of
+from rm_optimizer.reporting.run_curvature_plots import plot_evolution
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.training import train_reward_model
@@ -181,6 +183,17 @@ def test_the_fisher_matrix_and_one_end_of_the_hessian_are_asked_for_by_options(r
     assert (result.num_top, result.num_bottom, result.product) == (0, 1, "reverse")
 
 
+def test_shares_of_the_smallest_eigenvalue_are_not_called_those_of_the_largest(run_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = ["landscape.which=smallest", "landscape.top_k=2", "landscape.num_probes=2", "landscape.tolerance=0.1"]
+    folder = analyzed(run_dir, "landscape=hessian", *asked, f"output_dir={tmp_path}")
+    printed = capsys.readouterr().out
+    assert "pair 1 by share of smallest 2" in printed
+    assert "of largest 1" not in printed
+    result = HessianSpectrum.from_json((folder / "hessian.json").read_text())
+    assert "eigenvalue_largest" not in scalars_of(result)
+
+
 def test_layers_go_from_the_input_to_the_head(run_dir):
     folder = analyzed(run_dir, "landscape=layers", "landscape.num_probes=2")
     result = LayerCurvature.from_json((folder / "layers.json").read_text())
@@ -265,6 +278,11 @@ def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_s
     assert calls == ["step 0", "step 1", "step 2", "step 2", "step 3"]
     found = Evolution.from_json((folder / "evolution.json").read_text())
     assert (found.steps, found.missing) == ((0, 1, 2, 3), ())
+    assert found.source == f"{run_dir}; pairs of the synthetic world (val)"
+    figure = plot_evolution(found)
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert "largest 2" in legend
+    assert "pairs of the synthetic world (val)" in " ".join(t.get_text() for t in figure.axes[0].texts)
     assert found.overlaps[0] is None
     assert all(0 <= overlap <= 1 + 1e-6 for overlap in found.overlaps[1:])
     evaluated = {int(row["step"]): float(row["eval_nll"]) for row in RunFolder(run_dir).metrics() if row["eval_nll"]}

@@ -82,7 +82,7 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
         tuple(from_values(HessianSpectrum, row["spectrum"]) for row in rows),
         tuple(row["overlap"] for row in rows),
         tuple(step for step in weights if step not in found),
-        context.subject if isinstance(context.subject, str) else str(replace(context.subject, step=None)),
+        context.source_without_step,
     )
     return AnalysisResult(result, is_partial=bool(result.missing))
 
