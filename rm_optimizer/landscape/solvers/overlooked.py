@@ -10,7 +10,7 @@ from torch import Tensor
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, unit
 from rm_optimizer.landscape.solvers.krylov import KrylovState
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, select
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, rounding, select
 
 CHECK_PRODUCTS = 8
 """Least number of products that reveal an extreme value of the rest, if it lies beyond the found values."""
@@ -67,17 +67,18 @@ def _beyond(
     for limit in (count, min(free, 40 + count)):
         missed = lanczos(rest, 1, which=which, tolerance=tolerance, max_products=limit, seed=seed, state=state)
         inside = (missed.vectors @ found.vectors.T).double().square().sum(dim=1)
-        is_beyond = [_is_beyond(float(value), found, which, tolerance) for value in missed.values]
+        margins = (tolerance * missed.values.abs()).clamp(min=rounding(operator.dtype, found.values.numpy())).tolist()
+        places = zip(missed.values.tolist(), margins, strict=True)
+        is_beyond = [_is_beyond(value, margin, found, which) for value, margin in places]
         chosen = [i for i in range(len(is_beyond)) if is_beyond[i] and float(inside[i]) < _OUTSIDE]
         if not chosen or all(missed.converged[i] for i in chosen):
             break
     return _only(missed, chosen, num_products=missed.num_products)
 
 
-def _is_beyond(value: float, found: Eigenpairs, which: End, tolerance: float) -> bool:
-    """True if a value of the rest belongs among the found ones, by more than the tolerance."""
+def _is_beyond(value: float, margin: float, found: Eigenpairs, which: End) -> bool:
+    """True if a value of the rest belongs among the found ones, beyond tolerance and rounding."""
     values: list[float] = found.values.tolist()
-    margin = tolerance * abs(value)
     if which == "magnitude":
         return abs(value) > min(map(abs, values)) + margin
     from_bottom = {"largest": 0, "smallest": len(values), "both": len(values) // 2}[which]

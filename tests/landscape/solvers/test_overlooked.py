@@ -95,6 +95,14 @@ def test_nothing_is_added_where_nothing_was_overlooked() -> None:
     assert checked.num_products <= found.num_products + max(8, found.num_products // 4)
 
 
+def test_zeros_that_only_rounding_tells_apart_are_no_copies() -> None:
+    basis = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
+    operator = MatrixOperator((basis[:, :2] * torch.tensor([0.15, 0.07])) @ basis[:, :2].T)
+    for seed in SEEDS:
+        found = lanczos(operator, 3, which="both", seed=seed)
+        assert with_overlooked(operator, found, "both", tolerance=1e-3, seed=seed + 1).num_overlooked == 0
+
+
 def test_a_warm_start_sees_a_new_top_eigenvalue_at_right_angles_to_the_old() -> None:
     for seed in SEEDS:
         moved = torch.diag(
