@@ -42,7 +42,7 @@ class LossPath:
         positions: positions along the line, from 0 to 1.
         losses: loss at each position.
         barrier: largest loss along the line less the larger loss of the ends, with its 95 % interval over resampled
-            prompts. Frankle et al. (2020, arXiv 1912.05671) subtract the mean of the ends.
+            prompts, both at least 0. Frankle et al. (2020, arXiv 1912.05671) subtract the mean of the ends.
     """
 
     first: int
@@ -172,7 +172,7 @@ def _path(context: AnalysisContext, start: Weights, end: Weights, ends: tuple[in
     weights = torch.cat([batch.weight for batch in measured.sample.batches]).double().cpu().numpy()
     columns = np.column_stack([*rows, weights])
     sums = cluster_totals(columns, clusters_of(measured.sample.batches, measured.sample.prompts))
-    (barrier,) = cluster_bootstrap(sums, _barrier, num_bootstrap=1000, seed=measured.sample.seed, kind="basic")
+    barrier = barrier_of(sums, seed=measured.sample.seed)
     losses = columns[:, :-1].sum(axis=0) / weights.sum()
     return LossPath(*ends, tuple(positions.tolist()), tuple(losses.tolist()), barrier)
 
@@ -195,11 +195,27 @@ def _weighted_losses(measured: MeasuredLoss) -> Float[np.ndarray, " pairs"]:
         return np.asarray(torch.cat(losses).double().cpu().numpy())
 
 
-def _barrier(sums: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
-    """Largest mean loss less the larger mean loss of the ends, from totals of weighted losses and of weights."""
+def barrier_of(sums: Float[np.ndarray, "clusters terms"], *, seed: int, num_bootstrap: int = 1000) -> Estimate:
+    """Loss barrier with its interval over resampled clusters.
+
+    The rise of the points between the ends is resampled, which may be negative. A barrier is never negative, so where a
+    sample has none, its resamples would give an interval of length 0.
+
+    Args:
+        sums: totals of each cluster: weighted losses at the points of the line, and weights.
+        seed: seed of the resampling.
+        num_bootstrap: number of resamples.
+    """
+    (rise,) = cluster_bootstrap(sums, _rise, num_bootstrap=num_bootstrap, seed=seed)
+    low, high = (None if end is None else max(end, 0.0) for end in (rise.low, rise.high))
+    return replace(rise, value=max(rise.value, 0.0), low=low, high=high)
+
+
+def _rise(sums: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
+    """Largest mean loss between the ends less the larger mean loss of the ends, from totals as in `barrier_of`."""
     losses = sums[..., :-1] / sums[..., -1:]
     ends = np.maximum(losses[..., 0], losses[..., -1])
-    return np.asarray((losses.max(axis=-1) - ends)[..., None])
+    return np.asarray((losses[..., 1:-1].max(axis=-1) - ends)[..., None])
 
 
 def _require_alike(measured: MeasuredLoss, models: Mapping[str, Callable[[], Weights]]) -> None:
