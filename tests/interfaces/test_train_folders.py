@@ -116,4 +116,6 @@ def test_a_sweep_over_a_used_folder_is_refused_before_its_first_job(
 
 def test_a_finished_sweep_may_be_continued_and_extended(used: Path) -> None:
     (used.parent / "0").symlink_to(used)
+    before = snapshot(used.parent)
     entry.check_command(["--multirun", *FEW, "seed=0,1", "resume=auto", f"hydra.sweep.dir={used.parent}"])
+    assert snapshot(used.parent) == before
