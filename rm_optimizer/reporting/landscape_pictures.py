@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,11 +289,14 @@ def _summary_rows(result: HessianSpectrum) -> dict[str, Cell]:
 
 
 def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
+    def along(value: float) -> str:
+        return "n/a: the gradient or its product is 0" if math.isnan(value) else f"{value:.4g}"
+
     return {
         "gradient norm": f"{found.gradient_norm:.4g}",
         f"SAM sharpness, radius {found.rho:g}": f"{found.sam_sharpness:.4g}",
-        "curvature along the gradient": f"{found.gradient_curvature:.4g}",
-        "cosine of gradient and its product": f"{found.gradient_alignment:.4g}",
+        "curvature along the gradient": along(found.gradient_curvature),
+        "cosine of gradient and its product": along(found.gradient_alignment),
     }
 
 

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.surface.loss_at import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
@@ -25,7 +26,7 @@ from rm_optimizer.reporting.curvature_plots import (
     plot_spectrum,
     plot_training_curvature,
 )
-from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
+from rm_optimizer.reporting.landscape_pictures import _geometry_rows, draw_training_curvature
 from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
 from rm_optimizer.reporting.style import save_figure
 
@@ -271,3 +272,10 @@ def test_curvature_during_training_takes_the_rows_that_have_it():
     upper, lower = figure.axes
     assert upper.containers[0].lines[0].get_xydata().tolist() == [[5.0, 3.0]]
     assert lower.containers[0].lines[0].get_xydata().tolist() == [[5.0, 8.0]]
+
+
+def test_numbers_along_a_gradient_of_zero_are_not_available():
+    rows = _geometry_rows(LocalGeometry(0.69, 0.0, 0.0, 0.05, math.nan, math.nan, 12))
+    assert rows["curvature along the gradient"] == "n/a: the gradient or its product is 0"
+    assert rows["cosine of gradient and its product"] == "n/a: the gradient or its product is 0"
+    assert rows["gradient norm"] == "0"
