@@ -192,6 +192,17 @@ def test_docstrings_begin_with_a_noun_phrase_or_a_verb():
     assert odd == []
 
 
+def test_tests_are_annotated_in_one_way():
+    """A test returns nothing, and no test says so."""
+    annotated = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.returns is not None
+    ]
+    assert not annotated
+
+
 def test_arrays_are_annotated_in_one_way():
     odd = [
         f"{name}, line {node.lineno}: {text}"

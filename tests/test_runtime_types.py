@@ -15,7 +15,7 @@ from rm_optimizer.core.tokens.batching import PairBatch
 from tests.runtime_types import CHECKED
 
 
-def test_other_axes_than_annotated_are_refused() -> None:
+def test_other_axes_than_annotated_are_refused():
     with pytest.raises(TypeCheckError, match="paired_effect"):
         paired_effect(np.zeros((2, 3)), np.zeros((2, 4)), ["a"] * 3, "nll")
     ids, pairs = torch.zeros((4, 5), dtype=torch.int64), torch.zeros(2)
@@ -23,11 +23,11 @@ def test_other_axes_than_annotated_are_refused() -> None:
         PairBatch(ids, ids[:, 1:], pairs, pairs, pairs, ids[:2, 0])
 
 
-def test_functions_without_axes_are_not_wrapped() -> None:
+def test_functions_without_axes_are_not_wrapped():
     assert not hasattr(detectable_effect, "__wrapped__")
 
 
-def test_every_module_that_names_axes_is_checked() -> None:
+def test_every_module_that_names_axes_is_checked():
     root = Path(rm_optimizer.__file__).parent
     names = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in root.rglob("*.py")}
     with_axes = {name for path, name in names.items() if "from jaxtyping import" in path.read_text(encoding="utf-8")}

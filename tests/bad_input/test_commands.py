@@ -512,7 +512,7 @@ def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.parametrize(("command", "says"), ROWS, ids=[command for command, _ in ROWS])
-def test_a_bad_command_is_one_sentence(command: str, says: str) -> None:
+def test_a_bad_command_is_one_sentence(command: str, says: str):
     before, started = _files(), time.process_time()
     done = CliRunner().invoke(app, shlex.split(command))
     taken = time.process_time() - started

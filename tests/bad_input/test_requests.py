@@ -179,9 +179,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "says"), ROWS, ids=[f"{m} {p} {str(b)[:60]!r}" for m, p, b, _, _ in ROWS]
 )
-def test_a_bad_request_is_one_sentence(
-    ask: Ask, method: str, path: str, body: str | bytes, status: int, says: str
-) -> None:
+def test_a_bad_request_is_one_sentence(ask: Ask, method: str, path: str, body: str | bytes, status: int, says: str):
     started = time.process_time()
     bad, good = ask(method, path, content=body, headers=JSON), ask("POST", "/rm/score", json=GOOD)
     taken = time.process_time() - started

@@ -10,9 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "best_of_n.py"
 SMALL = ("--num-prompts", "2", "--samples", "6", "--hidden", "16", "--layers", "1", "--rounds", "1", "--no-server")
 
 
-def test_it_prints_speed_agreement_and_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_speed_agreement_and_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import best_of_n  # type: ignore[import-not-found]
 

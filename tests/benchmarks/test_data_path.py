@@ -20,7 +20,7 @@ def lines(python: Path, *arguments: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_it_measures_memory_and_growth(python: Path, tmp_path: Path) -> None:
+def test_it_measures_memory_and_growth(python: Path, tmp_path: Path):
     found = lines(python, "--sizes", "1000", "3000", "--ray-bytes", "0", "--folder", str(tmp_path))
     assert found["seconds_per_100k_pairs_at_1k"] > found["seconds_per_100k_pairs_read_at_1k"] > 0
     assert found["rss_bytes_per_100k_pairs_at_3k"] > 0
@@ -29,7 +29,7 @@ def test_it_measures_memory_and_growth(python: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_streams_every_pair_of_the_file(python: Path, tmp_path: Path) -> None:
+def test_it_streams_every_pair_of_the_file(python: Path, tmp_path: Path):
     found = lines(python, "--sizes", "--ray-bytes", "1000000", "--workers", "1", "--folder", str(tmp_path))
     assert found["ray_text_bytes"] >= 1_000_000
     assert found["ray_pairs"] == 10_000

@@ -20,7 +20,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return ensemble_selection
 
 
-def test_it_prints_gains_and_paired_differences(study: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_gains_and_paired_differences(study: ModuleType, capsys: pytest.CaptureFixture[str]):
     study.main(["--worlds", "2", "--pairs", "60", "--prompts", "4", "--samples", "16"])
     lines = capsys.readouterr().out.splitlines()[1:]
     found = {name: float(value.split()[0]) for name, value in (line.split(": ") for line in lines)}
@@ -29,11 +29,11 @@ def test_it_prints_gains_and_paired_differences(study: ModuleType, capsys: pytes
     assert 0 <= found["auroc_mahalanobis"] <= 1
 
 
-def test_separation_is_the_probability_of_the_right_order(study: ModuleType) -> None:
+def test_separation_is_the_probability_of_the_right_order(study: ModuleType):
     assert study.auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0])) == 0.875
 
 
-def test_a_policy_of_sentences_reads_what_it_writes_and_starts_without_divergence(study: ModuleType) -> None:
+def test_a_policy_of_sentences_reads_what_it_writes_and_starts_without_divergence(study: ModuleType):
     import ensemble_rl  # type: ignore[import-not-found]
 
     torch.manual_seed(0)

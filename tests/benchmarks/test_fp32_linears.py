@@ -23,7 +23,7 @@ def linears() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_a_route_gives_output_and_gradients(name: str, linears: ModuleType) -> None:
+def test_a_route_gives_output_and_gradients(name: str, linears: ModuleType):
     x, gradient = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
     exact = (x.double() @ weight.double().T, gradient.double() @ weight.double(), gradient.double().T @ x.double())
@@ -31,12 +31,12 @@ def test_a_route_gives_output_and_gradients(name: str, linears: ModuleType) -> N
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
 
-def test_a_ratio_is_the_median_over_rounds(linears: ModuleType) -> None:
+def test_a_ratio_is_the_median_over_rounds(linears: ModuleType):
     taken = {"base": [2.0, 9.0, 4.0], "own": [1.0, 3.0, 4.0]}
     assert linears.speedup(taken, "own", "base") == 2.0
 
 
-def test_every_run_is_timed_once_a_round_after_one_for_free(linears: ModuleType) -> None:
+def test_every_run_is_timed_once_a_round_after_one_for_free(linears: ModuleType):
     calls: list[str] = []
     taken = linears.rounds_of({name: (lambda n=name: calls.append(n)) for name in "ab"}, 3)
     assert {name: len(values) for name, values in taken.items()} == {"a": 3, "b": 3}

@@ -28,12 +28,12 @@ def benchmark() -> ModuleType:
         return landscape
 
 
-def test_an_error_is_that_of_the_worst_value_in_descending_order(benchmark: ModuleType) -> None:
+def test_an_error_is_that_of_the_worst_value_in_descending_order(benchmark: ModuleType):
     assert benchmark.error([-2.0, 1.0, 3.0], [3.0, 1.25, -2.0]) == pytest.approx(0.2)
 
 
 @pytest.mark.slow
-def test_parts_print_what_they_measure(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_print_what_they_measure(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("pyhessian")
     parts = ("--parts", "oracle", "warm", "spectrum", "gradients", "gauss_newton", "cross_fit", "growth")
     benchmark.main([*TINY, "--top-k", "2", "--models", "encoder", "--give-up", "3", *parts])
@@ -53,7 +53,7 @@ def test_parts_print_what_they_measure(benchmark: ModuleType, capsys: pytest.Cap
     assert all(math.isfinite(value) for value in found.values())
 
 
-def test_pyhessian_stops_when_its_time_is_over(benchmark: ModuleType) -> None:
+def test_pyhessian_stops_when_its_time_is_over(benchmark: ModuleType):
     pytest.importorskip("pyhessian")
     subject = benchmark.prepare(benchmark.options(list(TINY)), "decoder")
     with pytest.raises(benchmark.GaveUpError):
@@ -64,7 +64,7 @@ def test_pyhessian_stops_when_its_time_is_over(benchmark: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_fresh_process(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_memory_is_that_of_a_fresh_process(benchmark: ModuleType, tmp_path: Path):
     torch.save(benchmark.prepare(benchmark.options(list(TINY)), "decoder"), tmp_path / "subject.pt")
     command = [sys.executable, str(SCRIPT), "--top-k", "2", "--only", "", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -72,6 +72,6 @@ def test_memory_is_that_of_a_fresh_process(benchmark: ModuleType, tmp_path: Path
     assert min(json.loads(text.splitlines()[-1])) > 0
 
 
-def test_too_few_pairs_are_told(benchmark: ModuleType) -> None:
+def test_too_few_pairs_are_told(benchmark: ModuleType):
     with pytest.raises(SystemExit, match="0 pairs fit in --max-length 3, expected at least 8"):
         benchmark.prepare(benchmark.options([*TINY, "--max-length", "3"]), "encoder")

@@ -31,7 +31,7 @@ def parity() -> ModuleType:
 @pytest.mark.parametrize(("has_margin", "center_rewards"), [(False, 0.0), (True, 0.01)])
 def test_loss_and_gradients_equal_those_of_trl(
     parity: ModuleType, model_type: str, has_margin: bool, center_rewards: float
-) -> None:
+):
     difference = parity.measure(model_type, has_margin=has_margin, center_rewards=center_rewards)
     assert difference.loss <= 1e-5
     assert difference.gradient <= 1e-5

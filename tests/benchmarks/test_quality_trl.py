@@ -23,14 +23,14 @@ def quality() -> ModuleType:
     return module
 
 
-def test_equal_rewards_differ_by_nothing_and_with_certainty(quality: ModuleType) -> None:
+def test_equal_rewards_differ_by_nothing_and_with_certainty(quality: ModuleType):
     margin = np.random.default_rng(0).normal(size=40)
     prompts = [str(i // 4) for i in range(40)]
     for estimate in quality.paired_differences(margin, margin, prompts, num_bootstrap=50, seed=0).values():
         assert (estimate.value, estimate.low, estimate.high) == (0.0, 0.0, 0.0)
 
 
-def test_differences_are_those_of_the_sides_own_metrics(quality: ModuleType) -> None:
+def test_differences_are_those_of_the_sides_own_metrics(quality: ModuleType):
     rng = np.random.default_rng(1)
     ours, theirs = rng.normal(1.0, 1.0, size=60), rng.normal(0.3, 2.0, size=60)
     theirs[:5] = 0.0  # ties count one half
@@ -45,7 +45,7 @@ def test_differences_are_those_of_the_sides_own_metrics(quality: ModuleType) -> 
         assert estimate.num_samples == 17
 
 
-def test_pairing_removes_what_the_sides_share(quality: ModuleType) -> None:
+def test_pairing_removes_what_the_sides_share(quality: ModuleType):
     rng = np.random.default_rng(2)
     shared = rng.normal(size=400)
     prompts = [str(i) for i in range(400)]
@@ -58,7 +58,7 @@ def test_pairing_removes_what_the_sides_share(quality: ModuleType) -> None:
     assert close.standard_error < apart.standard_error / 20
 
 
-def test_our_options_compose_and_match_the_stated_settings(quality: ModuleType, tmp_path: Path) -> None:
+def test_our_options_compose_and_match_the_stated_settings(quality: ModuleType, tmp_path: Path):
     argv = [
         "--model",
         "m",
@@ -78,7 +78,7 @@ def test_our_options_compose_and_match_the_stated_settings(quality: ModuleType, 
     assert (config.batching.batch_size, config.hardware.precision, config.seed) == (16, "bf16-mixed", 0)
 
 
-def test_a_side_trained_with_other_settings_is_not_reused(quality: ModuleType, tmp_path: Path) -> None:
+def test_a_side_trained_with_other_settings_is_not_reused(quality: ModuleType, tmp_path: Path):
     argv = ["--model", "m", "--train", "a", "--val", "b", "--output", str(tmp_path), "--reuse"]
     first = quality.options(argv)
     side = quality.Side(quality.settings_of(first), "folder", 1, 1, 1.0, 1.0, 1.0)

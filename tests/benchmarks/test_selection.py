@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "selection.py"
 
 
 @pytest.mark.parametrize("rule", ["boundary_optimal", "coreset"])
-def test_it_measures_seconds_and_memory_of_a_mapped_pool(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+def test_it_measures_seconds_and_memory_of_a_mapped_pool(monkeypatch: pytest.MonkeyPatch, rule: str):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import selection  # type: ignore[import-not-found]
 

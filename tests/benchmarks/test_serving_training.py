@@ -34,7 +34,7 @@ def files(tmp_path: Path) -> list[str]:
 
 def test_pairs_of_one_kind_are_taken_and_moved_ones_leave_no_prompt_behind(
     bench: ModuleType, files: list[str], tmp_path: Path
-) -> None:
+):
     args = bench.options([*files, "--model", "unused", "--only", "kind=a", "--move", "30"])
     train, val = bench.split(args, tmp_path)
     assert {pair.metadata["kind"] for pair in (*train.pairs, *val.pairs)} == {"a"}
@@ -51,7 +51,7 @@ def test_what_the_server_answers_at_every_version_is_what_the_trainer_evaluated(
     python: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     server = bench.server
     monkeypatch.setattr(bench, "server", lambda engine, _, *folders: server(engine, str(python), *folders))
     exported("bert", tmp_path / "model")

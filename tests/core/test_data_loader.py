@@ -44,7 +44,7 @@ def write(path: Path, data: PreferenceDataset) -> str:
     return str(path)
 
 
-def test_a_dataset_is_a_sequence_that_pickles() -> None:
+def test_a_dataset_is_a_sequence_that_pickles():
     data = dataset(3)
     assert list(data) == list(data.pairs)
     assert data[-1].prompt == "prompt 2"
@@ -53,7 +53,7 @@ def test_a_dataset_is_a_sequence_that_pickles() -> None:
     assert repr(data) == "PreferenceDataset(6 pairs, 0 skipped rows)"
 
 
-def test_text_and_a_single_user_message_are_one_prompt() -> None:
+def test_text_and_a_single_user_message_are_one_prompt():
     pairs = [PreferencePair("Hi", "a", "b"), PreferencePair((Message("user", "Hi"),), "a", "c")]
     assert len(set(prompt_ids(pairs))) == 1
     assert prompt_ids(pairs) == tuple(pair.prompt_id for pair in pairs)
@@ -62,7 +62,7 @@ def test_text_and_a_single_user_message_are_one_prompt() -> None:
 @pytest.mark.parametrize(
     "change", [{"prompt": "x"}, {"chosen": "x"}, {"rejected": "x"}, {"margin": 1.0}, {"label": 0.5}, {"weight": 2.0}]
 )
-def test_the_fingerprint_depends_on_all_that_training_reads(change: dict[str, Any]) -> None:
+def test_the_fingerprint_depends_on_all_that_training_reads(change: dict[str, Any]):
     first, second = PreferencePair("Hi", "a", "b"), PreferencePair("Bye", "c", "d")
     changed = PreferencePair(**({"prompt": "Hi", "chosen": "a", "rejected": "b"} | change))
     fingerprint = PreferenceDataset.from_pairs([first, second]).fingerprint
@@ -71,7 +71,7 @@ def test_the_fingerprint_depends_on_all_that_training_reads(change: dict[str, An
     assert fingerprint != PreferenceDataset((second, first)).fingerprint
 
 
-def test_a_smaller_subset_lies_within_a_larger_one() -> None:
+def test_a_smaller_subset_lies_within_a_larger_one():
     data = dataset(20)
     small, large = data.subset(5, seed=3), data.subset(30, seed=3)
     assert (len(small), len(large)) == (5, 30)
@@ -82,7 +82,7 @@ def test_a_smaller_subset_lies_within_a_larger_one() -> None:
 
 
 @given(st.integers(2, 30), st.floats(0.01, 0.99), st.integers(0, 5))
-def test_a_split_shares_no_prompt_and_loses_no_pair(num_prompts: int, fraction: float, seed: int) -> None:
+def test_a_split_shares_no_prompt_and_loses_no_pair(num_prompts: int, fraction: float, seed: int):
     data = dataset(num_prompts)
     train, val = data.split_by_prompt(fraction, seed)
     require_disjoint_prompts(train, val)
@@ -91,7 +91,7 @@ def test_a_split_shares_no_prompt_and_loses_no_pair(num_prompts: int, fraction: 
     assert len(set(val.prompt_ids)) == wanted
 
 
-def test_a_split_does_not_depend_on_the_order_of_rows() -> None:
+def test_a_split_does_not_depend_on_the_order_of_rows():
     data = dataset(20)
     _, val = data.split_by_prompt(0.3, seed=1)
     _, other = PreferenceDataset(data.pairs[::-1]).split_by_prompt(0.3, seed=1)
@@ -99,18 +99,18 @@ def test_a_split_does_not_depend_on_the_order_of_rows() -> None:
     assert set(val.prompt_ids) != set(data.split_by_prompt(0.3, seed=2)[1].prompt_ids)
 
 
-def test_one_prompt_cannot_be_split() -> None:
+def test_one_prompt_cannot_be_split():
     with pytest.raises(DataError, match=r"at least 2 different prompts, got 1; .* data\.val"):
         dataset(1).split_by_prompt(0.5, seed=0)
 
 
-def test_shared_prompts_are_refused_with_count_example_and_option() -> None:
+def test_shared_prompts_are_refused_with_count_example_and_option():
     with pytest.raises(DataError, match=r"2 of 3 validation prompts .* 'prompt 1'; .* data\.allow_prompt_overlap=true"):
         require_disjoint_prompts(dataset(3)[2:], dataset(3))
     require_disjoint_prompts(dataset(3)[:2], dataset(3)[2:])
 
 
-def test_sources_are_mixed_in_the_order_given(tmp_path: Path) -> None:
+def test_sources_are_mixed_in_the_order_given(tmp_path: Path):
     first, second = write(tmp_path / "a.jsonl", dataset(4)), write(tmp_path / "b.jsonl", dataset(4))
     data = PreferenceDataset.load([first, {"path": second, "weight": 0.5}], seed=1)
     assert [pair.metadata["source"] for pair in data] == ["a"] * 8 + ["b"] * 4
@@ -118,7 +118,7 @@ def test_sources_are_mixed_in_the_order_given(tmp_path: Path) -> None:
         PreferenceDataset.load({"path": first, "weight": 0.01})
 
 
-def test_load_pairs_reads_as_the_options_say(tmp_path: Path) -> None:
+def test_load_pairs_reads_as_the_options_say(tmp_path: Path):
     rows = [{"q": "Hi", "responses": ["a", "b", "c"], "scores": [0, 1, 2]}, {"q": "Hi", "responses": "a", "scores": 0}]
     (tmp_path / "k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(columns={"prompt": "q"}, kwise_rule=KwiseRule.best_worst, on_bad_row=OnBadRow.drop)
@@ -127,7 +127,7 @@ def test_load_pairs_reads_as_the_options_say(tmp_path: Path) -> None:
     assert [row.row for row in data.skipped] == [2]
 
 
-def test_without_files_training_reads_the_synthetic_world() -> None:
+def test_without_files_training_reads_the_synthetic_world():
     data = load_training_data(DataConfig(synthetic=SyntheticConfig(num_train=40, num_val=20), max_pairs=30))
     assert (len(data.train), len(data.val)) == (30, 20)
     assert data.val_origin == "the synthetic world's held-out prompts"
@@ -135,7 +135,7 @@ def test_without_files_training_reads_the_synthetic_world() -> None:
     assert 0.5 < data.ceiling <= 1.0
 
 
-def test_without_validation_training_prompts_are_held_out(tmp_path: Path) -> None:
+def test_without_validation_training_prompts_are_held_out(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", dataset(10))
     data = load_training_data(DataConfig(train=path, val_fraction=0.3, max_pairs=5))
     assert (len(data.train), len(data.val)) == (5, 6)
@@ -144,14 +144,14 @@ def test_without_validation_training_prompts_are_held_out(tmp_path: Path) -> Non
     require_disjoint_prompts(data.train, data.val)
 
 
-def test_validation_on_training_data_must_be_allowed_by_name(tmp_path: Path) -> None:
+def test_validation_on_training_data_must_be_allowed_by_name(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", dataset(10))
     with pytest.raises(DataError, match=r"10 of 10 validation prompts also stand in the training data"):
         load_training_data(DataConfig(train=path, val=path))
     assert load_training_data(DataConfig(train=path, val=path, allow_prompt_overlap=True)).val_origin == path
 
 
-def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path) -> None:
+def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", dataset(50))
     with pytest.raises(DataError, match="50 of 50"):
         load_training_data(DataConfig(train=path, val=path, max_pairs=1))
@@ -172,14 +172,14 @@ def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path) -> None:
         ("kwise_ukp_convarg1_rank.parquet", 12697, 24),
     ],
 )
-def test_every_real_file_loads_as_it_is(name: str, num_pairs: int, num_prompts: int) -> None:
+def test_every_real_file_loads_as_it_is(name: str, num_pairs: int, num_prompts: int):
     data = PreferenceDataset.load(REAL_DATA / name)
     assert (len(data), len(set(data.prompt_ids))) == (num_pairs, num_prompts)
 
 
 @needs_real_data
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_raw_transcripts_and_framed_prompts_give_the_same_pairs(split: str) -> None:
+def test_raw_transcripts_and_framed_prompts_give_the_same_pairs(split: str):
     raw = PreferenceDataset.load(REAL_DATA / f"hh_{split}.jsonl.gz")
     table = PreferenceDataset.load(REAL_DATA / f"pairs_{split}.parquet")
     framed = {pair.pair_id for pair in table if pair.metadata["source"] == "hh_rlhf_test"}
@@ -188,7 +188,7 @@ def test_raw_transcripts_and_framed_prompts_give_the_same_pairs(split: str) -> N
 
 
 @needs_real_data
-def test_the_real_splits_share_no_prompt() -> None:
+def test_the_real_splits_share_no_prompt():
     config = DataConfig(train=str(REAL_DATA / "pairs_train.parquet"), val=str(REAL_DATA / "pairs_val.parquet"))
     assert len(load_training_data(config).train) == 15320
 
@@ -199,7 +199,7 @@ def conversation(*texts: str) -> PreferencePair:
     return PreferencePair(messages, f"good {texts}", f"bad {texts}")
 
 
-def test_a_split_keeps_conversations_together() -> None:
+def test_a_split_keeps_conversations_together():
     pairs = [
         pair
         for i in range(40)
@@ -215,19 +215,19 @@ def test_a_split_keeps_conversations_together() -> None:
     require_disjoint_prompts(train, val)
 
 
-def test_prompts_of_one_conversation_cannot_be_split() -> None:
+def test_prompts_of_one_conversation_cannot_be_split():
     data = PreferenceDataset.from_pairs([conversation("Hi"), conversation("Hi", "Hello!", "Bye")])
     with pytest.raises(DataError, match=r"at least 2 different prompts, got 1; prompts of one conversation"):
         data.split_by_prompt(0.5, seed=0)
 
 
-def test_validation_prompts_that_differ_in_case_and_blanks_are_the_same() -> None:
+def test_validation_prompts_that_differ_in_case_and_blanks_are_the_same():
     train, val = (PreferenceDataset.from_pairs([PreferencePair(text, "a", "b")]) for text in ("Why so?", " why  SO?"))
     with pytest.raises(DataError, match="1 of 1 validation prompts also stand in the training data"):
         require_disjoint_prompts(train, val)
 
 
-def test_conversations_in_both_splits_are_told_with_their_share(tmp_path: Path) -> None:
+def test_conversations_in_both_splits_are_told_with_their_share(tmp_path: Path):
     early, late = PreferencePair("Hi", "a", "b"), conversation("Hi", "Hello!", "Bye")
     fresh = PreferencePair("Other?", "a", "b", label=0.0, margin=1.0)
     for train, val in (([early, fresh], [late]), ([late, fresh], [early])):
@@ -239,7 +239,7 @@ def test_conversations_in_both_splits_are_told_with_their_share(tmp_path: Path) 
         assert len(data.notes(uses_margins=True)) == 2
 
 
-def test_many_prompts_are_grouped_in_linear_time() -> None:
+def test_many_prompts_are_grouped_in_linear_time():
     prompts = [f"Question {i % 5000}?\n" * (1 + i % 3) for i in range(20_000)]
     started = time.perf_counter()
     groups = conversation_groups(prompts)
@@ -247,7 +247,7 @@ def test_many_prompts_are_grouped_in_linear_time() -> None:
     assert time.perf_counter() - started < 60
 
 
-def test_a_prompts_key_and_its_folded_identity_ignore_the_same() -> None:
+def test_a_prompts_key_and_its_folded_identity_ignore_the_same():
     prompts = ["Why so?", " why  SO?\n", "why\nso?", "why so", "how so", (Message("user", "WHY so?"),)]
     prompts += [
         (Message("system", "Why so?"), Message("user", "b")),

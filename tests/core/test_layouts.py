@@ -106,14 +106,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_published_layout_is_read_as_it_was_meant(name: str, tmp_path: Path) -> None:
+def test_a_published_layout_is_read_as_it_was_meant(name: str, tmp_path: Path):
     row, options = LAYOUTS[name]
     (pair,) = load(tmp_path, [row], **options)
     prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1].content
     assert (prompt, pair.chosen, pair.rejected, pair.label) == ("Capital?", GOOD, BAD, 1.0)
 
 
-def test_a_tie_counts_half_and_an_unknown_winner_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_tie_counts_half_and_an_unknown_winner_is_a_bad_row(tmp_path: Path):
     row = {"prompt": "Capital?", "response_a": GOOD, "response_b": BAD}
     (pair,) = load(tmp_path, [row | {"winner": "Tie"}], winner="a,b,tie")
     assert pair.label == 0.5
@@ -121,7 +121,7 @@ def test_a_tie_counts_half_and_an_unknown_winner_is_a_bad_row(tmp_path: Path) ->
         load(tmp_path, [row | {"winner": "c"}], winner="a,b")
 
 
-def test_the_values_of_a_winner_column_are_never_guessed(tmp_path: Path) -> None:
+def test_the_values_of_a_winner_column_are_never_guessed(tmp_path: Path):
     rows = [{"prompt": f"{i}?", "response_a": "yes", "response_b": "no", "winner": i % 2 + 1} for i in range(6)]
     found = refusal(tmp_path, rows)
     assert "--winner FIRST,SECOND,TIE" in found
@@ -130,12 +130,12 @@ def test_the_values_of_a_winner_column_are_never_guessed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("winner", ["a", "a,b,c,d", "a,a", ["a", ["b", "a"]], 3])
-def test_a_wrong_winner_option_is_refused(winner: object, tmp_path: Path) -> None:
+def test_a_wrong_winner_option_is_refused(winner: object, tmp_path: Path):
     with pytest.raises(ConfigError, match="winner must name"):
         load(tmp_path, [{"prompt": "a"}], winner=winner)
 
 
-def test_lists_on_both_sides_are_every_pair_of_one_group(tmp_path: Path) -> None:
+def test_lists_on_both_sides_are_every_pair_of_one_group(tmp_path: Path):
     data = load(tmp_path, [{"prompt": "Q?", "chosen": ["a", "b"], "rejected": ["c", "d", "a"]}])
     assert [(pair.chosen, pair.rejected) for pair in data] == [
         ("a", "c"),
@@ -199,7 +199,7 @@ HINTLESS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", HINTLESS)
-def test_an_answer_names_what_to_type_and_never_changes_what_a_value_means(name: str, tmp_path: Path) -> None:
+def test_an_answer_names_what_to_type_and_never_changes_what_a_value_means(name: str, tmp_path: Path):
     row, wanted, unwanted = HINTLESS[name]
     found = refusal(tmp_path, [row, row])
     for text in wanted:
@@ -220,17 +220,17 @@ def test_an_answer_names_what_to_type_and_never_changes_what_a_value_means(name:
 )
 def test_responses_that_can_be_mapped_are_not_called_responses_to_score(
     row: dict[str, Any], answer: str, tmp_path: Path
-) -> None:
+):
     assert answer in refusal(tmp_path, [row])
 
 
-def test_ranks_cannot_be_mapped_as_scores(tmp_path: Path) -> None:
+def test_ranks_cannot_be_mapped_as_scores(tmp_path: Path):
     with pytest.raises(ConfigError, match="ranks must be mapped as ranks"):
         load(tmp_path, [{"prompt": "Q?", "responses": ["a", "b"], "ranks": [1, 2]}], columns={"scores": "ranks"})
 
 
 @pytest.mark.parametrize("labels", [(1, 2), (-1, 1), (-3, 3), ("A", "B"), ("model_a", "tie")])
-def test_labels_that_are_no_probabilities_are_a_column_of_another_meaning(labels: Any, tmp_path: Path) -> None:
+def test_labels_that_are_no_probabilities_are_a_column_of_another_meaning(labels: Any, tmp_path: Path):
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no", "label": labels[i % 2]} for i in range(10)]
     for policy in ("error", "drop"):
         found = refusal(tmp_path, rows, on_bad_row=policy)
@@ -240,7 +240,7 @@ def test_labels_that_are_no_probabilities_are_a_column_of_another_meaning(labels
         assert "on-bad-row" not in found
 
 
-def test_dropping_many_rows_is_an_error_with_the_reasons_counted(tmp_path: Path) -> None:
+def test_dropping_many_rows_is_an_error_with_the_reasons_counted(tmp_path: Path):
     fine = {"prompt": "Q?", "chosen": "yes", "rejected": "no"}
     rows = [fine] * 5 + [fine | {"chosen": ""}] * 3 + [fine | {"rejected": "yes"}] * 2
     found = refusal(tmp_path, rows, on_bad_row="drop")
@@ -258,19 +258,19 @@ def test_dropping_many_rows_is_an_error_with_the_reasons_counted(tmp_path: Path)
         (Spelling.python, 'on_bad_row="drop"'),
     ],
 )
-def test_a_bad_row_names_the_option_of_the_entrance(spelling: Spelling, named: str, tmp_path: Path) -> None:
+def test_a_bad_row_names_the_option_of_the_entrance(spelling: Spelling, named: str, tmp_path: Path):
     with pytest.raises(DataError, match=f"line 1: chosen must not be empty; correct it, or .*{named}"[:-1]):
         load(tmp_path, [{"prompt": "Q?", "chosen": "", "rejected": "no"}], spelling=spelling)
 
 
-def test_a_column_can_be_left_out(tmp_path: Path) -> None:
+def test_a_column_can_be_left_out(tmp_path: Path):
     row = {"prompt": "Q?", "chosen": "yes", "rejected": "no", "label": 7, "context": "all of it"}
     (pair,) = load(tmp_path, [row], columns={"label": None, "context": None})
     assert (pair.label, dict(pair.metadata)) == (1.0, {"source": "a"})
     assert "--columns context=null" in refusal(tmp_path, [row], columns={"label": None})
 
 
-def test_a_path_into_a_column_that_leads_nowhere_names_the_parts(tmp_path: Path) -> None:
+def test_a_path_into_a_column_that_leads_nowhere_names_the_parts(tmp_path: Path):
     rows = [{"prompt": "Q?", "chosen": {"text": "a", "model": "m"}, "rejected": "b"}]
     found = refusal(tmp_path, rows, columns={"chosen": "chosen.answer"})
     assert "--columns chosen=chosen.answer: the column chosen holds no such part; it has text, model" in found
@@ -287,11 +287,11 @@ def test_a_path_into_a_column_that_leads_nowhere_names_the_parts(tmp_path: Path)
         },
     ],
 )
-def test_a_prompt_column_must_agree_with_the_conversations_beside_it(row: dict[str, Any], tmp_path: Path) -> None:
+def test_a_prompt_column_must_agree_with_the_conversations_beside_it(row: dict[str, Any], tmp_path: Path):
     assert "the prompt column says otherwise" in refusal(tmp_path, [row])
 
 
-def test_one_empty_response_of_many_is_told_and_the_others_count(tmp_path: Path) -> None:
+def test_one_empty_response_of_many_is_told_and_the_others_count(tmp_path: Path):
     rows = [{"prompt": f"{i}?", "responses": ["a", "b", "c"], "scores": [1, 2, 3]} for i in range(9)]
     rows.append({"prompt": "Q?", "responses": ["a", "", "c"], "scores": [1, 2, 3]})
     data = load(tmp_path, rows, on_bad_row="drop")
@@ -299,7 +299,7 @@ def test_one_empty_response_of_many_is_told_and_the_others_count(tmp_path: Path)
     assert [row.row for row in data.skipped] == [10]
 
 
-def test_a_margin_that_is_not_a_number_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_margin_that_is_not_a_number_is_a_bad_row(tmp_path: Path):
     assert "line 1: margin must be finite, got nan" in refusal(
         tmp_path, [{"prompt": "Q?", "chosen": "a", "rejected": "b", "margin": float("nan")}]
     )

@@ -186,7 +186,7 @@ def assert_specials_once_and_cuts_counted(template: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL, whose chat templates this reads, is not installed")
-def test_the_templates_that_trl_ships_keep_the_contract() -> None:
+def test_the_templates_that_trl_ships_keep_the_contract():
     templates = trl_templates()
     if not templates:
         pytest.skip("this version of TRL ships no chat templates")
@@ -202,12 +202,12 @@ def test_the_templates_that_trl_ships_keep_the_contract() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_message_stands_in_the_text_or_the_conversation_is_refused_with_the_reason(name: str) -> None:
+def test_every_message_stands_in_the_text_or_the_conversation_is_refused_with_the_reason(name: str):
     assert_whole_or_refused(renderer(TEMPLATES[name]))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_names_of_speakers_read_like_the_roles_they_stand_for(name: str) -> None:
+def test_names_of_speakers_read_like_the_roles_they_stand_for(name: str):
     render = renderer(TEMPLATES[name])
     texts = [
         render.text(tuple(Message(role, text) for role, text in zip(roles, TEXTS, strict=True)), "Four.")
@@ -217,19 +217,19 @@ def test_names_of_speakers_read_like_the_roles_they_stand_for(name: str) -> None
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_special_tokens_stand_once_and_cuts_are_counted(name: str) -> None:
+def test_special_tokens_stand_once_and_cuts_are_counted(name: str):
     assert_specials_once_and_cuts_counted(TEMPLATES[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
-def test_reasoning_that_a_template_strips_is_refused(name: str) -> None:
+def test_reasoning_that_a_template_strips_is_refused(name: str):
     render = renderer(TEMPLATES[name])
     turns = (Message("user", "Why?"), Message("assistant", "<think>Hm, hm.</think>So."), Message("user", "Sure?"))
     with pytest.raises(DataError, match=r"leaves out a part of message 2 \(role 'assistant'\), which begins '<think>"):
         render.text(turns, "Yes.")
 
 
-def test_reasoning_in_the_response_is_kept_or_refused() -> None:
+def test_reasoning_in_the_response_is_kept_or_refused():
     response = "<think>\nTwo and two.\n</think>\n\nFour."
     assert "Two and two." in renderer(RETHINKING).text("2 + 2?", response)
     with pytest.raises(DataError, match=r"leaves out a part of message 2"):
@@ -237,19 +237,19 @@ def test_reasoning_in_the_response_is_kept_or_refused() -> None:
 
 
 @pytest.mark.parametrize("role", ["developer", "narrator", "observation"])
-def test_a_role_that_a_template_does_not_print_is_named(role: str) -> None:
+def test_a_role_that_a_template_does_not_print_is_named(role: str):
     prompt = (Message(role, "Be brief."), Message("user", "Why?"))
     for template in (KNOWN_ROLES, THREE_ROLES):
         with pytest.raises(DataError, match=f"prints nothing of a message with role '{role}'"):
             renderer(template).text(prompt, "So.")
 
 
-def test_a_content_that_also_stands_elsewhere_does_not_hide_a_lost_message() -> None:
+def test_a_content_that_also_stands_elsewhere_does_not_hide_a_lost_message():
     with pytest.raises(DataError, match="prints nothing of a message with role 'developer'"):
         renderer(KNOWN_ROLES).text((Message("developer", "user"), Message("user", "user")), "user")
 
 
-def test_a_template_that_prints_no_text_is_refused_at_once_and_for_that_reason() -> None:
+def test_a_template_that_prints_no_text_is_refused_at_once_and_for_that_reason():
     with pytest.raises(DataError, match="prints nothing of a message with role 'user'") as caught:
         renderer(PARTS_ONLY)
     assert "max_length" not in str(caught.value)

@@ -63,7 +63,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_source_without_a_trained_head_is_refused_and_may_be_trained(case: str, tmp_path: Path) -> None:
+def test_a_source_without_a_trained_head_is_refused_and_may_be_trained(case: str, tmp_path: Path):
     folder = CASES[case](tmp_path / "model")
     with pytest.raises(CheckpointError, match="has no trained reward head") as caught:
         BradleyTerryRM.from_pretrained(folder)
@@ -72,7 +72,7 @@ def test_a_source_without_a_trained_head_is_refused_and_may_be_trained(case: str
     BradleyTerryRM.from_pretrained(folder, new_head=True)
 
 
-def test_shards_that_lack_the_head_are_refused_and_whole_ones_are_not(tmp_path: Path) -> None:
+def test_shards_that_lack_the_head_are_refused_and_whole_ones_are_not(tmp_path: Path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
     headless = {name: value for name, value in model.state_dict().items() if name != "score.weight"}
@@ -85,7 +85,7 @@ def test_shards_that_lack_the_head_are_refused_and_whole_ones_are_not(tmp_path: 
         BradleyTerryRM.from_pretrained(tmp_path / "torn")
 
 
-def test_an_adapter_whose_base_and_file_both_lack_a_head_side_layer_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_whose_base_and_file_both_lack_a_head_side_layer_is_refused(tmp_path: Path):
     base = without(classifier("bert", tmp_path / "base"), "bert.pooler.dense.weight", "bert.pooler.dense.bias")
     for modules, is_whole in ((["classifier"], False), (["classifier", "pooler"], True)):
         plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
@@ -111,7 +111,7 @@ def test_an_adapter_whose_base_and_file_both_lack_a_head_side_layer_is_refused(t
 )
 def test_every_command_refuses_a_causal_model(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     CASES["a causal model"](tmp_path / "causal")
     monkeypatch.chdir(tmp_path)
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
@@ -120,7 +120,7 @@ def test_every_command_refuses_a_causal_model(
     assert "has no trained reward head" in str(result.exception) + result.stderr
 
 
-def test_training_alone_asks_for_a_new_head() -> None:
+def test_training_alone_asks_for_a_new_head():
     root = Path(rm_optimizer.__file__).parent
     asking = [path for path in root.rglob("*.py") if re.search(r"new_head=True", path.read_text())]
     assert {str(path.relative_to(root)) for path in asking} == {

@@ -29,7 +29,7 @@ def found(rewards: dict[str, dict[str, float]], scores: dict[str, dict[str, floa
 SCORES = {"p": {"aa": 3.0, "bbb": 2.0, "c": 1.0}, "q": {"d": 1.0, "e": 1.0, "ff": 0.0}}
 
 
-def test_the_highest_reward_must_be_of_one_of_the_best() -> None:
+def test_the_highest_reward_must_be_of_one_of_the_best():
     rewards = {"p": {"aa": 0.0, "bbb": 5.0, "c": 1.0}, "q": {"d": 0.0, "e": 2.0, "ff": 1.0}}
     result = found(rewards, SCORES)
     assert result is not None
@@ -38,7 +38,7 @@ def test_the_highest_reward_must_be_of_one_of_the_best() -> None:
     assert result.longest == 0.0
 
 
-def test_equal_highest_rewards_share_the_list() -> None:
+def test_equal_highest_rewards_share_the_list():
     rewards = {"p": {"aa": 1.0, "bbb": 1.0, "c": 0.0}, "q": {"d": 1.0, "e": 1.0, "ff": 0.0}}
     result = found(rewards, SCORES)
     assert result is not None
@@ -46,6 +46,6 @@ def test_equal_highest_rewards_share_the_list() -> None:
     assert result.accuracy.value == pytest.approx((0.5 + 1.0) / 2)
 
 
-def test_pairs_alone_are_no_lists() -> None:
+def test_pairs_alone_are_no_lists():
     assert best_of_n([PreferencePair("p", "a", "b")], np.ones(1), np.zeros(1), num_bootstrap=0, seed=0) is None
     assert found({"p": {"a": 1.0, "b": 0.0}}, {"p": {"a": 1.0, "b": 0.0}}) is None

@@ -47,7 +47,7 @@ def printed(evaluation: Evaluation) -> str:
     return target.getvalue()
 
 
-def test_pairs_equal_after_truncation_are_ties_and_are_said(model: BradleyTerryRM, tmp_path: Path) -> None:
+def test_pairs_equal_after_truncation_are_ties_and_are_said(model: BradleyTerryRM, tmp_path: Path):
     result = evaluated(model, [*SHORT, *CUT], tmp_path)
     assert (result.metrics.num_pairs, result.metrics.tie_rate) == (10, 0.4)
     assert result.truncation.num_identical_dropped == result.truncation.num_response_cut == 4
@@ -60,7 +60,7 @@ def test_pairs_equal_after_truncation_are_ties_and_are_said(model: BradleyTerryR
     assert PairwiseMetrics.from_json((tmp_path / "metrics.json").read_text()) == result.metrics
 
 
-def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_path: Path) -> None:
+def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_path: Path):
     data = PreferenceDataset.from_pairs([CUT[0], *SHORT, CUT[1]])
     tokens = tokenize_pairs(data.pairs, model.renderer, tmp_path)
     rewards = score_pairs(model, tokens, data, token_budget=512, prefix_sharing=False)
@@ -76,9 +76,7 @@ def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_
     assert evaluation.metrics.tie_rate == 0.25
 
 
-def test_each_response_of_a_list_is_scored_once(
-    model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_response_of_a_list_is_scored_once(model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows = {"prompt": "Say it", "responses": [f"{i} it is" for i in range(8)], "scores": list(range(8))}
     (tmp_path / "lists.jsonl").write_text(json.dumps(rows))
     data = PreferenceDataset.load(str(tmp_path / "lists.jsonl"))
@@ -101,7 +99,7 @@ class Killed(Exception):
 
 def test_a_killed_evaluation_goes_on_to_the_same_bytes(
     model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(response_scoring, "CHUNK_RESPONSES", 4)
 
     def kill(done: int, total: int) -> None:
@@ -122,7 +120,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_bytes(
 
 def test_other_weights_do_not_go_on_from_a_killed_evaluation(
     model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(response_scoring, "CHUNK_RESPONSES", 4)
 
     def kill(done: int, total: int) -> None:
@@ -142,7 +140,7 @@ def test_other_weights_do_not_go_on_from_a_killed_evaluation(
     assert seen[0] == 0
 
 
-def test_pairs_that_were_trained_on_are_said_loudly(model: BradleyTerryRM, tmp_path: Path) -> None:
+def test_pairs_that_were_trained_on_are_said_loudly(model: BradleyTerryRM, tmp_path: Path):
     assert "unknown" in printed(evaluated(model, SHORT, tmp_path))
     TrainedPairs.of(pair_fingerprints(SHORT[:2])).write(tmp_path / TRAINED_PAIRS_FILE)
     result = evaluated(model, SHORT, tmp_path)
@@ -151,7 +149,7 @@ def test_pairs_that_were_trained_on_are_said_loudly(model: BradleyTerryRM, tmp_p
     assert "none of these pairs" in printed(evaluated(model, SHORT[2:], tmp_path))
 
 
-def test_a_length_that_nobody_chose_is_said(model: BradleyTerryRM, tmp_path: Path) -> None:
+def test_a_length_that_nobody_chose_is_said(model: BradleyTerryRM, tmp_path: Path):
     assert "--max-length" not in printed(evaluated(model, SHORT, tmp_path))
     model.has_default_length = True
     try:
@@ -161,7 +159,7 @@ def test_a_length_that_nobody_chose_is_said(model: BradleyTerryRM, tmp_path: Pat
     assert "none, at 64 tokens (a default: the model records none; set --max-length)" in text
 
 
-def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: BradleyTerryRM, tmp_path: Path) -> None:
+def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: BradleyTerryRM, tmp_path: Path):
     pairs = [
         PreferencePair(str(pair.prompt), pair.chosen, pair.rejected, metadata={**pair.metadata, **groups})
         for pair, groups in zip(

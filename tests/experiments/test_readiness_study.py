@@ -37,7 +37,7 @@ def few(size: int) -> list:
     return [replace(spec, num_pairs=130 + 70 * number, epochs=1) for number, spec in enumerate(population(11, size))]
 
 
-def test_gold_has_mean_zero_and_unit_spread_within_prompts(world: RewardWorld) -> None:
+def test_gold_has_mean_zero_and_unit_spread_within_prompts(world: RewardWorld):
     generator = torch.Generator().manual_seed(5)
     prompts = torch.arange(NUM_PROMPTS).repeat_interleave(200)
     gold = world.gold(world.respond(prompts, generator)).reshape(NUM_PROMPTS, 200)
@@ -45,7 +45,7 @@ def test_gold_has_mean_zero_and_unit_spread_within_prompts(world: RewardWorld) -
     assert float(gold.var(dim=1).mean().sqrt()) == pytest.approx(1, abs=0.03)
 
 
-def test_more_of_a_liked_token_is_worse_in_the_end(world: RewardWorld) -> None:
+def test_more_of_a_liked_token_is_worse_in_the_end(world: RewardWorld):
     liked = int(world._slopes.argmax())
     rare = int(world._slopes.abs().argmin())
     tokens = torch.full((9, 8), rare)
@@ -55,12 +55,12 @@ def test_more_of_a_liked_token_is_worse_in_the_end(world: RewardWorld) -> None:
     assert float(gold[8]) < float(gold.max())
 
 
-def test_raters_of_a_real_measurement_err_as_those_of_the_study() -> None:
+def test_raters_of_a_real_measurement_err_as_those_of_the_study():
     assert RATER_BETA == LABEL_BETA
 
 
 @pytest.mark.parametrize("kind", [("bag", 8), ("bigram", 8), ("gru", 8)])
-def test_a_stack_trains_each_model_as_it_trains_alone(world: RewardWorld, kind: tuple[str, int]) -> None:
+def test_a_stack_trains_each_model_as_it_trains_alone(world: RewardWorld, kind: tuple[str, int]):
     optimizers = ("adam", "adamw", "sgd")
     specs = [
         replace(spec, architecture=kind[0], width=kind[1], optimizer=optimizer)
@@ -73,7 +73,7 @@ def test_a_stack_trains_each_model_as_it_trains_alone(world: RewardWorld, kind: 
             torch.testing.assert_close(stacked[number : number + 1], single, rtol=1e-3, atol=1e-3)
 
 
-def test_a_policy_does_not_depend_on_those_beside_it(world: RewardWorld) -> None:
+def test_a_policy_does_not_depend_on_those_beside_it(world: RewardWorld):
     first, second, third = (replace(spec, architecture="bag", width=8) for spec in few(3))
     prompts = torch.arange(8)
     courses = [
@@ -92,7 +92,7 @@ def test_a_policy_does_not_depend_on_those_beside_it(world: RewardWorld) -> None
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_a_heavy_penalty_keeps_a_policy_near_the_first_one(world: RewardWorld, algorithm: Algorithm) -> None:
+def test_a_heavy_penalty_keeps_a_policy_near_the_first_one(world: RewardWorld, algorithm: Algorithm):
     models = Population.trained(world, few(1))
     free, held = (
         train_policies(world, models, torch.arange(8), algorithm, schedule=Schedule(3e-3, (weight,) * 25), seed=3)
@@ -102,7 +102,7 @@ def test_a_heavy_penalty_keeps_a_policy_near_the_first_one(world: RewardWorld, a
     torch.testing.assert_close(held.divergence[0], torch.zeros(1), atol=1e-5, rtol=0)
 
 
-def test_the_penalty_falls_from_its_first_weight_to_its_last() -> None:
+def test_the_penalty_falls_from_its_first_weight_to_its_last():
     schedule = Schedule.annealed(200)
     assert schedule.penalties[0] == 0.6
     assert schedule.penalties[-1] == pytest.approx(0.02, rel=0.02)
@@ -112,7 +112,7 @@ def test_the_penalty_falls_from_its_first_weight_to_its_last() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["bag", "bigram", "gru"])
-def test_the_top_eigenvalue_is_that_of_the_whole_hessian(world: RewardWorld, architecture: str) -> None:
+def test_the_top_eigenvalue_is_that_of_the_whole_hessian(world: RewardWorld, architecture: str):
     spec = replace(few(1)[0], architecture=architecture, width=2)
     models = Population.trained(world, [spec])
     pairs = training_pairs(world, spec)
@@ -140,7 +140,7 @@ def test_the_top_eigenvalue_is_that_of_the_whole_hessian(world: RewardWorld, arc
         torch.testing.assert_close(part, unchanged)
 
 
-def test_advantages_of_groups() -> None:
+def test_advantages_of_groups():
     rewards = torch.arange(16.0).reshape(1, 16)
     others = (rewards.reshape(1, 2, 8).sum(-1, keepdim=True) - rewards.reshape(1, 2, 8)) / 7
     torch.testing.assert_close(advantages(rewards, Algorithm.rloo), rewards - others.reshape(1, 16))
@@ -148,7 +148,7 @@ def test_advantages_of_groups() -> None:
     torch.testing.assert_close(grpo.std(dim=1), torch.ones(2), rtol=1e-3, atol=1e-3)
 
 
-def test_resampled_taus_are_those_of_the_copies() -> None:
+def test_resampled_taus_are_those_of_the_copies():
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=9), rng.integers(4, size=9).astype(float)
     counts = rng.multinomial(9, np.full(9, 1 / 9), size=20)
@@ -170,7 +170,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> ReadinessStudy:
 @pytest.mark.slow
 def test_a_small_study_leaves_a_score_that_measurements_take(
     finished: ReadinessStudy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("COLUMNS", "200")
     fitted = FittedReadiness.from_json((finished.folder / FITTED_FILE).read_text())
     assert fitted.provenance.fitted_worlds == (20, 21)
@@ -185,7 +185,7 @@ def test_a_small_study_leaves_a_score_that_measurements_take(
 
 
 @pytest.mark.slow
-def test_a_touched_test_takes_no_other_choice(finished: ReadinessStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_touched_test_takes_no_other_choice(finished: ReadinessStudy, monkeypatch: pytest.MonkeyPatch):
     assert (finished.folder / TOUCHED_FILE).is_file()
     choose = study_module.choose
     monkeypatch.setattr(study_module, "choose", lambda *given, **named: replace(choose(*given, **named), models=7))
@@ -194,7 +194,7 @@ def test_a_touched_test_takes_no_other_choice(finished: ReadinessStudy, monkeypa
     assert '"models": 7' not in (finished.folder / FROZEN_FILE).read_text()
 
 
-def test_the_command_refuses_a_test_without_a_choice(tmp_path: Path) -> None:
+def test_the_command_refuses_a_test_without_a_choice(tmp_path: Path):
     done = CliRunner().invoke(app, ["study", "readiness", str(tmp_path / "s"), "--worlds", "test", "--models", "7"])
     assert done.exit_code == 2
     assert "--worlds development" in done.stderr

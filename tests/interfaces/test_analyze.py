@@ -252,7 +252,7 @@ def test_a_trajectory_ends_at_the_last_checkpoint(run_dir):
 
 def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_stop(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     options = [
         "landscape=evolution",
         "landscape.params=head",
@@ -300,7 +300,7 @@ def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_s
 
 def test_an_evolution_that_was_killed_is_not_mixed_with_another_end_of_the_spectrum(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     small = ["landscape.params=head", "landscape.top_k=2", "landscape.num_sampled=0", f"output_dir={tmp_path}"]
     with monkeypatch.context() as patch:
         patch.setattr(evolution, "load_weights", lambda model, weights, path: kill_at(path, "step 1"))
@@ -316,7 +316,7 @@ def kill_at(path: Path, step: str) -> None:
         raise MemoryError
 
 
-def test_between_two_models_lie_a_barrier_and_an_overlap(run_dir: Path) -> None:
+def test_between_two_models_lie_a_barrier_and_an_overlap(run_dir: Path):
     others = sorted((run_dir / "checkpoints").glob("step-0000000[12].ckpt"))
     small = ["landscape.params=head", "landscape.top_k=2", "landscape.num_sampled=0", "landscape.num_points=3"]
     named = ", ".join(f"'{path}'" for path in others)
@@ -336,7 +336,7 @@ def test_between_two_models_lie_a_barrier_and_an_overlap(run_dir: Path) -> None:
         analyzed(run_dir, "landscape=between", "landscape.params=head")
 
 
-def test_new_weights_under_the_path_of_another_model_are_measured_anew(run_dir: Path, tmp_path: Path) -> None:
+def test_new_weights_under_the_path_of_another_model_are_measured_anew(run_dir: Path, tmp_path: Path):
     first, second = sorted((run_dir / "checkpoints").glob("step-0000000[12].ckpt"))
     small = ["landscape.params=head", "landscape.top_k=1", "landscape.num_sampled=0", "landscape.num_points=3"]
     other = tmp_path / "lr0.1 ü" / "other.ckpt"

@@ -23,7 +23,7 @@ from tests.builders import NARROW, tiny_model, tiny_tokenizer
 @pytest.mark.parametrize(("given", "resume"), [([], "resume=auto"), (["resume=restart"], "resume=restart")])
 def test_members_resume_unless_told_otherwise(
     given: list[str], resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     started: list[list[str]] = []
 
     def fails(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
@@ -39,7 +39,7 @@ def test_members_resume_unless_told_otherwise(
     assert command[-1] == f"hydra.run.dir='{tmp_path}/it\\'s mine/seed-0'"
 
 
-def test_adapters_on_one_base_are_members_that_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_on_one_base_are_members_that_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def here(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
         train_reward_model(checked(command[command.index("rm_optimizer.train") + 1 :], TrainConfig))
         return subprocess.CompletedProcess(command, 0)
@@ -83,7 +83,7 @@ def test_adapters_on_one_base_are_members_that_share_it(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(("kind", "path"), [("none", "base"), ("lora", None), ("lora", "base.ckpt")])
 def test_members_whose_base_cannot_be_loaded_again_are_whole(
     kind: str, path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.ckpt").write_bytes(b"")
     config = SimpleNamespace(adapter=SimpleNamespace(kind=kind), model=SimpleNamespace(path=path))

@@ -59,9 +59,7 @@ def rm_opt(*arguments: str) -> str:
     return result.stdout
 
 
-def test_a_prompt_has_the_same_reward_through_every_entrance(
-    checkpoint: str, model: BradleyTerryRM, tmp_path: Path
-) -> None:
+def test_a_prompt_has_the_same_reward_through_every_entrance(checkpoint: str, model: BradleyTerryRM, tmp_path: Path):
     pairs, responses = tmp_path / "pairs.jsonl", tmp_path / "responses.jsonl"
     rows = ({"prompt": prompt, "chosen": CHOSEN, "rejected": REJECTED} for prompt in PROMPTS.values())
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -45,7 +45,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captur
     return run
 
 
-def test_a_failed_job_does_not_end_a_sweep_and_is_in_its_table(sweep, tmp_path: Path) -> None:
+def test_a_failed_job_does_not_end_a_sweep_and_is_in_its_table(sweep, tmp_path: Path):
     ends = {1.0: TrainingDiverged("the loss became nan"), 2.0: ConfigError("no such thing"), 3.0: 0.5}
     code, out, errors = sweep(["optimizer.lr=1.0,2.0,3.0"], ends)
     assert code == 3
@@ -60,13 +60,13 @@ def test_a_failed_job_does_not_end_a_sweep_and_is_in_its_table(sweep, tmp_path: 
     assert [job["status"] for job in stored] == ["diverged", "failed", "finished"]
 
 
-def test_a_sweep_whose_jobs_all_finish_exits_with_0(sweep) -> None:
+def test_a_sweep_whose_jobs_all_finish_exits_with_0(sweep):
     code, out, _ = sweep(["optimizer.lr=1.0,2.0"], {1.0: 0.6, 2.0: 0.5})
     assert code == 0
     assert out.count("finished") == 2
 
 
-def test_a_stop_ends_the_sweep_with_its_table_so_far(sweep) -> None:
+def test_a_stop_ends_the_sweep_with_its_table_so_far(sweep):
     code, out, errors = sweep(["optimizer.lr=1.0,2.0,3.0"], {1.0: 0.6, 2.0: Interrupted("stopped after step 3")})
     assert code == 130
     assert [line.split()[1] for line in out.strip().splitlines()[1:3]] == ["finished", "stopped"]
@@ -75,7 +75,7 @@ def test_a_stop_ends_the_sweep_with_its_table_so_far(sweep) -> None:
 
 def test_a_finished_sweep_compares_its_jobs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(train, "SWEEP", Sweep())
     swept = [f"hydra.sweep.dir={tmp_path}", "optimizer.lr=1e-3,1e-5", "seed=0,1", "--multirun"]
     monkeypatch.setattr(sys, "argv", ["rm-opt train", *QUIET, *SMALL, *swept])
@@ -90,17 +90,17 @@ def test_a_finished_sweep_compares_its_jobs(
     assert (tmp_path / "again/comparison.json").read_text() == (tmp_path / "comparison/comparison.json").read_text()
 
 
-def test_jobs_that_left_no_run_are_not_compared(sweep) -> None:
+def test_jobs_that_left_no_run_are_not_compared(sweep):
     out = sweep(["optimizer.lr=1.0,2.0"], {1.0: 0.6, 2.0: 0.5})[1]
     assert "no comparison: runs must be folders that rm-opt train wrote" in out
 
 
 @pytest.mark.parametrize("name", ["sensitivity_lr", "sensitivity_warmup", "sensitivity_smoothing"])
-def test_a_preset_of_a_sweep_is_refused_without_multirun(name: str) -> None:
+def test_a_preset_of_a_sweep_is_refused_without_multirun(name: str):
     with pytest.raises(ConfigError, match=rf"^experiment={name} is a sweep over \S+, .* add --multirun$"):
         train.check_command(["model=tiny", f"experiment={name}"])
 
 
-def test_a_preset_of_a_sweep_can_be_printed_and_swept() -> None:
+def test_a_preset_of_a_sweep_can_be_printed_and_swept():
     train.check_command(["model=tiny", "experiment=sensitivity_lr", "--cfg", "job"])
     train.check_command(["model=tiny", "experiment=sensitivity_lr", "--multirun"])

@@ -36,16 +36,14 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_used_folder_is_refused_before_anything_is_written(used: Path) -> None:
+def test_a_used_folder_is_refused_before_anything_is_written(used: Path):
     before = snapshot(used)
     with pytest.raises(ConfigError, match="resume=auto continues that run"):
         entry.check_command([*FEW, f"hydra.run.dir={used}"])
     assert snapshot(used) == before
 
 
-def test_a_process_that_lightning_starts_takes_the_folder_in_quotes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_lightning_starts_takes_the_folder_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     repeated = [f'hydra.run.dir="{tmp_path}"', "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null"]
     config = entry.check_command([*FEW, f"hydra.run.dir={tmp_path}", *repeated])
@@ -55,7 +53,7 @@ def test_a_process_that_lightning_starts_takes_the_folder_in_quotes(
 
 def test_a_finished_run_is_shown_again_and_not_touched(
     used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     before = snapshot(used)
     monkeypatch.setattr(sys, "argv", ["train", *FEW, f"hydra.run.dir={used}", "resume=auto"])
     entry.main()
@@ -67,7 +65,7 @@ def test_a_finished_run_is_shown_again_and_not_touched(
 @pytest.mark.parametrize("begin", [["hydra.run.dir={}"], ["--multirun", "seed=0,1", "hydra.sweep.dir={}"]])
 def test_hydra_writes_only_into_a_folder_that_no_other_process_has(
     begin: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     launched: list[str] = []
 
     def launch(*program: object) -> None:
@@ -91,7 +89,7 @@ def test_hydra_writes_only_into_a_folder_that_no_other_process_has(
 
 
 @pytest.mark.parametrize("shared", ["output_dir=one", "hydra.sweep.subdir=one", "hydra.sweep.subdir=${optimizer.name}"])
-def test_two_jobs_of_a_sweep_in_one_folder_are_refused(shared: str) -> None:
+def test_two_jobs_of_a_sweep_in_one_folder_are_refused(shared: str):
     with pytest.raises(ConfigError, match="each job of a sweep needs a folder of its own"):
         entry.check_command(["--multirun", *FEW, "seed=0,1", shared])
 
@@ -106,7 +104,7 @@ def test_two_jobs_of_a_sweep_in_one_folder_are_refused(shared: str) -> None:
 )
 def test_a_sweep_over_a_used_folder_is_refused_before_its_first_job(
     job: str, changes: list[str], says: str, used: Path
-) -> None:
+):
     (used.parent / job).symlink_to(used)
     before = snapshot(used.parent)
     with pytest.raises(ConfigError, match=f"{says}.*choose another hydra.sweep.dir"):
@@ -114,7 +112,7 @@ def test_a_sweep_over_a_used_folder_is_refused_before_its_first_job(
     assert snapshot(used.parent) == before
 
 
-def test_a_finished_sweep_may_be_continued_and_extended(used: Path) -> None:
+def test_a_finished_sweep_may_be_continued_and_extended(used: Path):
     (used.parent / "0").symlink_to(used)
     before = snapshot(used.parent)
     entry.check_command(["--multirun", *FEW, "seed=0,1", "resume=auto", f"hydra.sweep.dir={used.parent}"])

@@ -21,7 +21,7 @@ DESCRIBED = {
 
 
 @pytest.mark.parametrize("method", ["lanczos", "gauss_newton_exact"])
-def test_groups_have_the_curvature_of_their_own_loss_and_shares_add_up(method: str) -> None:
+def test_groups_have_the_curvature_of_their_own_loss_and_shares_add_up(method: str):
     model = reward_model("llama")
     analyzer = HessianAnalyzer(model, loss=EVERYTHING, params=INNER, dtype=torch.float64)
     options = SpectrumOptions(num_sampled=2, tolerance=1e-6, product="reverse")
@@ -49,7 +49,7 @@ def test_groups_have_the_curvature_of_their_own_loss_and_shares_add_up(method: s
         assert (group.eigenvalues == ()) == is_hessian
 
 
-def test_the_heaviest_pairs_come_first() -> None:
+def test_the_heaviest_pairs_come_first():
     along = np.array([[1.0], [5.0], [-9.0], [2.0]])
     found = PairCurvatures(along, np.array([1.0, 1.0, 1.0, 3.0]), (3, 1, 0, 2))
     origin = curvature_by_pair(found, DESCRIBED)

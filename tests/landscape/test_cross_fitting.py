@@ -21,7 +21,7 @@ from tests.landscape.worlds import EVERYTHING, FAMILIES, FOUR_PROMPTS, INNER, mi
 PROMPTS = (0, 0, 1, 2, 2, 3, 4, 5)
 
 
-def test_halves_share_no_prompt_and_hold_every_pair() -> None:
+def test_halves_share_no_prompt_and_hold_every_pair():
     first, second = halves_of(len(PROMPTS), PROMPTS, seed=3)
     assert sorted([*first, *second]) == list(range(8))
     assert not {PROMPTS[i] for i in first} & {PROMPTS[i] for i in second}
@@ -29,7 +29,7 @@ def test_halves_share_no_prompt_and_hold_every_pair() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_part_of_the_pairs_has_their_loss(packed: bool) -> None:
+def test_a_part_of_the_pairs_has_their_loss(packed: bool):
     model = reward_model("llama")
     with measuring(model, micro_batches(model, 90, packed=packed), EVERYTHING, dtype=torch.float64) as objective:
         order = torch.cat([batch.pair_index for batch in objective.batches]).numpy()
@@ -40,7 +40,7 @@ def test_a_part_of_the_pairs_has_their_loss(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gram_gives_the_curvature_of_held_pairs_along_fitted_vectors(family: str) -> None:
+def test_the_gram_gives_the_curvature_of_held_pairs_along_fitted_vectors(family: str):
     model = reward_model(family)
     first, second = halves_of(8, PROMPTS, 0)
     with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
@@ -60,7 +60,7 @@ def test_the_gram_gives_the_curvature_of_held_pairs_along_fitted_vectors(family:
 
 
 @pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_the_hessian_is_cross_fitted_on_halves(family: str) -> None:
+def test_the_hessian_is_cross_fitted_on_halves(family: str):
     model = reward_model(family)
     halves = halves_of(8, PROMPTS, 0)
     with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
@@ -93,7 +93,7 @@ def gram_of(rows: np.ndarray) -> GramSpectrum:
 
 
 @pytest.mark.parametrize("spectrum", ["flat", "spiked", "power"])
-def test_the_populations_largest_eigenvalue_lies_in_its_interval(spectrum: str) -> None:
+def test_the_populations_largest_eigenvalue_lies_in_its_interval(spectrum: str):
     size, rng = 100, np.random.default_rng(0)
     truth = {"flat": np.ones(size), "spiked": np.r_[8.0, np.ones(size - 1)], "power": 1 / np.arange(1.0, size + 1)}
     scales = np.sqrt(truth[spectrum])
@@ -109,7 +109,7 @@ def test_the_populations_largest_eigenvalue_lies_in_its_interval(spectrum: str) 
 
 
 @pytest.mark.parametrize("spectrum", ["flat", "spiked", "power"])
-def test_each_rank_holds_the_populations_curvature_along_the_halves_vectors(spectrum: str) -> None:
+def test_each_rank_holds_the_populations_curvature_along_the_halves_vectors(spectrum: str):
     size, num_pairs, ranks, rng = 100, 64, 5, np.random.default_rng(1)
     truth = {"flat": np.ones(size), "spiked": np.r_[8.0, np.ones(size - 1)], "power": 1 / np.arange(1.0, size + 1)}
     inside = np.zeros(ranks)
@@ -125,7 +125,7 @@ def test_each_rank_holds_the_populations_curvature_along_the_halves_vectors(spec
 
 
 @pytest.mark.parametrize("method", ["lanczos", "full"])
-def test_any_method_of_the_gauss_newton_matrix_cross_fits_by_the_rows_of_pairs(method: str) -> None:
+def test_any_method_of_the_gauss_newton_matrix_cross_fits_by_the_rows_of_pairs(method: str):
     analyzer = HessianAnalyzer(reward_model("llama"), params="head", dtype=torch.float64)
     options = SpectrumOptions(num_sampled=3, trace_products=4)
     by_rows = analyzer.compute_spectrum(FOUR_PROMPTS, "gauss_newton_exact", top_k=3, options=options)
@@ -139,7 +139,7 @@ def test_any_method_of_the_gauss_newton_matrix_cross_fits_by_the_rows_of_pairs(m
     assert found.pair_curvatures.gram is not None
 
 
-def test_every_largest_eigenvalue_of_the_hessian_is_cross_fitted() -> None:
+def test_every_largest_eigenvalue_of_the_hessian_is_cross_fitted():
     analyzer = HessianAnalyzer(reward_model("llama"), params=INNER, dtype=torch.float64)
     options = SpectrumOptions(num_sampled=4, product="reverse")
     found = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=4, options=options)
@@ -156,7 +156,7 @@ def test_every_largest_eigenvalue_of_the_hessian_is_cross_fitted() -> None:
     assert smallest.not_cross_fitted == "smallest: only the largest are"
 
 
-def test_ranks_beyond_those_of_a_half_are_not_cross_fitted() -> None:
+def test_ranks_beyond_those_of_a_half_are_not_cross_fitted():
     analyzer = HessianAnalyzer(reward_model("llama"), params="head", dtype=torch.float64)
     options = SpectrumOptions(num_sampled=8)
     found = analyzer.compute_spectrum(FOUR_PROMPTS, "gauss_newton_exact", top_k=8, options=options)
@@ -165,7 +165,7 @@ def test_ranks_beyond_those_of_a_half_are_not_cross_fitted() -> None:
     assert found.not_cross_fitted == "largest 5 to 8: halves of the pairs have 4 eigenvalues above 0"
 
 
-def test_few_prompts_are_not_cross_fitted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_prompts_are_not_cross_fitted_and_warned_of(caplog: pytest.LogCaptureFixture):
     analyzer = HessianAnalyzer(reward_model("llama"), params="head")
     found = analyzer.compute_spectrum(FOUR_PROMPTS[:4], top_k=1, options=SpectrumOptions(num_sampled=1))
     assert found.cross_fit is None

@@ -18,7 +18,7 @@ from tests.landscape.matrices import operator, spectra, top
 from tests.landscape.worlds import INNER, dense, pairs, reward_model
 
 
-def test_a_full_quadrature_has_the_moments_of_the_matrix() -> None:
+def test_a_full_quadrature_has_the_moments_of_the_matrix():
     values = spectra()["indefinite"][:12]
     basis = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
     matrix = (basis * values) @ basis.T
@@ -30,7 +30,7 @@ def test_a_full_quadrature_has_the_moments_of_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("at_once", [2, 3, 7])
-def test_random_vectors_in_lockstep_give_the_density_of_one_after_the_other(at_once: int) -> None:
+def test_random_vectors_in_lockstep_give_the_density_of_one_after_the_other(at_once: int):
     """Of rank 3, so that each iteration ends early."""
     low_rank = MatrixOperator(torch.diag(torch.tensor([3.0, 2.0, 1.0] + [0.0] * 9, dtype=torch.float64)))
     for matrix, found in ((operator("decaying"), top("decaying")), (low_rank, None)):
@@ -43,7 +43,7 @@ def test_random_vectors_in_lockstep_give_the_density_of_one_after_the_other(at_o
 
 def test_random_vectors_share_the_graphs_that_products_build_as_far_as_memory_goes(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     graphs: list[object] = []
     build = ReverseOverReverse.graph
     monkeypatch.setattr(ReverseOverReverse, "graph", lambda self, batch: graphs.append(batch) or build(self, batch))
@@ -63,7 +63,7 @@ def test_random_vectors_share_the_graphs_that_products_build_as_far_as_memory_go
         np.testing.assert_allclose(nodes, shared, rtol=1e-10)
 
 
-def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part() -> None:
+def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part():
     values = spectra()["indefinite"][:6]
     known = lanczos(MatrixOperator(torch.diag(values)), 6, tolerance=1e-10)
     density = spectral_density(MatrixOperator(torch.diag(values)), num_probes=5, seed=0, found=known)
@@ -80,7 +80,7 @@ def test_a_density_of_which_every_eigenvalue_is_known_has_no_random_part() -> No
     assert SpectralDensity.from_json(density.to_json()) == density
 
 
-def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own() -> None:
+def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own():
     truth = float((spectra()["decaying"] ** 6).sum())
     moments = [
         spectral_density(operator("decaying"), num_probes=10, num_steps=3, seed=seed).moment(6) for seed in range(50)
@@ -89,19 +89,19 @@ def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own() -
     assert np.mean(held) >= 0.90
 
 
-def test_one_node_is_exact_where_no_second_step_is_possible() -> None:
+def test_one_node_is_exact_where_no_second_step_is_possible():
     density = spectral_density(MatrixOperator(3 * torch.eye(10, dtype=torch.float64)), num_probes=4, seed=0)
     root = density.statistic(lambda v: np.sqrt(np.abs(v))[None], lambda totals: totals[0])
     assert root.value == pytest.approx(10 * 3**0.5)
     assert root.standard_error == pytest.approx(0, abs=1e-9)
 
 
-def test_a_density_of_one_step_is_refused() -> None:
+def test_a_density_of_one_step_is_refused():
     with pytest.raises(ConfigError, match="at least 1 probe of 2 steps, got 5 of 1"):
         spectral_density(operator("flat"), num_probes=5, num_steps=1, seed=0)
 
 
-def test_density_moments_of_a_models_hessian() -> None:
+def test_density_moments_of_a_models_hessian():
     known = dense("bert")
     matrix = MatrixOperator(known.hessian)
     found = lanczos(matrix, 20, which="both", tolerance=1e-5)
@@ -113,14 +113,14 @@ def test_density_moments_of_a_models_hessian() -> None:
     assert abs(trace.value - float(known.hessian.trace())) < 3 * trace.standard_error  # type: ignore[operator]
 
 
-def test_the_density_on_a_grid_integrates_to_one_and_survives_json() -> None:
+def test_the_density_on_a_grid_integrates_to_one_and_survives_json():
     density = spectral_density(operator("decaying"), num_probes=3, num_steps=5, seed=0, found=top("decaying"))
     grid = np.linspace(-5, 15, 4001)
     assert float(np.trapezoid(density.on_grid(grid, width=0.2), grid)) == pytest.approx(1, abs=1e-6)
     assert SpectralDensity.from_json(density.to_json()) == density
 
 
-def test_the_curve_has_no_gaps_between_the_nodes_of_a_rule() -> None:
+def test_the_curve_has_no_gaps_between_the_nodes_of_a_rule():
     density = spectral_density(operator("flat"), num_probes=2, num_steps=6, seed=0)
     curve = density_curve(density)
     inside = (curve.grid > 1.1) & (curve.grid < 1.9)  # the eigenvalues lie evenly between 1 and 2

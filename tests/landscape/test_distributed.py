@@ -32,7 +32,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(python: Path, tmp_path: Path) -> None:
+def test_two_processes_find_what_one_finds(python: Path, tmp_path: Path):
     command = [str(python), "-W", "ignore", "-c", RANK]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [

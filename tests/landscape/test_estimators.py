@@ -41,7 +41,7 @@ def coverage(make: Make, truth: float) -> float:
 
 @pytest.mark.parametrize("name", ["decaying", "indefinite", "flat"])
 @pytest.mark.parametrize("method", TRACE_ESTIMATORS)
-def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: str) -> None:
+def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: str):
     truth = float(spectra()[name].sum())
     for products in (12, 42):
         share = coverage(lambda seed, m=products: TRACE_ESTIMATORS[method](operator(name), m, seed=seed), truth)
@@ -50,7 +50,7 @@ def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: 
 
 
 @pytest.mark.parametrize("name", ["decaying", "indefinite"])
-def test_intervals_of_deflated_estimates_hold_the_truth(name: str) -> None:
+def test_intervals_of_deflated_estimates_hold_the_truth(name: str):
     values, found = spectra()[name], top(name)
     truths_and_estimates: dict[str, tuple[float, Make]] = {
         "trace": (float(values.sum()), lambda seed: deflated_trace(operator(name), found, 10, seed=seed)),
@@ -64,7 +64,7 @@ def test_intervals_of_deflated_estimates_hold_the_truth(name: str) -> None:
         assert COVERAGE[0] <= share <= COVERAGE[1], (what, share)
 
 
-def test_the_bound_from_one_vector_holds_at_least_as_often() -> None:
+def test_the_bound_from_one_vector_holds_at_least_as_often():
     for name in ("decaying", "indefinite"):
         truth, found = float(spectra()[name].sum()), top(name)
         assert (
@@ -84,9 +84,7 @@ def test_the_bound_from_one_vector_holds_at_least_as_often() -> None:
         ([-5.0], "hutchinson", 6),
     ],
 )
-def test_intervals_hold_the_trace_where_what_is_left_has_rank_1(
-    values: list[float], method: str, products: int
-) -> None:
+def test_intervals_hold_the_trace_where_what_is_left_has_rank_1(values: list[float], method: str, products: int):
     """Student's interval from the forms alone held it in 0.75 to 0.86, since few chi-squared ones are often alike."""
     basis = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(3)).double())[0]
     matrix = MatrixOperator((basis[:, : len(values)] * torch.tensor(values).double()) @ basis[:, : len(values)].T)
@@ -96,7 +94,7 @@ def test_intervals_hold_the_trace_where_what_is_left_has_rank_1(
 
 
 @pytest.mark.parametrize("count", [2, 7])
-def test_the_variance_of_a_trace_is_that_of_signs_and_not_its_bound(count: int) -> None:
+def test_the_variance_of_a_trace_is_that_of_signs_and_not_its_bound(count: int):
     matrix = torch.diag(torch.linspace(-3, 4, SIZE, dtype=torch.float64)) + 0.1 * operator("indefinite").matrix
     truth = 2 * float((matrix - torch.diag(matrix.diagonal())).square().sum()) / count
     errors = [hutchinson_trace(MatrixOperator(matrix), count, seed=seed).standard_error for seed in range(100)]
@@ -105,7 +103,7 @@ def test_the_variance_of_a_trace_is_that_of_signs_and_not_its_bound(count: int) 
     assert truth < 0.2 * 2 * float(matrix.square().sum()) / count
 
 
-def test_intervals_hold_the_trace_of_a_models_hessian() -> None:
+def test_intervals_hold_the_trace_of_a_models_hessian():
     known = dense("llama")
     matrix = MatrixOperator(known.hessian)
     truth = float(known.hessian.trace())
@@ -115,7 +113,7 @@ def test_intervals_hold_the_trace_of_a_models_hessian() -> None:
 
 
 @pytest.mark.parametrize(("rank", "products"), [(5, 8), (10, 12), (10, 16), (10, 20), (20, 30)])
-def test_intervals_of_xtrace_hold_while_its_vectors_near_the_rank(rank: int, products: int) -> None:
+def test_intervals_of_xtrace_hold_while_its_vectors_near_the_rank(rank: int, products: int):
     """The estimates of fewer vectors than the rank are correlated: their spread held the trace in 0.59 to 0.90."""
     drawn = torch.randn(SIZE, rank, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     matrix = MatrixOperator(drawn @ drawn.T)
@@ -130,7 +128,7 @@ def root_mean_square_error(make: Make, truth: float) -> float:
     return float(np.sqrt(np.mean([(make(seed).value - truth) ** 2 for seed in range(100)])))
 
 
-def test_hutchinsons_error_falls_with_the_root_of_its_products() -> None:
+def test_hutchinsons_error_falls_with_the_root_of_its_products():
     truth = float(spectra()["indefinite"].sum())
     errors = [
         root_mean_square_error(lambda seed, m=m: hutchinson_trace(operator("indefinite"), m, seed=seed), truth)
@@ -139,7 +137,7 @@ def test_hutchinsons_error_falls_with_the_root_of_its_products() -> None:
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.35)  # 100 repetitions know a ratio of errors to about 10 %
 
 
-def test_xtraces_error_falls_faster_where_eigenvalues_decay() -> None:
+def test_xtraces_error_falls_faster_where_eigenvalues_decay():
     truth = float(spectra()["decaying"].sum())
     errors = [
         root_mean_square_error(lambda seed, m=m: xtrace(operator("decaying"), m, seed=seed), truth) for m in (12, 48)
@@ -147,7 +145,7 @@ def test_xtraces_error_falls_faster_where_eigenvalues_decay() -> None:
     assert errors[0] / errors[1] > 4  # in proportion to the products, where Hutchinson's falls by 2
 
 
-def test_xtrace_is_exact_for_a_matrix_of_low_rank() -> None:
+def test_xtrace_is_exact_for_a_matrix_of_low_rank():
     values = torch.zeros(60, dtype=torch.float64)
     values[:4] = torch.tensor([5.0, 3.0, -2.0, 1.0])
     basis = torch.linalg.qr(torch.randn(60, 60, generator=torch.Generator().manual_seed(2), dtype=torch.float64))[0]
@@ -155,7 +153,7 @@ def test_xtrace_is_exact_for_a_matrix_of_low_rank() -> None:
     assert found.value == pytest.approx(7.0, abs=1e-8)
 
 
-def test_xtrace_equals_leaving_each_vector_out() -> None:
+def test_xtrace_equals_leaving_each_vector_out():
     matrix = operator("indefinite").matrix
     probes = RandomVectors(operator("indefinite"), 3).signs(6)
     samples = []
@@ -167,7 +165,7 @@ def test_xtrace_equals_leaving_each_vector_out() -> None:
     assert xtrace(operator("indefinite"), 12, seed=3).value == pytest.approx(float(np.mean(samples)), rel=1e-10)
 
 
-def test_taking_out_eigenpairs_makes_the_trace_surer() -> None:
+def test_taking_out_eigenpairs_makes_the_trace_surer():
     truth = float(spectra()["decaying"].sum())
     plain = root_mean_square_error(lambda seed: hutchinson_trace(operator("decaying"), 10, seed=seed), truth)
     deflated = root_mean_square_error(
@@ -177,7 +175,7 @@ def test_taking_out_eigenpairs_makes_the_trace_surer() -> None:
 
 
 @pytest.mark.parametrize("dimension", [3, 7])
-def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int) -> None:
+def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int):
     """Two of three vectors of signs are often the same line there, and the third then stands alone."""
     matrix = torch.diag(torch.arange(1, dimension + 1, dtype=torch.float64))
     matrix = matrix + 0.3 * (torch.ones_like(matrix) - torch.eye(dimension, dtype=torch.float64))
@@ -187,7 +185,7 @@ def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int) -> None:
 
 
 @pytest.mark.parametrize("method", TraceMethod)
-def test_every_trace_estimator_is_found_by_its_name(method: str) -> None:
+def test_every_trace_estimator_is_found_by_its_name(method: str):
     found, truth = top("decaying"), float(spectra()["decaying"].sum())
     estimate = estimate_trace(operator("decaying"), method, 12, seed=0, found=found)
     assert abs(estimate.value - truth) < 4 * estimate.standard_error  # type: ignore[operator]
@@ -195,12 +193,12 @@ def test_every_trace_estimator_is_found_by_its_name(method: str) -> None:
     assert [name for name, other in others.items() if other == estimate] == [method]
 
 
-def test_an_unknown_trace_estimator_is_refused() -> None:
+def test_an_unknown_trace_estimator_is_refused():
     with pytest.raises(ConfigError, match="unknown trace_method 'xtrase'; did you mean 'xtrace'"):
         estimate_trace(operator("flat"), "xtrase", 12, seed=0, found=None)
 
 
-def test_vectors_are_the_same_however_many_are_multiplied_at_once() -> None:
+def test_vectors_are_the_same_however_many_are_multiplied_at_once():
     matrix = operator("indefinite").matrix
     probes = RandomVectors(operator("indefinite"), 5).signs(11)
     terms = (probes @ matrix) * probes
@@ -209,7 +207,7 @@ def test_vectors_are_the_same_however_many_are_multiplied_at_once() -> None:
     assert found.standard_error == pytest.approx(float(2 * terms.var(dim=0).sum() / 11) ** 0.5, rel=1e-12)
 
 
-def test_no_more_vectors_are_held_than_are_multiplied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_vectors_are_held_than_are_multiplied_at_once(monkeypatch: pytest.MonkeyPatch):
     rows: list[int] = []
     matrix = operator("decaying")
     monkeypatch.setattr(matrix, "apply", lambda vectors: (rows.append(len(vectors)), vectors @ matrix.matrix)[1])
@@ -217,13 +215,13 @@ def test_no_more_vectors_are_held_than_are_multiplied_at_once(monkeypatch: pytes
     assert rows == [4, 4, 2]
 
 
-def test_too_few_products_are_refused() -> None:
+def test_too_few_products_are_refused():
     with pytest.raises(ConfigError, match="the xtrace estimator needs at least 6 products, got 4"):
         xtrace(operator("flat"), 4, seed=0)
 
 
 @pytest.mark.parametrize("num_steps", [2, 5])
-def test_a_rule_of_one_step_less_is_the_one_that_fewer_steps_give(num_steps: int) -> None:
+def test_a_rule_of_one_step_less_is_the_one_that_fewer_steps_give(num_steps: int):
     longer = spectral_density(operator("indefinite"), num_probes=3, num_steps=num_steps + 1, seed=0)
     shorter = spectral_density(operator("indefinite"), num_probes=3, num_steps=num_steps, seed=0)
     found = longer._one_step_less()
@@ -231,7 +229,7 @@ def test_a_rule_of_one_step_less_is_the_one_that_fewer_steps_give(num_steps: int
     np.testing.assert_allclose(found.weights, shorter.weights, rtol=1e-9)
 
 
-def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
+def test_pair_curvatures_add_up_to_the_rayleigh_quotient():
     model = reward_model("llama")
     with measuring(model, micro_batches(model, 120), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
         operator_ = HessianOperator(objective, product="reverse")
@@ -255,7 +253,7 @@ def test_pair_curvatures_add_up_to_the_rayleigh_quotient() -> None:
     assert {estimate.num_samples for estimate in over_prompts} == {4}
 
 
-def test_lack_of_memory_is_not_taken_for_a_lack_of_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_is_not_taken_for_a_lack_of_derivatives(monkeypatch: pytest.MonkeyPatch):
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
@@ -273,7 +271,7 @@ OF_PROMPTS = tuple(np.repeat(np.arange(PROMPTS), COPIES).tolist())
 
 
 @pytest.mark.parametrize("copies", [1, 4])
-def test_intervals_over_prompts_hold_a_mean_of_pairs(copies: int) -> None:
+def test_intervals_over_prompts_hold_a_mean_of_pairs(copies: int):
     clusters = np.repeat(np.arange(48), copies).tolist()
 
     def drawn(seed: int, clusters: list[int] | None) -> Estimate:
@@ -297,7 +295,7 @@ def gram_of_draw(seed: int) -> GramSpectrum:
     return GramSpectrum(gram, np.arange(len(rows)), np.ones(len(rows)), values, torch.empty(0, 40), 1)
 
 
-def test_gram_intervals_over_prompts_hold_the_trace() -> None:
+def test_gram_intervals_over_prompts_hold_the_trace():
     found = [
         gram_of_draw(seed).bootstrap(0, clusters=OF_PROMPTS, num_bootstrap=100, seed=seed)[-1] for seed in range(60)
     ]
@@ -309,14 +307,14 @@ def test_gram_intervals_over_prompts_hold_the_trace() -> None:
     assert found[0].standard_error > 1.2 * over_pairs.standard_error  # type: ignore[operator]
 
 
-def test_gram_intervals_of_equal_eigenvalues_hold_the_estimate() -> None:
+def test_gram_intervals_of_equal_eigenvalues_hold_the_estimate():
     gram = GramSpectrum(np.eye(64) / 64, np.arange(64), np.ones(64), np.full(64, 1 / 64), torch.empty(0, 64), 1)
     estimate = gram.bootstrap(1)[0]
     assert estimate.low <= estimate.value <= estimate.high  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("rank", "products"), [(1, 4), (1, 12), (3, 6), (10, 6)])
-def test_trace_intervals_of_semidefinite_matrices_of_low_rank_hold_the_trace(rank: int, products: int) -> None:
+def test_trace_intervals_of_semidefinite_matrices_of_low_rank_hold_the_trace(rank: int, products: int):
     values = torch.cat([5.0 / torch.arange(1, rank + 1, dtype=torch.float64), torch.zeros(SIZE - rank)])
     basis = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(2)).double())[0]
     matrix = MatrixOperator((basis * values) @ basis.T)

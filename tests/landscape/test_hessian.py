@@ -31,7 +31,7 @@ def analyzer(family: str = "llama", **options) -> HessianAnalyzer:  # type: igno
     return HessianAnalyzer(model, **{"loss": EVERYTHING, "params": INNER, "dtype": torch.float64} | options)
 
 
-def test_lanczos_gives_both_ends_with_trace_and_density() -> None:
+def test_lanczos_gives_both_ends_with_trace_and_density():
     truth = torch.linalg.eigvalsh(dense("llama").hessian).flip(0)
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", density_probes=10, num_sampled=2)
     found = analyzer().compute_spectrum(FIVE, top_k=4, options=options)
@@ -47,7 +47,7 @@ def test_lanczos_gives_both_ends_with_trace_and_density() -> None:
     assert found.status == SpectrumStatus.complete
 
 
-def test_full_and_gram_spectra_are_exhaustive() -> None:
+def test_full_and_gram_spectra_are_exhaustive():
     known = dense("llama")
     full = analyzer().compute_spectrum(FIVE, "full", options=SpectrumOptions(product="kept_graph"))
     assert full.is_exhaustive
@@ -68,7 +68,7 @@ def test_full_and_gram_spectra_are_exhaustive() -> None:
 
 @pytest.mark.parametrize("with_everything", [True, False])
 @pytest.mark.parametrize("matrix", ["gauss_newton", "fisher"])
-def test_float32_rounding_gives_no_pair_a_second_row(matrix, with_everything) -> None:  # type: ignore[no-untyped-def]
+def test_float32_rounding_gives_no_pair_a_second_row(matrix, with_everything):  # type: ignore[no-untyped-def]
     known = dense("bert", with_everything)
     door = HessianAnalyzer(known.model, loss=EVERYTHING if with_everything else None, params=INNER)
     found = door.compute_spectrum(FIVE, "gauss_newton_exact", matrix=matrix, top_k=2)
@@ -78,7 +78,7 @@ def test_float32_rounding_gives_no_pair_a_second_row(matrix, with_everything) ->
 
 
 @pytest.mark.parametrize(("method", "top_k"), [("full", 1), ("lanczos", 9)])
-def test_a_density_where_every_eigenvalue_was_found(method, top_k) -> None:  # type: ignore[no-untyped-def]
+def test_a_density_where_every_eigenvalue_was_found(method, top_k):  # type: ignore[no-untyped-def]
     options = SpectrumOptions(density_probes=3, product="reverse", which="largest")
     found = analyzer("bert", params="head").compute_spectrum(FIVE, method, top_k=top_k, options=options)
     assert len(found.eigenvalues) == found.num_parameters
@@ -89,13 +89,13 @@ def test_a_density_where_every_eigenvalue_was_found(method, top_k) -> None:  # t
     assert summarize(found)["entropy_rank"].value is not None
 
 
-def test_json_brings_back_the_same_spectrum() -> None:
+def test_json_brings_back_the_same_spectrum():
     options = SpectrumOptions(density_probes=2, num_sampled=1, product="reverse")
     found = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=options)
     assert HessianSpectrum.from_json(found.to_json()) == found
 
 
-def test_a_loader_of_batches_gives_what_pairs_give() -> None:
+def test_a_loader_of_batches_gives_what_pairs_give():
     model = dense("bert").model
     from_pairs = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=BOTH)
     batches = micro_batches(model, 60, data=FIVE)
@@ -103,7 +103,7 @@ def test_a_loader_of_batches_gives_what_pairs_give() -> None:
     assert from_loader.eigenvalues == pytest.approx(from_pairs.eigenvalues, rel=1e-6)
 
 
-def test_the_draw_of_pairs_is_fixed_by_the_seed() -> None:
+def test_the_draw_of_pairs_is_fixed_by_the_seed():
     model = reward_model("bert")
     spectra = [
         HessianAnalyzer(model, params="head", seed=seed).compute_spectrum(
@@ -116,7 +116,7 @@ def test_the_draw_of_pairs_is_fixed_by_the_seed() -> None:
     assert spectra[0].num_pairs == 4
 
 
-def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(tmp_path: Path) -> None:
+def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(tmp_path: Path):
     file = tmp_path / "lanczos.json"
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=file)
 
@@ -137,7 +137,7 @@ def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(t
     assert not file.exists()
 
 
-def test_a_spectrum_equals_itself_and_overlaps_with_itself() -> None:
+def test_a_spectrum_equals_itself_and_overlaps_with_itself():
     first = analyzer("bert").compute_spectrum(FIVE, top_k=3, options=BOTH)
     more = analyzer("bert").compute_spectrum(FIVE, top_k=5, options=BOTH)
     across = compare_spectra(first, more)
@@ -154,7 +154,7 @@ def test_a_spectrum_equals_itself_and_overlaps_with_itself() -> None:
         compare_spectra(first, first, top_k=4)
 
 
-def test_an_earlier_spectrum_is_a_start_for_the_next() -> None:
+def test_an_earlier_spectrum_is_a_start_for_the_next():
     options = SpectrumOptions(which="largest", tolerance=1e-4, product="kept_graph")
     first = analyzer().compute_spectrum(FIVE, top_k=1, options=options)
     again = analyzer().compute_spectrum(FIVE, top_k=1, options=options, start=first)
@@ -163,7 +163,7 @@ def test_an_earlier_spectrum_is_a_start_for_the_next() -> None:
     assert again.eigenvalues == pytest.approx(first.eigenvalues, rel=1e-4)
 
 
-def test_mistakes_are_told_in_one_sentence() -> None:
+def test_mistakes_are_told_in_one_sentence():
     door = analyzer("bert")
     with pytest.raises(ConfigError, match="unknown method 'lanczso'; did you mean 'lanczos'"):
         door.compute_spectrum(FIVE, "lanczso")  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_mistakes_are_told_in_one_sentence() -> None:
         head.compute_spectrum(FIVE, options=SpectrumOptions(product="reverse"))
 
 
-def test_every_quantity_has_a_value_or_a_reason() -> None:
+def test_every_quantity_has_a_value_or_a_reason():
     top = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=BOTH)
     assert isinstance(FIVE[0], PreferencePair)
     for name, quantity in summarize(top).items():

@@ -38,7 +38,7 @@ def stop_at(count: int) -> Callable[[Progress], None]:
 
 def test_a_stopped_iteration_goes_on_from_its_last_product_and_tells_the_time_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=tmp_path / "lanczos.json")
     partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_iteration=stop_at(7))
     assert partial.status == SpectrumStatus.interrupted
@@ -54,9 +54,7 @@ def test_a_stopped_iteration_goes_on_from_its_last_product_and_tells_the_time_le
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = SpectrumOptions(product="reverse", num_sampled=1, state_file=tmp_path / "lanczos.json")
     monkeypatch.setattr(kept, "SAVE_SECONDS", 0.0)
     apply, calls = HessianOperator.apply, 0
@@ -87,7 +85,7 @@ def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(
 
 
 @pytest.mark.parametrize("asked", [{"trace_products": 20}, {"density_probes": 4}], ids=["trace", "density"])
-def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: dict[str, int]) -> None:
+def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: dict[str, int]):
     file = tmp_path / "lanczos.json"
     options = SpectrumOptions(product="kept_graph", state_file=file, sam_rho=0.01, **asked)
     whole = analyzer().compute_spectrum(FIVE, top_k=3, options=SpectrumOptions(product="kept_graph"))
@@ -110,7 +108,7 @@ def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: 
     assert not file.exists()
 
 
-def test_geometry_is_part_of_a_spectrum() -> None:
+def test_geometry_is_part_of_a_spectrum():
     found = analyzer().compute_spectrum(FIVE, top_k=2, options=SpectrumOptions(product="reverse", sam_rho=0.01))
     assert found.geometry is not None
     assert found.geometry.num_pairs == 5
@@ -118,7 +116,7 @@ def test_geometry_is_part_of_a_spectrum() -> None:
     assert HessianSpectrum.from_json(found.to_json()) == found
 
 
-def test_a_start_without_vectors_or_of_other_parameters_is_refused() -> None:
+def test_a_start_without_vectors_or_of_other_parameters_is_refused():
     quick = SpectrumOptions(product="reverse", tolerance=0.1)
     found = analyzer().compute_spectrum(FIVE, top_k=1, options=quick)
     with pytest.raises(ConfigError, match="start must have eigenvectors, which JSON does not hold"):
@@ -129,13 +127,13 @@ def test_a_start_without_vectors_or_of_other_parameters_is_refused() -> None:
         analyzer().compute_spectrum(FIVE, "full", top_k=1, start=found)
 
 
-def test_options_that_a_method_leaves_out_are_named() -> None:
+def test_options_that_a_method_leaves_out_are_named():
     head = analyzer(params="head")
     with pytest.warns(UserWarning, match="max_products=9 is not used by method=full; leave it out"):
         head.compute_spectrum(FIVE, "full", options=SpectrumOptions(max_products=9, product="reverse"))
 
 
-def test_errors_over_pairs_take_pairs_of_one_prompt_as_one() -> None:
+def test_errors_over_pairs_take_pairs_of_one_prompt_as_one():
     shared = [replace(pair, prompt=FIVE[index // 2].prompt) for index, pair in enumerate(FIVE)]
     head = analyzer(params="head")
     for method in ("full", "gauss_newton_exact"):
@@ -152,7 +150,7 @@ def test_errors_over_pairs_take_pairs_of_one_prompt_as_one() -> None:
 
 
 @pytest.mark.parametrize("method", ["deflated", "hutchinson", "hutchpp", "xtrace"])
-def test_the_trace_is_estimated_by_the_method_asked_for(method: str) -> None:
+def test_the_trace_is_estimated_by_the_method_asked_for(method: str):
     head = analyzer(params="head")
     options = SpectrumOptions(product="reverse", trace_products=60, trace_method=method)  # type: ignore[arg-type]
     found = head.compute_spectrum(FIVE, top_k=1, options=options)

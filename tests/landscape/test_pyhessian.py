@@ -24,7 +24,7 @@ def library() -> None:
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("keep_graph", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_products_are_ours(family: str, keep_graph: bool) -> None:
+def test_its_products_are_ours(family: str, keep_graph: bool):
     from pyhessian.utils import hessian_vector_product
 
     model = reward_model(family)
@@ -46,7 +46,7 @@ def test_its_products_are_ours(family: str, keep_graph: bool) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_top_eigenvalue_is_ours_where_it_converges(family: str) -> None:
+def test_the_top_eigenvalue_is_ours_where_it_converges(family: str):
     model = reward_model(family)
     batches = micro_batches(model)
     with measuring(model, batches, EVERYTHING, dtype=torch.float64) as objective:
@@ -58,7 +58,7 @@ def test_the_top_eigenvalue_is_ours_where_it_converges(family: str) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_its_vectors_do_not_bias_trace_and_density() -> None:
+def test_its_vectors_do_not_bias_trace_and_density():
     known = dense("bert")
     trace = float(known.hessian.trace())
     analyzer = HessianAnalyzer(known.model, loss=EVERYTHING, params=INNER, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_its_vectors_do_not_bias_trace_and_density() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_analyzer_calls_it_and_leaves_no_trace() -> None:
+def test_the_analyzer_calls_it_and_leaves_no_trace():
     model = reward_model("bert")
     parameters = list(model.parameters())
     parameters[0].grad = torch.ones_like(parameters[0])
@@ -87,12 +87,12 @@ def test_the_analyzer_calls_it_and_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in parameters[1:])
 
 
-def test_without_it_one_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_it_one_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyhessian", None)
     with pytest.raises(MissingExtra, match=r"pyhessian is not installed; pip install 'rm-optimizer\[pyhessian\]'"):
         HessianAnalyzer(reward_model()).compute_spectrum(pairs(), "pyhessian", top_k=1)
 
 
-def test_it_is_of_the_hessian_alone() -> None:
+def test_it_is_of_the_hessian_alone():
     with pytest.raises(ConfigError, match="method=pyhessian is of matrix=hessian, got fisher"):
         HessianAnalyzer(reward_model()).compute_spectrum(pairs(), "pyhessian", matrix="fisher")

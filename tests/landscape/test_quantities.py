@@ -76,7 +76,7 @@ def spectrum(
     )
 
 
-def test_a_spectrum_without_a_gradient_is_json() -> None:
+def test_a_spectrum_without_a_gradient_is_json():
     nan = float("nan")
     geometry = LocalGeometry(0.7, 0.0, nan, 0.05, nan, nan, 64)
     text = replace(spectrum(), geometry=geometry, trace=Estimate(nan, None, 4), error_bounds=(nan,) * 7).to_json()
@@ -88,7 +88,7 @@ def test_a_spectrum_without_a_gradient_is_json() -> None:
     assert again.to_json() == text
 
 
-def test_quantities_of_a_known_spectrum() -> None:
+def test_quantities_of_a_known_spectrum():
     whole = spectrum()
     size = np.abs(VALUES)
     share = size / size.sum()
@@ -109,13 +109,13 @@ def test_quantities_of_a_known_spectrum() -> None:
         assert quantity(whole).value == pytest.approx(value), quantity
 
 
-def test_equal_eigenvalues_have_every_rank_equal_to_their_number() -> None:
+def test_equal_eigenvalues_have_every_rank_equal_to_their_number():
     whole = spectrum((3.0,) * 7)
     for rank in (entropy_rank, participation_rank, stable_rank, intrinsic_dimension):
         assert rank(whole).value == pytest.approx(7)
 
 
-def test_what_cannot_be_known_says_why() -> None:
+def test_what_cannot_be_known_says_why():
     part = spectrum((8.0, 4.0, -2.0), is_exhaustive=False, ends=(2, 1))
     reasons = {name: quantity.reason for name, quantity in summarize(part).items() if quantity.value is None}
     assert "raise top_k" in reasons["top_ratio"]  # type: ignore[operator]
@@ -131,7 +131,7 @@ def test_what_cannot_be_known_says_why() -> None:
     assert "every eigenvalue is 0" in entropy_rank(spectrum((0.0, 0.0))).reason  # type: ignore[operator]
 
 
-def test_a_condition_number_names_its_rank_or_its_limit() -> None:
+def test_a_condition_number_names_its_rank_or_its_limit():
     both = spectrum((8.0, 4.0, 2.0, -0.5, -3.0), is_exhaustive=False, ends=(3, 2))
     assert condition_number(both).note == "|lambda|_1 / |lambda|_k, k = 4"  # -0.5 may be followed by others up to 2
     assert condition_number(both).value == pytest.approx(4.0)
@@ -142,7 +142,7 @@ def test_a_condition_number_names_its_rank_or_its_limit() -> None:
     assert "needs two eigenvalues" in condition_number(spectrum((8.0,))).reason  # type: ignore[operator]
 
 
-def test_a_rank_that_its_density_does_not_resolve_is_not_given() -> None:
+def test_a_rank_that_its_density_does_not_resolve_is_not_given():
     rough = estimated("decaying", num_probes=2, num_steps=2, seed=0)
     density = replace(rough.density, exact=(), nodes=((0.1, 5.0), (0.1, 9.0)), weights=((149.0, 1.0), (60.0, 90.0)))  # type: ignore[type-var]
     reason = entropy_rank(replace(rough, density=density)).reason
@@ -155,7 +155,7 @@ def test_a_rank_that_its_density_does_not_resolve_is_not_given() -> None:
         assert estimate.kind == kind
 
 
-def test_what_rests_on_an_end_that_was_not_computed_is_not_known() -> None:
+def test_what_rests_on_an_end_that_was_not_computed_is_not_known():
     density = spectral_density(MatrixOperator(torch.diag(torch.tensor([5.0, 4.0, -9.0]))), num_probes=2, seed=0)
     top = replace(spectrum((5.0, 4.0), is_exhaustive=False, ends=(2, 0)), density=density, trace=Estimate(9.0, 0.1, 9))
     for quantity in (condition_number, stable_rank, intrinsic_dimension):
@@ -167,18 +167,18 @@ def test_what_rests_on_an_end_that_was_not_computed_is_not_known() -> None:
     assert "only its bottom was computed" in stable_rank(bottom).reason  # type: ignore[operator]
 
 
-def test_the_top_of_a_semidefinite_matrix_or_a_list_by_magnitude_has_the_largest_magnitude() -> None:
+def test_the_top_of_a_semidefinite_matrix_or_a_list_by_magnitude_has_the_largest_magnitude():
     top = spectrum((5.0, 4.0), is_exhaustive=False, ends=(2, 0))
     for known in (replace(top, matrix="gauss_newton"), replace(top, method="power_iteration")):
         assert condition_number(known).value == pytest.approx(1.25)
 
 
-def test_values_from_the_bottom_are_not_taken_for_those_that_follow_the_top() -> None:
+def test_values_from_the_bottom_are_not_taken_for_those_that_follow_the_top():
     both = replace(spectrum((8.0, 4.0, 2.0, 0.3, 0.2, 0.1), is_exhaustive=False, ends=(3, 3)), matrix="gauss_newton")
     assert "and 3 were computed; raise top_k" in top_ratio(both).reason  # type: ignore[operator]
 
 
-def test_error_bounds_of_eigenvalues_bound_what_is_made_of_them() -> None:
+def test_error_bounds_of_eigenvalues_bound_what_is_made_of_them():
     rough = replace(spectrum((8.0, 4.0, 2.0, 1.0, -2.0), is_exhaustive=True), error_bounds=(0.1, 0.05, 0.02, 0.2, 0.1))
     rough = replace(rough, trace=None)
     quantities: list[Callable[[HessianSpectrum], Quantity]] = [
@@ -222,7 +222,7 @@ def estimated(name: str, *, num_probes: int, num_steps: int, seed: int) -> Hessi
     return replace(spectrum(tuple(found.values.tolist()), is_exhaustive=False, ends=(10, 10)), density=density)
 
 
-def test_a_density_gives_ranks_with_error_bars() -> None:
+def test_a_density_gives_ranks_with_error_bars():
     part, (_, _, whole) = estimated("indefinite", num_probes=20, num_steps=5, seed=0), world("indefinite")
     for quantity in (entropy_rank, participation_rank, stable_rank, intrinsic_dimension, negative_share):
         estimate = quantity(part).estimate
@@ -233,7 +233,7 @@ def test_a_density_gives_ranks_with_error_bars() -> None:
 
 @pytest.mark.parametrize("num_steps", [4, 5])
 @pytest.mark.parametrize("name", ["decaying", "indefinite", "bert", "llama"])
-def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int) -> None:
+def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int):
     """Also of what is no polynomial, which a quadrature rule misses whatever the random vectors."""
     whole, seeds, num_probes = world(name)[2], 40, 10
     parts = [estimated(name, num_probes=num_probes, num_steps=num_steps, seed=seed) for seed in range(seeds)]
@@ -249,6 +249,6 @@ def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int) -> 
         assert not held or np.mean(held) >= 0.85  # 0.95 less three standard errors of 40 repetitions
 
 
-def test_ranks_of_a_list_of_all_eigenvalues_need_no_density() -> None:
+def test_ranks_of_a_list_of_all_eigenvalues_need_no_density():
     part = replace(spectrum((3.0, 2.0, 1.0), is_exhaustive=False, ends=(2, 1)), num_parameters=3)
     assert intrinsic_dimension(part).value == pytest.approx(2)

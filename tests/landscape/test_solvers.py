@@ -44,7 +44,7 @@ def indefinite(size: int = 200) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lanczos_equals_the_dense_hessian_of_a_transformer(family: str) -> None:
+def test_lanczos_equals_the_dense_hessian_of_a_transformer(family: str):
     known = dense(family)
     truth = torch.linalg.eigvalsh(known.hessian).flip(0)
     with measuring(known.model, known.batches, EVERYTHING, params=INNER, dtype=torch.float64) as objective:
@@ -59,7 +59,7 @@ def test_lanczos_equals_the_dense_hessian_of_a_transformer(family: str) -> None:
 
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_end_is_found_within_its_error_bound(which: str, dtype: torch.dtype) -> None:
+def test_each_end_is_found_within_its_error_bound(which: str, dtype: torch.dtype):
     values = indefinite()
     found = lanczos(with_eigenvalues(values, dtype), 6, which=which, tolerance=1e-3)  # type: ignore[arg-type]
     ascending = values.sort().values
@@ -76,7 +76,7 @@ def test_each_end_is_found_within_its_error_bound(which: str, dtype: torch.dtype
     assert all(found.converged)
 
 
-def test_equals_scipy_on_the_same_operator() -> None:
+def test_equals_scipy_on_the_same_operator():
     model = reward_model("llama")
     with measuring(model, micro_batches(model), PLAIN, dtype=torch.float64) as objective:
         operator = HessianOperator(objective, product="kept_graph")
@@ -91,18 +91,18 @@ def test_equals_scipy_on_the_same_operator() -> None:
     np.testing.assert_allclose(found.values.numpy(), np.sort(reference)[::-1], rtol=1e-6)
 
 
-def test_the_residual_bound_stops_it_early() -> None:
+def test_the_residual_bound_stops_it_early():
     assert lanczos(with_eigenvalues(indefinite(400)), 5, tolerance=1e-3).num_products <= 45
 
 
-def test_repeated_and_zero_eigenvalues_are_all_found() -> None:
+def test_repeated_and_zero_eigenvalues_are_all_found():
     values = torch.tensor([3.0, 3.0, 3.0, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     found = lanczos(with_eigenvalues(values), 8, tolerance=1e-6)
     torch.testing.assert_close(found.values, values.sort(descending=True).values, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
-def test_copies_of_an_eigenvalue_are_found_where_the_space_is_exhausted(which: str) -> None:
+def test_copies_of_an_eigenvalue_are_found_where_the_space_is_exhausted(which: str):
     few = torch.tensor([5.0, 5.0, 3.0, 1.0], dtype=torch.float64)
     values = few if which != "smallest" else -few
     found = lanczos(with_eigenvalues(values), 2, which=which)  # type: ignore[arg-type]
@@ -113,13 +113,13 @@ def test_copies_of_an_eigenvalue_are_found_where_the_space_is_exhausted(which: s
     assert found.num_products < 20
 
 
-def test_a_start_along_one_eigenvector_does_not_hide_the_others() -> None:
+def test_a_start_along_one_eigenvector_does_not_hide_the_others():
     values = indefinite()
     warm = lanczos(MatrixOperator(values.diag()), 1, start=torch.eye(200, dtype=torch.float64)[5:6])
     assert float(warm.values[0]) == pytest.approx(10, rel=1e-3)
 
 
-def test_the_small_eigenproblem_is_solved_once_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_small_eigenproblem_is_solved_once_a_product(monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
     solve = KrylovState.ritz
 
@@ -134,23 +134,23 @@ def test_the_small_eigenproblem_is_solved_once_a_product(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs another device")
-def test_a_start_may_lie_on_another_device() -> None:
+def test_a_start_may_lie_on_another_device():
     matrix = with_eigenvalues(indefinite(50)).matrix.cuda()
     found = lanczos(MatrixOperator(matrix), 1, start=torch.ones(1, 50))
     assert float(found.values[0]) == pytest.approx(10, rel=1e-3)
 
 
-def test_the_zero_matrix_has_zero_eigenvalues() -> None:
+def test_the_zero_matrix_has_zero_eigenvalues():
     found = lanczos(MatrixOperator(torch.zeros(6, 6, dtype=torch.float64)), 2)
     assert found.values.tolist() == [0.0, 0.0]
 
 
-def test_the_basis_stays_orthogonal_in_float32() -> None:
+def test_the_basis_stays_orthogonal_in_float32():
     found = lanczos(with_eigenvalues(indefinite(), torch.float32), 20, which="both", tolerance=1e-6)
     assert found.orthogonality_loss < 1e-5
 
 
-def test_more_eigenvalues_than_the_dimension_are_refused() -> None:
+def test_more_eigenvalues_than_the_dimension_are_refused():
     operator = with_eigenvalues(indefinite(10))
     with pytest.raises(ConfigError, match=r"top_k must lie in \[1, 10\], got 11"):
         lanczos(operator, 11)
@@ -160,13 +160,13 @@ def test_more_eigenvalues_than_the_dimension_are_refused() -> None:
         power_iteration(operator, 11)
 
 
-def test_what_did_not_converge_says_so() -> None:
+def test_what_did_not_converge_says_so():
     found = lanczos(with_eigenvalues(indefinite()), 20, tolerance=1e-8, max_products=25)
     assert found.num_products == 25
     assert not all(found.converged)
 
 
-def test_progress_is_told_after_each_product() -> None:
+def test_progress_is_told_after_each_product():
     told: list[Progress] = []
     found = lanczos(with_eigenvalues(indefinite()), 3, on_iteration=told.append)
     assert [progress.num_products for progress in told] == list(range(1, found.num_products + 1))
@@ -174,7 +174,7 @@ def test_progress_is_told_after_each_product() -> None:
     assert told[-1].worst_error <= 1e-3
 
 
-def test_a_warm_start_from_a_similar_matrix_saves_products() -> None:
+def test_a_warm_start_from_a_similar_matrix_saves_products():
     values = indefinite()
     cold = lanczos(with_eigenvalues(values), 1, tolerance=1e-4)
     noise = 1e-3 * torch.randn(200, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -185,7 +185,7 @@ def test_a_warm_start_from_a_similar_matrix_saves_products() -> None:
     assert float(warm.values[0]) == pytest.approx(float(torch.linalg.eigvalsh(moved.matrix)[-1]), rel=1e-4)
 
 
-def test_an_interrupted_iteration_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_an_interrupted_iteration_goes_on_as_if_it_had_not_been(tmp_path: Path):
     operator, file = with_eigenvalues(indefinite(), torch.float32), tmp_path / "state.pt"
     whole = lanczos(operator, 5)
     state = KrylovState(identity="a")
@@ -205,7 +205,7 @@ def test_an_interrupted_iteration_goes_on_as_if_it_had_not_been(tmp_path: Path) 
         KrylovState.load(file, identity="b")
 
 
-def test_a_kill_while_a_state_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_kill_while_a_state_is_written_leaves_the_one_before(tmp_path: Path):
     operator, file, state = with_eigenvalues(indefinite(), torch.float32), tmp_path / "state.json", KrylovState()
     texts: list[str] = []
 
@@ -231,7 +231,7 @@ def test_a_kill_while_a_state_is_written_leaves_the_one_before(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", [b"", b"hello world\n", b'{"a": 1}', b"PK\x03\x04 torn"])
-def test_a_file_that_is_no_state_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_state_is_refused(tmp_path: Path, content: bytes):
     file = tmp_path / "state.pt"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="cannot be read as a Lanczos state"):
@@ -241,7 +241,7 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path, content: bytes) -> N
         KrylovState.load(file)
 
 
-def test_an_iteration_continued_after_an_exhausted_space_draws_new_vectors(tmp_path: Path) -> None:
+def test_an_iteration_continued_after_an_exhausted_space_draws_new_vectors(tmp_path: Path):
     values = torch.tensor([5.0] * 3 + [3.0] * 2 + [1.0] * 20, dtype=torch.float64)
     operator, file, state = with_eigenvalues(values), tmp_path / "state.pt", KrylovState()
     whole = lanczos(operator, 5)
@@ -256,7 +256,7 @@ def test_an_iteration_continued_after_an_exhausted_space_draws_new_vectors(tmp_p
     assert resumed.orthogonality_loss < 1e-12
 
 
-def test_a_state_can_be_continued_between_products_alone() -> None:
+def test_a_state_can_be_continued_between_products_alone():
     class Stopping(MatrixOperator):
         def apply(self, vectors: Tensor) -> Tensor:
             if len(state.diagonal) == 3:
@@ -274,20 +274,20 @@ def test_a_state_can_be_continued_between_products_alone() -> None:
     assert full.can_continue
 
 
-def test_power_iteration_finds_the_largest_magnitudes() -> None:
+def test_power_iteration_finds_the_largest_magnitudes():
     values = torch.tensor([5.0, -4.0, 2.5, -1.0, 0.3, 0.1], dtype=torch.float64)
     found = power_iteration(with_eigenvalues(values), 3, tolerance=1e-6)
     torch.testing.assert_close(found.values, torch.tensor([5.0, 2.5, -4.0], dtype=torch.float64), rtol=1e-6, atol=0)
     assert all(found.converged)
 
 
-def test_power_iteration_does_not_call_a_standstill_convergence() -> None:
+def test_power_iteration_does_not_call_a_standstill_convergence():
     values = torch.tensor([5.0, -4.99, 1.0, 0.5], dtype=torch.float64)
     found = power_iteration(with_eigenvalues(values), 1, tolerance=1e-3, max_products=50)
     assert not any(found.converged)
 
 
-def test_power_iteration_tells_the_residual_of_the_whole_matrix() -> None:
+def test_power_iteration_tells_the_residual_of_the_whole_matrix():
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(30, generator=generator, dtype=torch.float64)
@@ -300,7 +300,7 @@ def test_power_iteration_tells_the_residual_of_the_whole_matrix() -> None:
         assert (to_the_nearest <= found.error_bounds).all()
 
 
-def test_the_full_spectrum_is_that_of_the_matrix() -> None:
+def test_the_full_spectrum_is_that_of_the_matrix():
     values = indefinite(50)
     found = full_spectrum(with_eigenvalues(values))
     torch.testing.assert_close(found.values, values.sort(descending=True).values, rtol=1e-12, atol=1e-12)
@@ -312,7 +312,7 @@ def test_the_full_spectrum_is_that_of_the_matrix() -> None:
 
 
 @pytest.mark.parametrize(("family", "seed"), [("bert", 1), ("llama", 3)])
-def test_errors_of_float32_lie_within_their_bounds(family: str, seed: int) -> None:
+def test_errors_of_float32_lie_within_their_bounds(family: str, seed: int):
     model = reward_model(family, seed=seed)  # of 48 tried, those that rounding moved furthest
     batches, kinds = micro_batches(model), (torch.float64, torch.float32)
     spectra, grams = [], []
@@ -343,9 +343,7 @@ def _residuals(vectors: Tensor, images: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
 @pytest.mark.parametrize(("family", "packed"), [("bert", False), ("llama", True)])
 @pytest.mark.parametrize("loss", [PLAIN, EVERYTHING], ids=["plain", "everything"])
-def test_the_gram_spectrum_is_that_of_the_dense_matrix(
-    family: str, packed: bool, curvature: str, loss: LossConfig
-) -> None:
+def test_the_gram_spectrum_is_that_of_the_dense_matrix(family: str, packed: bool, curvature: str, loss: LossConfig):
     known = dense(family, loss is EVERYTHING)
     matrix = getattr(known, curvature)
     batches = micro_batches(known.model, 90, packed=packed, data=pairs()[:5])
@@ -364,7 +362,7 @@ def test_the_gram_spectrum_is_that_of_the_dense_matrix(
     np.testing.assert_allclose(streamed.gram, gram.gram, rtol=1e-9, atol=1e-12)
 
 
-def test_the_bootstrap_of_the_gram_matrix_equals_measuring_the_resample() -> None:
+def test_the_bootstrap_of_the_gram_matrix_equals_measuring_the_resample():
     model = reward_model("bert")
     with measuring(model, micro_batches(model), PLAIN, params=INNER, dtype=torch.float64) as objective:
         gram = gauss_newton_exact(objective)
@@ -377,7 +375,7 @@ def test_the_bootstrap_of_the_gram_matrix_equals_measuring_the_resample() -> Non
     np.testing.assert_allclose(resampled, [*direct.values[:3], direct.trace], rtol=1e-9)
 
 
-def test_bootstrap_intervals_hold_the_estimate() -> None:
+def test_bootstrap_intervals_hold_the_estimate():
     model = reward_model("bert")
     with measuring(model, micro_batches(model), PLAIN, params=INNER, dtype=torch.float64) as objective:
         found = gauss_newton_exact(objective).bootstrap(2)

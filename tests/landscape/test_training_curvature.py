@@ -18,7 +18,7 @@ from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, NUM_PROBES
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 
 
-def test_measurements_follow_the_weights() -> None:
+def test_measurements_follow_the_weights():
     model = reward_model("llama")
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -43,7 +43,7 @@ def test_measurements_follow_the_weights() -> None:
                 parameter *= 1.01
 
 
-def test_preconditioned_sharpness_is_the_largest_eigenvalue_in_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preconditioned_sharpness_is_the_largest_eigenvalue_in_the_scale(monkeypatch: pytest.MonkeyPatch):
     model = reward_model("llama")
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -72,7 +72,7 @@ def test_preconditioned_sharpness_is_the_largest_eigenvalue_in_the_scale(monkeyp
                 parameter *= 1.01
 
 
-def test_differences_are_near_the_exact_products_and_leave_the_weights() -> None:
+def test_differences_are_near_the_exact_products_and_leave_the_weights():
     for family in ("bert", "llama"):
         model = reward_model(family)
         batches = micro_batches(model, 150)
@@ -88,7 +88,7 @@ def test_differences_are_near_the_exact_products_and_leave_the_weights() -> None
         assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
-def test_numbers_from_the_loss_alone_are_those_of_the_exact_products() -> None:
+def test_numbers_from_the_loss_alone_are_those_of_the_exact_products():
     for family in ("bert", "llama"):
         model = reward_model(family)
         batches = micro_batches(model, 150)
@@ -108,7 +108,7 @@ def test_numbers_from_the_loss_alone_are_those_of_the_exact_products() -> None:
         assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
-def test_measurements_of_one_matrix_have_one_trace_and_intervals_that_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_of_one_matrix_have_one_trace_and_intervals_that_hold_it(monkeypatch: pytest.MonkeyPatch):
     values = torch.linspace(-1, 3, 200, dtype=torch.float64)
     matrix = Moving(rotated(values))
     monkeypatch.setattr(training_curvature, "GradientDifferences", lambda objective: matrix)
@@ -123,7 +123,7 @@ def test_measurements_of_one_matrix_have_one_trace_and_intervals_that_hold_it(mo
     assert sum(held) >= 34  # 0.95 less three standard errors of 40 repetitions
 
 
-def test_a_top_eigenvector_that_turned_by_half_is_found_in_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_top_eigenvector_that_turned_by_half_is_found_in_one_measurement(monkeypatch: pytest.MonkeyPatch):
     bulk = torch.linspace(-6, 6, 296, dtype=torch.float64)
     before = rotated(torch.cat([bulk, bulk.new_tensor([6.0, 6.2, 6.4, 7.7])]))
     direction = torch.randn(300, generator=torch.Generator().manual_seed(1)).double() / 300**0.5
@@ -132,7 +132,7 @@ def test_a_top_eigenvector_that_turned_by_half_is_found_in_one_measurement(monke
     assert found[-1] == pytest.approx(float(torch.linalg.eigvalsh(after)[-1]), rel=0.1)
 
 
-def test_measurements_do_not_depend_on_what_was_drawn_before() -> None:
+def test_measurements_do_not_depend_on_what_was_drawn_before():
     model = reward_model("bert")
     batches = micro_batches(model)
     first = measure_curvature(model, batches, EVERYTHING)()
@@ -165,7 +165,7 @@ def rotated(values: Tensor) -> Tensor:
     return turn @ torch.diag(values) @ turn.T
 
 
-def test_measurements_follow_an_eigenvalue_that_overtakes_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_follow_an_eigenvalue_that_overtakes_the_top(monkeypatch: pytest.MonkeyPatch):
     bulk = torch.linspace(-1, 3, 298, dtype=torch.float64)
     seconds = [9.0, 9.5, 10.5, 11.5, 12.5, 13.5]
     crossing = [rotated(torch.cat([bulk, bulk.new_tensor([second, 10.0])])) for second in seconds]
@@ -175,7 +175,7 @@ def test_measurements_follow_an_eigenvalue_that_overtakes_the_top(monkeypatch: p
         assert value <= max(10.0, second) + 1e-9
 
 
-def test_measurements_of_one_matrix_climb_to_its_top_within_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_of_one_matrix_climb_to_its_top_within_a_few(monkeypatch: pytest.MonkeyPatch):
     values = torch.linspace(-1, 8, 300, dtype=torch.float64)
     values[-2:] = torch.tensor([10.0, 9.0])
     before = rotated(values)

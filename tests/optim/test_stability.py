@@ -29,7 +29,7 @@ def sharpness(optimizer: Optimizer, parameter: Tensor) -> float:
 
 @pytest.mark.parametrize(("share", "grows"), [(0.98, False), (1.02, True)])
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
-def test_sgd_diverges_on_a_quadratic_beyond_the_limit_alone(options: dict, share: float, grows: bool) -> None:
+def test_sgd_diverges_on_a_quadratic_beyond_the_limit_alone(options: dict, share: float, grows: bool):
     point = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
     unit = stability_of(torch.optim.SGD([point], lr=1.0, **options)).limit
     optimizer = torch.optim.SGD(
@@ -43,7 +43,7 @@ def test_sgd_diverges_on_a_quadratic_beyond_the_limit_alone(options: dict, share
 
 @pytest.mark.parametrize(("share", "grows"), [(0.98, False), (1.02, True)])
 @pytest.mark.parametrize("rule", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_with_frozen_moments_diverges_beyond_the_limit_alone(rule: type, share: float, grows: bool) -> None:
+def test_adam_with_frozen_moments_diverges_beyond_the_limit_alone(rule: type, share: float, grows: bool):
     point = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = rule([point], lr=1.0, betas=(0.9, 1 - 1e-8), eps=0.1, weight_decay=0.0)
     stepped(optimizer, point, [torch.ones(2, dtype=torch.float64)])
@@ -66,7 +66,7 @@ def adam_scale(gradient: Tensor, eps: float = 1e-8, share: float = 1.0) -> Tenso
     return (share * (gradient.abs() + eps)).rsqrt()
 
 
-def test_scales_are_those_of_constant_gradients() -> None:
+def test_scales_are_those_of_constant_gradients():
     from pytorch_optimizer import MARS, AdEMAMix, Prodigy
 
     gradient = torch.tensor([0.3, 2.0])
@@ -92,7 +92,7 @@ def test_scales_are_those_of_constant_gradients() -> None:
             torch.testing.assert_close(scales[point], adam_scale(gradient, share=share), msg=name)
 
 
-def test_unused_weights_rates_and_factored_moments() -> None:
+def test_unused_weights_rates_and_factored_moments():
     table, head = torch.ones(2, 3, requires_grad=True), torch.ones(2, requires_grad=True)
 
     def groups() -> list[dict]:
@@ -119,7 +119,7 @@ def test_unused_weights_rates_and_factored_moments() -> None:
     assert stability_of(torch.optim.Muon([table], lr=0.1)).limit is None
 
 
-def test_around_adam_sam_grows_at_half_of_adams_limit_and_has_none_of_its_own() -> None:
+def test_around_adam_sam_grows_at_half_of_adams_limit_and_has_none_of_its_own():
     """Near a minimum the ascent step `rho g / ||g||` is longer than the way there: no sharpness bounds the growth."""
 
     def growth(rho: float) -> float:

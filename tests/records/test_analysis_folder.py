@@ -44,7 +44,7 @@ def claimed(config: AnalyzeConfig) -> Path:
     return folder
 
 
-def test_another_checkpoint_or_other_options_have_a_folder_of_their_own(run_dir: Path) -> None:
+def test_another_checkpoint_or_other_options_have_a_folder_of_their_own(run_dir: Path):
     step = run_dir / "checkpoints" / "step-00000010.ckpt"
     folders = [
         claimed(composed(run_dir)),
@@ -57,7 +57,7 @@ def test_another_checkpoint_or_other_options_have_a_folder_of_their_own(run_dir:
     assert [folder.relative_to(run_dir / "landscape").as_posix() for folder in folders] == names
 
 
-def test_the_same_analysis_goes_on_in_its_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_analysis_goes_on_in_its_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     claimed(composed(run_dir))
     second = claimed(composed(run_dir, "seed=3"))
     assert results_folder(composed(run_dir, "seed=3", "progress=false", "landscape.token_budget=64")) == second
@@ -65,7 +65,7 @@ def test_the_same_analysis_goes_on_in_its_folder(run_dir: Path, monkeypatch: pyt
     assert results_folder(composed(Path("run"), "seed=3")) == Path("run/landscape/hessian-2")
 
 
-def test_a_folder_of_the_users_own_is_not_overwritten(run_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_users_own_is_not_overwritten(run_dir: Path, tmp_path: Path):
     mine = f"output_dir={tmp_path / 'mine'}"
     claimed(composed(run_dir, mine))
     assert results_folder(composed(run_dir, mine)) == tmp_path / "mine"
@@ -73,9 +73,7 @@ def test_a_folder_of_the_users_own_is_not_overwritten(run_dir: Path, tmp_path: P
         results_folder(composed(run_dir / "best", mine))
 
 
-def test_the_pairs_of_a_run_are_found_from_anywhere(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pairs_of_a_run_are_found_from_anywhere(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "pairs.jsonl").write_text("another file")
@@ -83,7 +81,7 @@ def test_the_pairs_of_a_run_are_found_from_anywhere(
     assert composed(run_dir).data.train == str(tmp_path / "pairs.jsonl")
 
 
-def test_pairs_that_are_gone_are_a_sentence(run_dir: Path, tmp_path: Path) -> None:
+def test_pairs_that_are_gone_are_a_sentence(run_dir: Path, tmp_path: Path):
     (tmp_path / "pairs.jsonl").unlink()
     with pytest.raises(
         ConfigError, match=r"pairs\.jsonl, which the run in .* was trained on, is no longer there.*--data"

@@ -22,7 +22,7 @@ ODD = "it's a, file.jsonl"
         ["experiment=ablation_a2", "model=tiny", "loss.label_smoothing=0.1", "training.max_steps=7"],
     ],
 )
-def test_the_command_gives_the_same_options(given: list[str]) -> None:
+def test_the_command_gives_the_same_options(given: list[str]):
     options = options_of(typed(compose([*given, "output_dir=a"]), TrainConfig))
     words = shlex.split(run_command(options))
     assert words[:2] == ["rm-opt", "train"]

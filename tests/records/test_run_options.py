@@ -36,7 +36,7 @@ def options(*overrides: str) -> dict[str, Any]:
     return options_of(typed(compose(["output_dir=runs/a", *overrides]), TrainConfig))
 
 
-def test_every_option_is_in_one_class() -> None:
+def test_every_option_is_in_one_class():
     for name, _ in flat(options()):
         classes = [group for group in (FREE, BY_CONTENT, LENGTH, FIXED) if is_among(name, group)]
         assert len(classes) == 1, f"{name} must be classified for resume=auto"
@@ -53,12 +53,12 @@ def test_every_option_is_in_one_class() -> None:
         *("data.train=[{path: moved.jsonl, weight: 2}]", "training.max_steps=99", "training.epochs=3"),
     ],
 )
-def test_what_changes_no_result_is_accepted(override: str) -> None:
+def test_what_changes_no_result_is_accepted(override: str):
     assert options(override) != options()
     require_same_options(options(), options(override))
 
 
-def test_the_direction_that_the_monitor_implies_is_the_same_option() -> None:
+def test_the_direction_that_the_monitor_implies_is_the_same_option():
     assert options("training.mode=min") == options()
 
 
@@ -71,11 +71,11 @@ def test_the_direction_that_the_monitor_implies_is_the_same_option() -> None:
         ("training.epochs=0.5", r"longer, not shorter, but training\.epochs was 1\.0, is 0\.5"),
     ],
 )
-def test_what_changes_the_result_is_refused_by_name(override: str, sentence: str) -> None:
+def test_what_changes_the_result_is_refused_by_name(override: str, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         require_same_options(options(), options(override))
 
 
-def test_fewer_steps_are_refused() -> None:
+def test_fewer_steps_are_refused():
     with pytest.raises(ConfigError, match=r"training\.max_steps was 9, is 8"):
         require_same_options(options("training.max_steps=9"), options("training.max_steps=8"))

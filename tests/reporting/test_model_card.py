@@ -21,7 +21,7 @@ def card_of(run: Path) -> str:
     return write_card(run, finished_result(run)).read_text(encoding="utf-8")
 
 
-def test_the_metadata_is_the_hubs_and_holds_the_metrics_of_the_run(trained: Path) -> None:
+def test_the_metadata_is_the_hubs_and_holds_the_metrics_of_the_run(trained: Path):
     card_of(trained)
     results = ModelCard.load(trained / "best" / CARD_FILE).data.eval_results
     metrics = json.loads((trained / "run.json").read_text())["metrics"]
@@ -35,7 +35,7 @@ def test_the_metadata_is_the_hubs_and_holds_the_metrics_of_the_run(trained: Path
     assert "datasets" not in metadata, "a file of this machine is no data set of the hub"
 
 
-def test_every_number_is_a_number_of_the_run(trained: Path) -> None:
+def test_every_number_is_a_number_of_the_run(trained: Path):
     body = re.sub(r"```.*?```", "", card_of(trained).split("\n---\n", 1)[1], flags=re.DOTALL)
     recorded = (trained / "run.json").read_text()
     values = [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", recorded)]
@@ -46,7 +46,7 @@ def test_every_number_is_a_number_of_the_run(trained: Path) -> None:
         assert number in recorded or any(f"{value:.{places}f}" == number for value in values), number
 
 
-def test_no_path_of_the_machine_and_no_markup_of_the_data_gets_in(trained: Path) -> None:
+def test_no_path_of_the_machine_and_no_markup_of_the_data_gets_in(trained: Path):
     card = card_of(trained)
     assert "secret_place" not in card
     assert "<script>" not in card
@@ -54,14 +54,14 @@ def test_no_path_of_the_machine_and_no_markup_of_the_data_gets_in(trained: Path)
     assert "train.jsonl" in card
 
 
-def test_cut_responses_and_a_model_that_reads_nothing_else_are_known_weaknesses(trained: Path) -> None:
+def test_cut_responses_and_a_model_that_reads_nothing_else_are_known_weaknesses(trained: Path):
     weaknesses = card_of(trained).partition("## Known weaknesses")[2].partition("## Training")[0]
     assert "is a toy" in weaknesses
     assert re.search(r"Of 60 val pairs, \d+ lost tokens of the prompt and 20 of a response at 32 tokens", weaknesses)
     assert "`rm-opt doctor` has not examined this model" in weaknesses
 
 
-def test_the_doctor_of_the_exported_model_adds_its_findings(trained: Path, tmp_path: Path) -> None:
+def test_the_doctor_of_the_exported_model_adds_its_findings(trained: Path, tmp_path: Path):
     arguments = ["doctor", str(trained), "--data", str(trained.parent / "val.jsonl"), "--max-pairs", "8"]
     try:
         result = CliRunner().invoke(app, arguments)
@@ -77,7 +77,7 @@ def test_the_doctor_of_the_exported_model_adds_its_findings(trained: Path, tmp_p
         (trained / DOCTOR_FILE).unlink(missing_ok=True)
 
 
-def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path, trained: Path) -> None:
+def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path, trained: Path):
     with pytest.raises(DataError, match=r"holds no result of a run \(run.json\)"):
         finished_result(tmp_path)
     (tmp_path / "run.json").write_text((trained / "run.json").read_text())

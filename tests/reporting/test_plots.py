@@ -40,7 +40,7 @@ def metrics(num_pairs: int = 300) -> PairwiseMetrics:
     return evaluate_pairs(chosen, rejected, beta=1.0, prompt_ids=prompts, num_bootstrap=100, seed=0)
 
 
-def test_loss_shows_the_filled_finite_cells_and_chance() -> None:
+def test_loss_shows_the_filled_finite_cells_and_chance():
     (axes,) = plot_loss(HISTORY).axes
     assert line(axes, "training") == [(1.0, 0.7), (3.0, 0.5)]
     assert line(axes, "validation (last 0.600)") == [(0.0, 0.69), (3.0, 0.6)]
@@ -48,14 +48,14 @@ def test_loss_shows_the_filled_finite_cells_and_chance() -> None:
     assert "1,234 pairs" in caption(axes)
 
 
-def test_accuracy_shows_the_ceiling_only_where_it_is_known() -> None:
+def test_accuracy_shows_the_ceiling_only_where_it_is_known():
     drawn = [plot_accuracy(HISTORY, ceiling=0.9), plot_accuracy(HISTORY)]
     assert {y for _, y in line(drawn[0].axes[0], "ceiling 0.900")} == {0.9}
     assert not [item for item in drawn[1].axes[0].get_lines() if str(item.get_label()).startswith("ceiling")]
     assert line(drawn[1].axes[0], "validation") == [(0.0, 0.5), (3.0, 0.625)]
 
 
-def test_a_long_run_is_smoothed_over_the_window_the_caption_names() -> None:
+def test_a_long_run_is_smoothed_over_the_window_the_caption_names():
     values = np.random.default_rng(0).uniform(0.4, 0.7, size=100)
     (axes,) = plot_loss([{"step": k, "train_loss": float(v)} for k, v in enumerate(values)]).axes
     smooth = [y for _, y in line(axes, "training")]
@@ -64,7 +64,7 @@ def test_a_long_run_is_smoothed_over_the_window_the_caption_names() -> None:
     assert smooth[0] == pytest.approx(values[:3].mean())
 
 
-def test_a_short_last_batch_is_not_drawn_as_a_cliff() -> None:
+def test_a_short_last_batch_is_not_drawn_as_a_cliff():
     rows = [{"step": k, "train_loss": 0.5, "train_acc": 0.9, "train_pairs": 32.0} for k in (1, 2, 3)]
     figure = plot_accuracy([*rows, {"step": 4, "train_loss": 0.9, "train_acc": 0.25, "train_pairs": 4.0}])
     points = line(figure.axes[0], "training")
@@ -72,17 +72,17 @@ def test_a_short_last_batch_is_not_drawn_as_a_cliff() -> None:
     assert [accuracy for _, accuracy in points] == pytest.approx([0.9] * 3)
 
 
-def test_a_spike_does_not_flatten_the_rest() -> None:
+def test_a_spike_does_not_flatten_the_rest():
     figure = plot_loss([{"step": k, "train_loss": 900.0 if k == 7 else 0.5} for k in range(200)])
     assert figure.axes[0].get_ylim()[1] < 1.0
 
 
-def test_an_empty_history_is_drawn_empty(tmp_path: Path) -> None:
+def test_an_empty_history_is_drawn_empty(tmp_path: Path):
     for figure in (plot_loss([]), plot_accuracy([])):
         assert imread(save_figure(figure, tmp_path / "empty.png")[0]).size
 
 
-def test_reliability_shows_every_bin_with_its_interval_and_count() -> None:
+def test_reliability_shows_every_bin_with_its_interval_and_count():
     result = metrics()
     figure = plot_reliability(result)
     curve, strip = figure.axes
@@ -95,14 +95,14 @@ def test_reliability_shows_every_bin_with_its_interval_and_count() -> None:
     assert str(result.ece) in caption(curve)
 
 
-def test_reliability_of_a_collapsed_model_says_so() -> None:
+def test_reliability_of_a_collapsed_model_says_so():
     zeros = np.zeros(4)
     result = evaluate_pairs(zeros, zeros, beta=1.0, prompt_ids=list("abcd"), num_bootstrap=0, seed=0)
     figure = plot_reliability(result)
     assert caption(figure.axes[0]).startswith("collapsed: all 8 rewards are equal")
 
 
-def test_margins_count_every_pair_once() -> None:
+def test_margins_count_every_pair_once():
     margins = np.concatenate([np.random.default_rng(0).normal(0.5, 1.0, size=500), np.zeros(20)])
     (axes,) = plot_margins(margins).axes
     right, wrong = (margins > 0).sum(), (margins < 0).sum()
@@ -114,7 +114,7 @@ def test_margins_count_every_pair_once() -> None:
     assert any("20 pairs" in str(item.get_label()) for item in axes.collections)
 
 
-def test_an_outlier_is_counted_and_not_drawn() -> None:
+def test_an_outlier_is_counted_and_not_drawn():
     margins = np.concatenate([np.random.default_rng(0).normal(size=2000), [1e6]])
     (axes,) = plot_margins(margins).axes
     assert axes.get_xlim()[1] < 10
@@ -122,22 +122,22 @@ def test_an_outlier_is_counted_and_not_drawn() -> None:
 
 
 @pytest.mark.parametrize("margins", [np.zeros(5), np.ones(1), np.array([-1e-9, 1e-9])])
-def test_degenerate_margins_are_drawn(margins: np.ndarray, tmp_path: Path) -> None:
+def test_degenerate_margins_are_drawn(margins: np.ndarray, tmp_path: Path):
     assert imread(save_figure(plot_margins(margins), tmp_path / "margins.png")[0]).size
 
 
-def test_no_margins_are_an_error() -> None:
+def test_no_margins_are_an_error():
     with pytest.raises(ValueError, match="at least one pair"):
         plot_margins(np.zeros(0))
 
 
-def test_pictures_are_150_dpi_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_pictures_are_150_dpi_and_the_same_bytes_each_time(tmp_path: Path):
     first, second = (save_figure(plot_loss(HISTORY), tmp_path / name)[0] for name in ("a.png", "b.png"))
     assert imread(first).shape[:2] == (630, 1050)
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (path,) = save_figure(plot_loss(HISTORY), tmp_path / "new" / "loss.png")
     before = path.read_bytes()
 
@@ -155,6 +155,6 @@ def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monk
     assert [item.name for item in path.parent.iterdir()] == ["loss.png"]
 
 
-def test_drawing_imports_no_pyplot() -> None:
+def test_drawing_imports_no_pyplot():
     code = "import sys, rm_optimizer.reporting.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ from rm_optimizer.rl_coupling import BestOfNCurve, OveroptimizationCurve
 PROXY, GOLD = np.random.default_rng(0).normal(size=(2, 20, 8))
 
 
-def test_best_of_n_shows_every_point_with_its_interval() -> None:
+def test_best_of_n_shows_every_point_with_its_interval():
     curve = BestOfNCurve.measure(PROXY, GOLD, num_bootstrap=50)
     upper, lower = plot_best_of_n(curve).axes
     for axes, rewards in ((upper, [p.proxy for p in curve.points]), (lower, [p.gold for p in curve.points])):
@@ -22,11 +22,11 @@ def test_best_of_n_shows_every_point_with_its_interval() -> None:
     assert "20 prompts, 8 responses each" in upper.texts[0].get_text()
 
 
-def test_best_of_n_without_gold_has_one_panel() -> None:
+def test_best_of_n_without_gold_has_one_panel():
     assert len(plot_best_of_n(BestOfNCurve.measure(PROXY, num_bootstrap=0)).axes) == 1
 
 
-def test_over_optimization_shows_gains_fits_and_the_peak() -> None:
+def test_over_optimization_shows_gains_fits_and_the_peak():
     rng = np.random.default_rng(1)
     proxy, noise = rng.normal(size=(2, 40, 64))
     curve = OveroptimizationCurve.of_best_of_n(proxy, proxy - 0.4 * proxy**2 + noise, num_bootstrap=50)

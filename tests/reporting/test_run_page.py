@@ -34,13 +34,13 @@ def text_of(page: str) -> str:
     return re.sub(r"base64,[^\"]*", "", page)
 
 
-def test_the_same_folder_gives_the_same_bytes(trained: Path, copied: Path) -> None:
+def test_the_same_folder_gives_the_same_bytes(trained: Path, copied: Path):
     assert run_page(trained, Exhibits()) == run_page(trained, Exhibits())
     assert len(run_page(trained, Exhibits())) < 2_000_000
     assert "Accuracy" in text_of(run_page(copied, Exhibits()))
 
 
-def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup(trained: Path) -> None:
+def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup(trained: Path):
     page = text_of(run_page(trained, Exhibits()))
     assert "http" not in page
     assert "<script" not in page
@@ -50,7 +50,7 @@ def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup
     assert all("Horizontal axis: " in words and "Vertical axis: " in words for words in drawings)
 
 
-def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: Path, tmp_path: Path) -> None:
+def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: Path, tmp_path: Path):
     first, again = (write_page(trained, tmp_path / name).parent for name in ("first", "again"))
     names = sorted(path.name for path in first.iterdir())
     drawn = {
@@ -70,12 +70,12 @@ def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: P
     assert "#222222" not in page
 
 
-def test_the_command_of_the_run_stands_on_its_page(trained: Path) -> None:
+def test_the_command_of_the_run_stands_on_its_page(trained: Path):
     assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_page(trained, Exhibits())
     assert "training.max_steps=2" in run_page(trained, Exhibits())
 
 
-def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
+def test_missing_and_torn_pieces_are_named(copied: Path):
     (copied / "pair_rewards.jsonl").write_text('{"pair_id": ')
     (copied / "metrics.csv").unlink()
     (copied / "doctor.json").write_text("[")
@@ -89,7 +89,7 @@ def test_missing_and_torn_pieces_are_named(copied: Path) -> None:
 
 
 @pytest.mark.parametrize(("result", "is_fixed"), [(SLICE, False), (SURFACE, True)])
-def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice | Surface, *, is_fixed: bool) -> None:
+def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice | Surface, *, is_fixed: bool):
     kind = "surface" if is_fixed else "slices"
     folder = copied / "landscape" / f"{kind}-2"
     folder.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice
         assert [float(row["loss"]) for row in csv.DictReader(file)] == [row["loss"] for row in result.rows()]
 
 
-def test_an_ensemble_of_the_run_shows_its_members_and_where_they_agree(copied: Path) -> None:
+def test_an_ensemble_of_the_run_shows_its_members_and_where_they_agree(copied: Path):
     other = shutil.copytree(copied, copied.parent / "other")
     reference = EnsembleReference((0.0, 1.5), (1.0, 2.0), 0.25, 0.05, 40)
     for folder in (copied / "ensemble", other / "ensemble"):
@@ -136,7 +136,7 @@ TORN_PNG = b"\x89PNG\r\n"
         ("landscape/hessian/lanczos.json", b"{}", "hessian has no result yet"),
     ],
 )
-def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: bytes | None, expected: str) -> None:
+def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: bytes | None, expected: str):
     damaged = copied / file
     damaged.parent.mkdir(parents=True, exist_ok=True)
     damaged.write_bytes(damaged.read_bytes().splitlines()[0] if content is None else content)
@@ -146,7 +146,7 @@ def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: 
 
 
 @pytest.mark.parametrize("result", [None, "{"])
-def test_a_folder_without_a_finished_run_is_refused(copied: Path, result: str | None) -> None:
+def test_a_folder_without_a_finished_run_is_refused(copied: Path, result: str | None):
     if result is None:
         (copied / "run.json").unlink()
     else:
@@ -156,7 +156,7 @@ def test_a_folder_without_a_finished_run_is_refused(copied: Path, result: str | 
     assert not (copied / "report").exists()
 
 
-def test_the_command_writes_a_page_or_prints_markdown(copied: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_page_or_prints_markdown(copied: Path, tmp_path: Path):
     done = CliRunner().invoke(app, ["report", str(copied), "--output", str(tmp_path / "page")])
     assert (done.exit_code, done.stdout.startswith("page: ")) == (0, True), done.output
     assert (tmp_path / "page" / "index.html").read_text(encoding="utf-8").endswith("</html>\n")
@@ -171,7 +171,7 @@ def test_the_command_writes_a_page_or_prints_markdown(copied: Path, tmp_path: Pa
 
 
 @NEEDS_BROWSER
-def test_nothing_overflows_on_phone_or_wide_screen_and_the_console_stays_empty(trained: Path, tmp_path: Path) -> None:
+def test_nothing_overflows_on_phone_or_wide_screen_and_the_console_stays_empty(trained: Path, tmp_path: Path):
     page = write_page(trained, tmp_path)
     assert_sound(page)
     with opened_browser() as browser:
@@ -180,7 +180,7 @@ def test_nothing_overflows_on_phone_or_wide_screen_and_the_console_stays_empty(t
 
 
 @NEEDS_AXE
-def test_the_page_of_a_run_is_accessible(copied: Path, tmp_path: Path) -> None:
+def test_the_page_of_a_run_is_accessible(copied: Path, tmp_path: Path):
     for name, result in (("slices", SLICE), ("surface", SURFACE)):
         (copied / "landscape" / name).mkdir(parents=True)
         (copied / "landscape" / name / f"{name}.json").write_text(result.to_json())
@@ -188,7 +188,7 @@ def test_the_page_of_a_run_is_accessible(copied: Path, tmp_path: Path) -> None:
 
 
 @NEEDS_BROWSER
-def test_a_long_path_in_a_sentence_breaks_on_a_phone(tmp_path: Path) -> None:
+def test_a_long_path_in_a_sentence_breaks_on_a_phone(tmp_path: Path):
     path = "model.path=/" + "a_folder/" * 20
     file = tmp_path / "index.html"
     file.write_text(page("Long", [answer("open", path, path), paragraph(path), bullets([path])]), encoding="utf-8")

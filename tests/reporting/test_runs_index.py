@@ -62,7 +62,7 @@ def fetched(server: IndexServer, path: str, **headers: str) -> tuple[int, str]:
         connection.close()
 
 
-def test_runs_and_studies_are_listed_with_their_numbers(runs: Path) -> None:
+def test_runs_and_studies_are_listed_with_their_numbers(runs: Path):
     listed = {entry.name: entry for entry in Listing(runs).look()}
     assert set(listed) == {NAMED, "sweep/first", "sweep/going", "study"}
     assert (listed[NAMED].accuracy.value, listed[NAMED].seed, listed[NAMED].state) == (0.7, 10, "finished")
@@ -70,7 +70,7 @@ def test_runs_and_studies_are_listed_with_their_numbers(runs: Path) -> None:
     assert (listed["study"].is_run, listed["study"].state) == (False, "study of training, 0 of 1 trials")
 
 
-def test_a_torn_result_a_collapsed_run_links_and_deep_folders_are_said(runs: Path) -> None:
+def test_a_torn_result_a_collapsed_run_links_and_deep_folders_are_said(runs: Path):
     result = json.loads((runs / "sweep" / "first" / "run.json").read_text())
     result["metrics"]["collapse"]["collapsed"] = True
     (runs / "sweep" / "first" / "run.json").write_text(json.dumps(result))
@@ -86,7 +86,7 @@ def test_a_torn_result_a_collapsed_run_links_and_deep_folders_are_said(runs: Pat
     assert {entry.name: entry.state for entry in listing.look()}[NAMED] == "finished, collapsed"
 
 
-def test_a_sparkline_draws_the_evaluations(runs: Path, tmp_path: Path) -> None:
+def test_a_sparkline_draws_the_evaluations(runs: Path, tmp_path: Path):
     assert "<polyline" in sparkline(runs / NAMED)
     (tmp_path / "metrics.csv").write_text("step,eval_loss\n0,0.7\n1,\n2,nan\n3,x\n")
     assert "<polyline" not in sparkline(tmp_path)
@@ -94,12 +94,12 @@ def test_a_sparkline_draws_the_evaluations(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", NAMED, "sweep/first", "ä/β", os.fsdecode(b"\xff/x")])
-def test_a_name_comes_back_from_its_address(name: str) -> None:
+def test_a_name_comes_back_from_its_address(name: str):
     assert "/" not in as_address(name)
     assert as_name(as_address(name)) == name
 
 
-def test_only_the_address_with_its_token_is_answered_and_only_listed_folders(runs: Path) -> None:
+def test_only_the_address_with_its_token_is_answered_and_only_listed_folders(runs: Path):
     (runs.parent / "outside").mkdir()
     shutil.copytree(runs / NAMED, runs.parent / "outside" / "run")
     (runs / "linked").symlink_to(runs.parent / "outside" / "run")
@@ -127,7 +127,7 @@ def test_only_the_address_with_its_token_is_answered_and_only_listed_folders(run
     assert not (runs / NAMED / "report").exists()
 
 
-def test_a_thousand_runs_are_listed_in_about_a_second(runs: Path, tmp_path: Path) -> None:
+def test_a_thousand_runs_are_listed_in_about_a_second(runs: Path, tmp_path: Path):
     """A generous bound for machines under load; benchmarks/runs_index.py measures it."""
     many = tmp_path / "many"
     text = (runs / NAMED / "run.json").read_text()
@@ -142,7 +142,7 @@ def test_a_thousand_runs_are_listed_in_about_a_second(runs: Path, tmp_path: Path
         assert page.count("<tr>") == 1001
 
 
-def test_the_command_refuses_what_it_cannot_list(tmp_path: Path) -> None:
+def test_the_command_refuses_what_it_cannot_list(tmp_path: Path):
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "gone"), "--serve"])
     assert (refused.exit_code, "is no folder" in refused.stderr) == (2, True)
     refused = CliRunner().invoke(app, ["report", str(tmp_path), "--serve", "--format", "md"])
@@ -150,7 +150,7 @@ def test_the_command_refuses_what_it_cannot_list(tmp_path: Path) -> None:
 
 
 @NEEDS_BROWSER
-def test_the_index_sorts_filters_and_links_in_a_browser(runs: Path) -> None:
+def test_the_index_sorts_filters_and_links_in_a_browser(runs: Path):
     with served(runs) as server, opened_browser() as browser:
         browser.open(server.url)
         newest_first = ["study", "sweep/going", "sweep/first", NAMED]
@@ -179,7 +179,7 @@ def test_the_index_sorts_filters_and_links_in_a_browser(runs: Path) -> None:
 
 
 @NEEDS_AXE
-def test_the_index_is_accessible(runs: Path) -> None:
+def test_the_index_is_accessible(runs: Path):
     with served(runs) as server, opened_browser() as browser:
         for width, scheme in ((390, "light"), (1280, "dark")):
             browser.screen(width, 900, scheme)

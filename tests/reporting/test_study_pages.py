@@ -99,12 +99,12 @@ def validation(gain: float) -> Validation:
 
 
 @pytest.mark.parametrize("kind", list(StudyKind))
-def test_a_study_is_told_by_its_task(tmp_path: Path, kind: StudyKind) -> None:
+def test_a_study_is_told_by_its_task(tmp_path: Path, kind: StudyKind):
     assert planned(tmp_path, kind).kind is kind
     assert replace(planned(tmp_path, kind), task="mine.training_trial:measure").kind is None
 
 
-def test_a_comparison_killed_before_its_plan_is_told_by_its_setting(tmp_path: Path) -> None:
+def test_a_comparison_killed_before_its_plan_is_told_by_its_setting(tmp_path: Path):
     assert study_kind(tmp_path) is None
     (tmp_path / FROZEN_FILE).write_text("{}")
     assert study_kind(tmp_path) is StudyKind.optimizers
@@ -112,7 +112,7 @@ def test_a_comparison_killed_before_its_plan_is_told_by_its_setting(tmp_path: Pa
     assert study_kind(tmp_path) is StudyKind.readiness
 
 
-def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: Path) -> None:
+def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: Path):
     page = write_page(savings)
     text = page.read_text()
     assert "Choosing pairs saves labels in 1 of 2 pools" in text
@@ -126,14 +126,14 @@ def test_savings_show_every_rule_and_the_pool_that_its_placebo_refutes(savings: 
 
 
 @pytest.mark.parametrize(("splits", "tone"), [(40, "fair"), (100, "good")])
-def test_few_splits_are_said(splits: int, tone: str) -> None:
+def test_few_splits_are_said(splits: int, tone: str):
     gain = interval(0.3, 0.2, 0.4)
     rules = (LabelSaving("badge", gain, gain, gain), LabelSaving(PLACEBO, interval(0.0, -0.1, 0.1), gain, gain))
     answer = saved_answer([LabelSavings("iid", 512, splits, rules, is_accepted=True)])
     assert (answer.tone, any("40 splits are few" in line for line in answer.sentences)) == (tone, splits == 40)
 
 
-def test_a_rule_whose_interval_holds_0_saves_nothing() -> None:
+def test_a_rule_whose_interval_holds_0_saves_nothing():
     gain = interval(0.0, -0.1, 0.1)
     rules = (LabelSaving("badge", interval(0.2, -0.1, 0.4), gain, gain), LabelSaving(PLACEBO, gain, gain, gain))
     said = saved_answer([LabelSavings("iid", 512, 40, rules, is_accepted=True)])
@@ -150,7 +150,7 @@ def test_a_rule_whose_interval_holds_0_saves_nothing() -> None:
         ((0.018, -0.01), "bad", "Training without suspects costs accuracy"),
     ],
 )
-def test_cleaning_says_where_it_helps(cleaning: Path, gains: tuple[float, ...], tone: str, headline: str) -> None:
+def test_cleaning_says_where_it_helps(cleaning: Path, gains: tuple[float, ...], tone: str, headline: str):
     """The second row has no turned labels, so that there is nothing to gain."""
     rows = [
         replace(CLEANED, flips=0.2 * (number != 1), gain=interval(gain, gain - 0.002, gain + 0.002))
@@ -164,14 +164,14 @@ def test_cleaning_says_where_it_helps(cleaning: Path, gains: tuple[float, ...], 
         assert "With 20% of the labels turned, &#x27;decided&#x27; gains: +1.80 [+1.60, +2.00] points" in text
 
 
-def test_markdown_of_a_study_has_its_tables_and_no_figures(savings: Path) -> None:
+def test_markdown_of_a_study_has_its_tables_and_no_figures(savings: Path):
     text = savings_document(savings).markdown()
     assert "| d_optimal | 40% [30%, 50%] | +1.00 [+0.50, +1.50] | +0.0100 [+0.0050, +0.0150] |" in text
     assert "## Pool a&lt;b>" in text
     assert "- one:" not in text
 
 
-def test_files_of_an_earlier_page_go_and_others_stay(savings: Path) -> None:
+def test_files_of_an_earlier_page_go_and_others_stay(savings: Path):
     folder = write_page(savings).parent
     (folder / "notes.csv").write_text("mine")
     assert (folder / "rules_1.csv").is_file()
@@ -182,14 +182,14 @@ def test_files_of_an_earlier_page_go_and_others_stay(savings: Path) -> None:
     assert names == {"index.html", "notes.csv", "rules_0.csv", *(f"savings_0.{kind}" for kind in ("csv", "png", "svg"))}
 
 
-def test_a_readiness_study_without_a_test_says_so(readiness: Path) -> None:
+def test_a_readiness_study_without_a_test_says_so(readiness: Path):
     text = write_page(readiness).read_text()
     assert "Not tested" in text
     assert "frozen for rloo_kl: probe_64@256, ridge 0.1" in text
 
 
 @pytest.mark.parametrize(("gain", "said"), [(0.2, "better than accuracy"), (0.05, "not shown to rank better")])
-def test_the_test_of_readiness_is_told_by_its_interval(readiness: Path, gain: float, said: str) -> None:
+def test_the_test_of_readiness_is_told_by_its_interval(readiness: Path, gain: float, said: str):
     (readiness / "validation.json").write_text(validation(gain).to_json())
     page = write_page(readiness)
     assert said in page.read_text()
@@ -205,7 +205,7 @@ def test_the_test_of_readiness_is_told_by_its_interval(readiness: Path, gain: fl
 )
 def test_a_study_without_a_result_or_a_torn_one_is_one_sentence(
     tmp_path: Path, kind: StudyKind, file: str, write: Callable[[Path], Document]
-) -> None:
+):
     planned(tmp_path, kind)
     with pytest.raises(ConfigError, match=r"has no result yet; rm-opt study .* goes on"):
         write(tmp_path)
@@ -217,13 +217,13 @@ def test_a_study_without_a_result_or_a_torn_one_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["frozen.json", "validation.json"])
-def test_a_torn_result_of_readiness_is_one_sentence(readiness: Path, name: str) -> None:
+def test_a_torn_result_of_readiness_is_one_sentence(readiness: Path, name: str):
     (readiness / name).write_text('{"worlds": [')
     with pytest.raises(ConfigError, match=f"{name} is damaged"):
         write_page(readiness)
 
 
-def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readiness: Path, tmp_path: Path) -> None:
+def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readiness: Path, tmp_path: Path):
     done = CliRunner().invoke(app, ["report", str(readiness)])
     assert (done.exit_code, (readiness / "report" / "index.html").is_file()) == (0, True), done.output
     other = tmp_path / "other"
@@ -237,15 +237,15 @@ def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readi
 
 
 @NEEDS_BROWSER
-def test_the_page_of_savings_fits_each_screen_and_loads_nothing(savings: Path) -> None:
+def test_the_page_of_savings_fits_each_screen_and_loads_nothing(savings: Path):
     assert_sound(write_page(savings))
 
 
 @NEEDS_AXE
-def test_pages_of_studies_are_accessible(savings: Path) -> None:
+def test_pages_of_studies_are_accessible(savings: Path):
     assert_accessible(write_page(savings))
 
 
 @NEEDS_AXE
-def test_the_page_of_cleaning_is_accessible(cleaning: Path) -> None:
+def test_the_page_of_cleaning_is_accessible(cleaning: Path):
     assert_accessible(write_page(cleaning))

@@ -48,13 +48,13 @@ def metrics(num_pairs: int = 90, length_gap: np.ndarray | None = None) -> Pairwi
     return evaluate_pairs(chosen, rejected, length_gap=length_gap, groups=groups, **options)
 
 
-def test_values_are_written_by_kind() -> None:
+def test_values_are_written_by_kind():
     rows = {"a": Estimate(0.5, 0.1, 9, 0.4, 0.6), "b": 12_345, "c": 0.8125, "d": None, "e": "[bold]", "f": math.nan}
     text = printed(summary_table("Run", rows))
     assert [row(text, name)[1] for name in rows] == ["0.500 [0.400, 0.600]", "12,345", "0.812", "n/a", "[bold]", "n/a"]
 
 
-def test_headline_rows_are_the_metrics() -> None:
+def test_headline_rows_are_the_metrics():
     result = metrics()
     text = printed(summary_table("Evaluation", metrics_rows(result)))
     assert row(text, "accuracy") == ["accuracy", str(result.accuracy)]
@@ -63,7 +63,7 @@ def test_headline_rows_are_the_metrics() -> None:
     assert f"noise floor {result.ece_noise_floor:.3f}" in text
 
 
-def test_a_collapse_stands_in_the_place_of_the_accuracy() -> None:
+def test_a_collapse_stands_in_the_place_of_the_accuracy():
     collapsed = metrics().groups["source"]["small"]
     rows = metrics_rows(collapsed)
     assert next(iter(rows.values())) == collapsed.collapse.reason
@@ -71,7 +71,7 @@ def test_a_collapse_stands_in_the_place_of_the_accuracy() -> None:
     assert row(printed(group_table(metrics(), "source")), "small")[3] == "collapsed"
 
 
-def test_groups_come_by_size_beside_their_length_baseline() -> None:
+def test_groups_come_by_size_beside_their_length_baseline():
     result = metrics(length_gap=np.arange(90) % 5 - 2.5)
     text = printed(group_table(result, "source"))
     assert text.index("large") < text.index("small")
@@ -80,13 +80,13 @@ def test_groups_come_by_size_beside_their_length_baseline() -> None:
     assert "longer" not in printed(group_table(metrics(), "source"))
 
 
-def test_many_small_groups_are_counted_and_not_listed() -> None:
+def test_many_small_groups_are_counted_and_not_listed():
     text = printed(group_table(metrics(), "subset"))
     assert "large /" not in text
     assert "more with fewer than 20 pairs each: see metrics.json" in text
 
 
-def test_the_headline_says_what_counting_characters_reaches_and_the_mean_over_sources() -> None:
+def test_the_headline_says_what_counting_characters_reaches_and_the_mean_over_sources():
     rng = np.random.default_rng(1)
     result = metrics(length_gap=rng.normal(size=90) + 0.4)
     text = printed(summary_table("Evaluation", metrics_rows(result)))
@@ -95,12 +95,12 @@ def test_the_headline_says_what_counting_characters_reaches_and_the_mean_over_so
     assert "not shown to be above counting characters" in row(text, "accuracy less that")[1]
 
 
-def test_one_prompt_says_why_it_has_no_interval() -> None:
+def test_one_prompt_says_why_it_has_no_interval():
     result = evaluate_pairs(np.ones(3), np.zeros(3), beta=1.0, prompt_ids=["a"] * 3, num_bootstrap=100, seed=0)
     assert row(printed(summary_table("", metrics_rows(result))), "accuracy")[1] == "1.000 (1 prompt: no interval)"
 
 
-def test_few_prompts_that_carry_the_weight_are_said() -> None:
+def test_few_prompts_that_carry_the_weight_are_said():
     weight = np.array([100.0, *[1.0] * 19])
     prompts = [str(k) for k in range(20)]
     options: dict[str, Any] = {"beta": 1.0, "prompt_ids": prompts, "num_bootstrap": 0, "seed": 0}
@@ -110,7 +110,7 @@ def test_few_prompts_that_carry_the_weight_are_said() -> None:
     )
 
 
-def test_a_name_is_folded_and_no_number_cut_in_a_narrow_terminal() -> None:
+def test_a_name_is_folded_and_no_number_cut_in_a_narrow_terminal():
     names = [f"is-it-better-to-have-a-rather-long-name/{k % 2}" for k in range(40)]
     options: dict[str, Any] = {"beta": 1.0, "prompt_ids": [str(k) for k in range(40)], "num_bootstrap": 50, "seed": 0}
     gap = np.random.default_rng(0).normal(size=40)
@@ -144,7 +144,7 @@ def split(num_pairs: int = 200) -> SplitAudit:
     )
 
 
-def test_audit_shows_each_split_with_shares_of_its_own_pairs() -> None:
+def test_audit_shows_each_split_with_shares_of_its_own_pairs():
     target = console()
     print_audit(DataAudit({"train": split(), "val": split(100)}, ()), target)
     text = written(target)
@@ -154,7 +154,7 @@ def test_audit_shows_each_split_with_shares_of_its_own_pairs() -> None:
     assert "train: sources" in text
 
 
-def test_audit_says_whether_splits_share_prompts() -> None:
+def test_audit_says_whether_splits_share_prompts():
     target = console()
     shared, none = PromptOverlap("train", "val", 7, 9, 8), PromptOverlap("train", "test", 0, 0, 0)
     print_audit(DataAudit({"train": split()}, (shared, none)), target)
@@ -162,7 +162,7 @@ def test_audit_says_whether_splits_share_prompts() -> None:
     assert "train / test: no prompt in both" in written(target)
 
 
-def test_an_empty_split_is_shown_without_shares() -> None:
+def test_an_empty_split_is_shown_without_shares():
     target = console()
     print_audit(DataAudit({"empty": split(0)}, ()), target)
     assert row(written(target), "chosen tokens")[1] == "n/a, n/a, n/a"

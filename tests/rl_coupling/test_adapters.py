@@ -77,7 +77,7 @@ def answer_to(url: str, path: str, agent: str, body: str) -> Any:
         return json.loads(found.read())
 
 
-def test_openrlhfs_request_and_its_python_function_get_the_rewards(model, expected, url) -> None:
+def test_openrlhfs_request_and_its_python_function_get_the_rewards(model, expected, url):
     queries, labels = openrlhf_queries(model), ["", "", ""]
     # Bytes of SingleTurnAgentExecutor._fetch_rewards_via_http (openrlhf/utils/agent.py, 0.11.2), recorded from its run.
     for one, prompt, reward in zip(queries, PROMPTS, expected, strict=True):
@@ -92,7 +92,7 @@ def test_openrlhfs_request_and_its_python_function_get_the_rewards(model, expect
         openrlhf_reward_func(model)([queries[0], "<s></s>"], PROMPTS[:2], labels[:2])
 
 
-def test_verls_reward_loop_gets_the_rewards_from_a_server(model, expected, url) -> None:
+def test_verls_reward_loop_gets_the_rewards_from_a_server(model, expected, url):
     # RewardLoopWorker.compute_score_disrm (verl/experimental/reward_loop/reward_loop.py, 0.9.1): the chat template
     # without the first <s>, and the last probability of the last row.
     if model.renderer.kind == "plain":
@@ -106,7 +106,7 @@ def test_verls_reward_loop_gets_the_rewards_from_a_server(model, expected, url) 
 
 
 @pytest.mark.parametrize("adapter", ["openrlhf", "verl"])
-def test_threads_of_a_trainer_get_the_rewards(model, expected, adapter) -> None:
+def test_threads_of_a_trainer_get_the_rewards(model, expected, adapter):
     if adapter == "openrlhf":  # asyncio.to_thread for each sample
         function, queries = openrlhf_reward_func(model), openrlhf_queries(model)
         calls = [lambda k=k: float(function([queries[k]], [PROMPTS[k]], [""])["rewards"]) for k in range(3)]
@@ -118,7 +118,7 @@ def test_threads_of_a_trainer_get_the_rewards(model, expected, adapter) -> None:
     assert found == pytest.approx(expected * 16, abs=1e-4)
 
 
-def test_verls_managers_get_the_rewards(model, expected) -> None:
+def test_verls_managers_get_the_rewards(model, expected):
     infos = [{"prompt": PROMPTS[0]}, {"prompt": [{"role": "user", "content": PROMPTS[1]}]}, {"prompt": PROMPTS[2]}]
     single = verl_compute_score(model)
     # verl/workers/reward_manager/naive.py calls once a response, batch.py once a batch and keeps int and float only
@@ -140,7 +140,7 @@ def test_verls_managers_get_the_rewards(model, expected) -> None:
     assert verl_compute_score(model, prompt_key="question")("d", RESPONSES[0], None, {"question": "Hi"}) == found[0]
 
 
-def test_trl_awaits_the_rewards(expected, url) -> None:
+def test_trl_awaits_the_rewards(expected, url):
     async def call() -> list[float]:
         async with AsyncRewardClient(url) as client:
             reward = trl_reward_async(client, name="helpful")
@@ -156,7 +156,7 @@ def test_trl_awaits_the_rewards(expected, url) -> None:
 
 
 @pytest.mark.parametrize("conversational", [False, True])
-def test_trls_own_call_gets_the_rewards_blocking_and_awaited(model, expected, url, tmp_path, conversational) -> None:
+def test_trls_own_call_gets_the_rewards_blocking_and_awaited(model, expected, url, tmp_path, conversational):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
@@ -183,7 +183,7 @@ def test_trls_own_call_gets_the_rewards_blocking_and_awaited(model, expected, ur
     assert found.T.tolist() == [pytest.approx(expected, abs=1e-4)] * 2
 
 
-def test_a_saved_scale_is_applied_by_name(model, expected, tmp_path) -> None:
+def test_a_saved_scale_is_applied_by_name(model, expected, tmp_path):
     model.beta = 2.5
     model.save_pretrained(tmp_path / "model", statistics={"mean": 3.0, "std": 0.5, "num": 8})
     model.beta = 1.0

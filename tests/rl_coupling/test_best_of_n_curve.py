@@ -40,7 +40,7 @@ def brute_force(proxy: np.ndarray, gold: np.ndarray, n: int) -> float:
         )
     )
 )
-def test_the_estimator_is_the_mean_over_all_subsets(rewards) -> None:
+def test_the_estimator_is_the_mean_over_all_subsets(rewards):
     proxy, gold = (np.array(column, dtype=float) for column in rewards)
     sizes = list(range(1, len(proxy) + 1))
     found = selected_means(proxy[None], [proxy[None], gold[None]], sizes)
@@ -49,7 +49,7 @@ def test_the_estimator_is_the_mean_over_all_subsets(rewards) -> None:
         assert found[0, 0, index] == pytest.approx(brute_force(proxy, proxy, n), abs=1e-10)
 
 
-def test_a_large_pool_keeps_the_weights_and_takes_no_time() -> None:
+def test_a_large_pool_keeps_the_weights_and_takes_no_time():
     num, sizes = 16_384, [2**k for k in range(15)]
     ranks = np.random.default_rng(0).permutation(num)[None].astype(float)
     before = time.process_time()
@@ -59,7 +59,7 @@ def test_a_large_pool_keeps_the_weights_and_takes_no_time() -> None:
     assert means[0] == pytest.approx(expected, rel=1e-11)
 
 
-def test_the_curve_starts_at_the_policy_and_ends_at_the_best_of_the_pool() -> None:
+def test_the_curve_starts_at_the_policy_and_ends_at_the_best_of_the_pool():
     rng = np.random.default_rng(1)
     proxy, gold = rng.normal(size=(2, 30, 12))
     curve = BestOfNCurve.measure(proxy, gold, num_bootstrap=200)
@@ -76,7 +76,7 @@ def test_the_curve_starts_at_the_policy_and_ends_at_the_best_of_the_pool() -> No
     assert BestOfNCurve.from_json(curve.to_json()) == curve
 
 
-def test_the_estimate_does_not_change_with_order_or_a_monotone_proxy() -> None:
+def test_the_estimate_does_not_change_with_order_or_a_monotone_proxy():
     rng = np.random.default_rng(2)
     proxy, gold = rng.normal(size=(2, 5, 20))
     order = rng.permutation(20)
@@ -84,7 +84,7 @@ def test_the_estimate_does_not_change_with_order_or_a_monotone_proxy() -> None:
     assert selected_means(proxy, [gold], [1, 3, 9]) == pytest.approx(same)
 
 
-def test_the_divergence_is_that_of_simulated_selection() -> None:
+def test_the_divergence_is_that_of_simulated_selection():
     rng = np.random.default_rng(3)
     probabilities, rewards, n = np.array([0.5, 0.2, 0.2, 0.1]), np.array([0.0, 1.0, 1.0, 2.0]), 4
     drawn = rng.choice(4, size=(200_000, n), p=probabilities)
@@ -96,7 +96,7 @@ def test_the_divergence_is_that_of_simulated_selection() -> None:
     )
 
 
-def test_the_bound_holds_and_is_reached_without_ties() -> None:
+def test_the_bound_holds_and_is_reached_without_ties():
     many = np.arange(65_536.0)
     assert pool_divergence(many, [16, 256]) == pytest.approx([kl_bound(16), kl_bound(256)], abs=2e-3)
     few = np.arange(16.0)
@@ -115,7 +115,7 @@ def test_the_bound_holds_and_is_reached_without_ties() -> None:
         (np.ones((2, 3)), {"gold": np.full((2, 3), np.inf)}, DataError, "gold rewards must be finite"),
     ],
 )
-def test_wrong_rewards_are_refused(proxy, options, error, says) -> None:
+def test_wrong_rewards_are_refused(proxy, options, error, says):
     with pytest.raises(error, match=says):
         BestOfNCurve.measure(proxy, **options)
 
@@ -127,6 +127,6 @@ def test_wrong_rewards_are_refused(proxy, options, error, says) -> None:
         (np.ones((2, 3)), np.ones((2, 2)), "expected a gold reward for each"),
     ],
 )
-def test_rewards_of_another_shape_are_refused(proxy, gold, says) -> None:
+def test_rewards_of_another_shape_are_refused(proxy, gold, says):
     with pytest.raises(DataError, match=says):
         require_rewards(proxy, gold)

@@ -26,7 +26,7 @@ def models(tmp_path_factory) -> list[Path]:
     return [root / "0", root / "1"]
 
 
-def test_a_server_ranks_like_its_model_and_another_is_refused(models: list[Path], tmp_path: Path) -> None:
+def test_a_server_ranks_like_its_model_and_another_is_refused(models: list[Path], tmp_path: Path):
     def run(model: Path, out: str, *more: str):
         return CliRunner().invoke(app, ["bon", str(model), str(tmp_path / out), *OPTIONS, *more])
 
@@ -54,7 +54,7 @@ def test_a_server_ranks_like_its_model_and_another_is_refused(models: list[Path]
     assert names == {"local.jsonl", *curves}
 
 
-def test_a_resumed_ranking_encodes_each_response_once_and_counts_all_cuts(models, tmp_path, monkeypatch) -> None:
+def test_a_resumed_ranking_encodes_each_response_once_and_counts_all_cuts(models, tmp_path, monkeypatch):
     monkeypatch.setattr(policy_simulation, "SAMPLES_AT_ONCE", 8)
     encoded: list[str] = []
     stop_at = 16

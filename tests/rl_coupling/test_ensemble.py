@@ -44,7 +44,7 @@ def fitted(**options) -> RewardModelEnsemble:
     return ensemble
 
 
-def test_standardized_rewards_do_not_depend_on_shift_and_scale_of_a_member() -> None:
+def test_standardized_rewards_do_not_depend_on_shift_and_scale_of_a_member():
     others = [Linear(-7.0, 0.25, member.seed) for member in MEMBERS]
     same = RewardModelEnsemble(others)
     same.fit_reference(PROMPTS, TEXTS, false_positive_rate=0.1)
@@ -54,7 +54,7 @@ def test_standardized_rewards_do_not_depend_on_shift_and_scale_of_a_member() -> 
     assert np.abs(ours.std(axis=0) - 1).max() < 0.1
 
 
-def test_mean_min_and_uwo_are_those_of_the_standardized_members() -> None:
+def test_mean_min_and_uwo_are_those_of_the_standardized_members():
     rewards = np.array([p.individual_rewards for p in fitted().predict_batch(PROMPTS[:9], TEXTS[:9])])
     expected = {
         "mean": rewards.mean(axis=1),
@@ -67,7 +67,7 @@ def test_mean_min_and_uwo_are_those_of_the_standardized_members() -> None:
     assert fitted(aggregation="uwo", penalty=0.0).score(["p"], ["abc"]) == fitted().score(["p"], ["abc"])
 
 
-def test_a_prediction_holds_mean_spread_and_members() -> None:
+def test_a_prediction_holds_mean_spread_and_members():
     ensemble = fitted(uncertainty_threshold=0.0)
     found = ensemble.predict("p", "abc")
     assert found.mean_reward == pytest.approx(np.mean(found.individual_rewards))
@@ -76,14 +76,14 @@ def test_a_prediction_holds_mean_spread_and_members() -> None:
     assert fitted(uncertainty_threshold=1e9).predict("p", "abc").is_high_uncertainty is False
 
 
-def test_margins_do_not_change_with_a_member_s_shift() -> None:
+def test_margins_do_not_change_with_a_member_s_shift():
     shifted = [Linear(member.shift + 1000.0, member.scale, member.seed) for member in MEMBERS]
     first, second = (RewardModelEnsemble(m).predict_margins(["p"], ["aaaa"], ["b"])[0] for m in (MEMBERS, shifted))
     assert first.individual_margins == pytest.approx(second.individual_margins, abs=1e-3)
     assert first.std_margin == pytest.approx(np.std(first.individual_margins, ddof=1))
 
 
-def test_responses_like_the_reference_are_flagged_at_the_stated_rate_at_most() -> None:
+def test_responses_like_the_reference_are_flagged_at_the_stated_rate_at_most():
     shares = []
     for start in range(20):
         ensemble = RewardModelEnsemble(MEMBERS)
@@ -95,7 +95,7 @@ def test_responses_like_the_reference_are_flagged_at_the_stated_rate_at_most() -
     assert np.mean(shares) > 0.03
 
 
-def test_members_that_disagree_are_out_of_distribution() -> None:
+def test_members_that_disagree_are_out_of_distribution():
     class Opposed(Scorer):
         def score(self, prompts, responses):
             return torch.tensor([-1.0 if "far" in text else 1.0 for text in responses]) * MEMBERS[0].score(
@@ -107,7 +107,7 @@ def test_members_that_disagree_are_out_of_distribution() -> None:
     assert ensemble.detect_ood(["p"], ["far away"]).is_ood == (True,)
 
 
-def test_without_a_reference_a_log_says_that_scales_are_mixed_and_min_is_refused(caplog) -> None:
+def test_without_a_reference_a_log_says_that_scales_are_mixed_and_min_is_refused(caplog):
     ensemble = RewardModelEnsemble(MEMBERS, 0.5)
     with caplog.at_level(logging.WARNING, "rm_optimizer"):
         assert ensemble.predict("p", "abc").is_high_uncertainty is True
@@ -128,12 +128,12 @@ def test_without_a_reference_a_log_says_that_scales_are_mixed_and_min_is_refused
         ({"models": MEMBERS, "penalty": float("nan")}, "penalty must be finite"),
     ],
 )
-def test_a_wrong_option_is_refused(arguments, says) -> None:
+def test_a_wrong_option_is_refused(arguments, says):
     with pytest.raises(ConfigError, match=says):
         RewardModelEnsemble(**arguments)
 
 
-def test_wrong_input_is_refused() -> None:
+def test_wrong_input_is_refused():
     ensemble = fitted()
     with pytest.raises(ValueError, match="2 prompts and 1 responses"):
         ensemble.predict_batch(["p", "q"], ["a"])
@@ -158,7 +158,7 @@ def folders(tmp_path_factory) -> list[Path]:
     return found
 
 
-def test_members_loaded_in_turn_score_as_those_that_are_kept(folders: list[Path]) -> None:
+def test_members_loaded_in_turn_score_as_those_that_are_kept(folders: list[Path]):
     loads: list[str] = []
 
     def load(source: str) -> BradleyTerryRM:
@@ -176,7 +176,7 @@ def test_members_loaded_in_turn_score_as_those_that_are_kept(folders: list[Path]
     assert all((found == rewards[0]).all() for found in rewards)
 
 
-def test_what_any_member_cuts_is_counted(folders: list[Path]) -> None:
+def test_what_any_member_cuts_is_counted(folders: list[Path]):
     ensemble = RewardModelEnsemble(folders)
     counted = ensemble.score_counted(["Hi", "one two three " * 100, "Hi"], ["Yes.", "No.", "a b c " * 300])
     assert (counted.num_prompt_cut, counted.num_response_cut) == (2, 1)
@@ -185,7 +185,7 @@ def test_what_any_member_cuts_is_counted(folders: list[Path]) -> None:
     assert (whole.num_prompt_cut, whole.num_response_cut) == (0, 0)
 
 
-def test_a_folder_of_an_ensemble_gives_the_same_rewards_after_it_is_moved(folders: list[Path], tmp_path: Path) -> None:
+def test_a_folder_of_an_ensemble_gives_the_same_rewards_after_it_is_moved(folders: list[Path], tmp_path: Path):
     ensemble = RewardModelEnsemble(folders)
     reference = ensemble.fit_reference(PROMPTS, TEXTS)
     save_ensemble(folders[0].parent, [str(path) for path in folders], reference)
@@ -202,7 +202,7 @@ def test_a_folder_of_an_ensemble_gives_the_same_rewards_after_it_is_moved(folder
         load_ensemble(tmp_path / "nowhere")
 
 
-def test_the_reference_takes_each_prompt_once_and_both_sides() -> None:
+def test_the_reference_takes_each_prompt_once_and_both_sides():
     pairs = [PreferencePair(f"p{k % 50}", f"a{k}", f"b{k}") for k in range(100)]
     prompts, texts = reference_responses(pairs, seed=0)
     assert sorted(map(str, prompts)) == sorted(f"p{k}" for k in range(50))

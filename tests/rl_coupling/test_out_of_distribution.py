@@ -11,13 +11,13 @@ from rm_optimizer.rl_coupling import MahalanobisDetector
 from rm_optimizer.rl_coupling.out_of_distribution import conformal_threshold, shrunk_covariance
 
 
-def test_the_shrunk_covariance_is_that_of_scikit_learn() -> None:
+def test_the_shrunk_covariance_is_that_of_scikit_learn():
     for shape in ((40, 6), (10, 30)):
         rows = np.random.default_rng(shape[0]).normal(size=shape) @ np.diag(np.linspace(0.1, 3, shape[1]))
         assert np.abs(shrunk_covariance(rows) - LedoitWolf().fit(rows).covariance_).max() < 1e-10
 
 
-def test_the_threshold_keeps_its_rate_on_new_rows() -> None:
+def test_the_threshold_keeps_its_rate_on_new_rows():
     rng = np.random.default_rng(0)
     rates = []
     for seed in range(200):
@@ -30,7 +30,7 @@ def test_the_threshold_keeps_its_rate_on_new_rows() -> None:
     assert expected <= 0.1
 
 
-def test_shifted_rows_are_found_in_the_direction_of_little_variance() -> None:
+def test_shifted_rows_are_found_in_the_direction_of_little_variance():
     rng = np.random.default_rng(1)
     scales = np.array([10.0, 10.0, 0.1])
     detector = MahalanobisDetector(rng.normal(size=(400, 3)) * scales)
@@ -39,13 +39,13 @@ def test_shifted_rows_are_found_in_the_direction_of_little_variance() -> None:
     assert far > detector.threshold > near
 
 
-def test_distances_do_not_depend_on_a_common_shift() -> None:
+def test_distances_do_not_depend_on_a_common_shift():
     rows = np.random.default_rng(2).normal(size=(60, 4))
     first, second = MahalanobisDetector(rows), MahalanobisDetector(rows + 1e3)
     assert first.distances(rows) == pytest.approx(second.distances(rows + 1e3), rel=1e-6)
 
 
-def test_wrong_references_are_refused() -> None:
+def test_wrong_references_are_refused():
     rows = np.random.default_rng(3).normal(size=(60, 4))
     broken = rows.copy()
     broken[7, 1] = np.nan

@@ -21,7 +21,7 @@ def checkpoints(alpha: float, beta: float, noise: float, num_prompts: int = 60, 
     return 5 + gain + noise * np.random.default_rng(seed).normal(size=(num_prompts, len(D)))
 
 
-def test_a_run_of_the_exact_form_gives_its_coefficients_peak_and_gamma() -> None:
+def test_a_run_of_the_exact_form_gives_its_coefficients_peak_and_gamma():
     proxy, gold = checkpoints(2.0, 0.3, 0.0), checkpoints(1.2, 0.8, 0.0)
     curve = OveroptimizationCurve.of_checkpoints(NATS, proxy, gold, num_bootstrap=50)
     assert (curve.fit.alpha.value, curve.fit.beta.value) == pytest.approx((1.2, 0.8))
@@ -38,7 +38,7 @@ def test_a_run_of_the_exact_form_gives_its_coefficients_peak_and_gamma() -> None
     assert curve.gamma.value == pytest.approx(apart / quad(gold_gain, 1e-12, D[-1])[0], rel=1e-3)
 
 
-def test_the_coefficients_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_the_coefficients_intervals_hold_the_truth_as_often_as_they_say():
     held = []
     for seed in range(60):
         proxy, gold = checkpoints(2.0, 0.3, 0.5, seed=seed), checkpoints(1.2, 0.8, 1.0, seed=1000 + seed)
@@ -50,7 +50,7 @@ def test_the_coefficients_intervals_hold_the_truth_as_often_as_they_say() -> Non
     assert 0.87 <= np.mean(held) <= 1.0
 
 
-def test_a_fall_is_found_where_there_is_one() -> None:
+def test_a_fall_is_found_where_there_is_one():
     curve = OveroptimizationCurve.of_checkpoints(NATS, checkpoints(2.0, 0.3, 0.1), checkpoints(1.0, 1.2, 0.5))
     assert curve.turning_point == pytest.approx(1.0)
     assert curve.fall.low is not None
@@ -59,7 +59,7 @@ def test_a_fall_is_found_where_there_is_one() -> None:
     assert again == curve
 
 
-def test_a_flat_gold_reward_is_not_said_to_fall_more_often_than_stated() -> None:
+def test_a_flat_gold_reward_is_not_said_to_fall_more_often_than_stated():
     found = [
         OveroptimizationCurve.of_checkpoints(
             NATS, checkpoints(2.0, 0.3, 0.1), checkpoints(0.0, 0.0, 1.0, seed=seed), num_bootstrap=200, seed=seed
@@ -70,7 +70,7 @@ def test_a_flat_gold_reward_is_not_said_to_fall_more_often_than_stated() -> None
     assert np.mean(found) < 0.025 + 3 * math.sqrt(0.025 * 0.975 / 200)
 
 
-def test_a_rising_gold_reward_has_its_peak_at_the_end() -> None:
+def test_a_rising_gold_reward_has_its_peak_at_the_end():
     curve = OveroptimizationCurve.of_checkpoints(NATS, checkpoints(2.0, 0.1, 0.1), checkpoints(1.0, -0.1, 0.1))
     assert curve.peak_distance.value == D[-1]
     assert curve.turning_point is None
@@ -79,7 +79,7 @@ def test_a_rising_gold_reward_has_its_peak_at_the_end() -> None:
     assert math.isnan(falling.gamma.value)
 
 
-def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward() -> None:
+def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward():
     rng = np.random.default_rng(0)
     proxy, noise = rng.normal(size=(2, 200, 64))
     gold = proxy - 0.4 * proxy**2 + noise
@@ -110,6 +110,6 @@ def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward() -> None:
         (lambda c: c.of_best_of_n(*np.random.rand(2, 3, 16), sizes=[2, 4, 32]), ConfigError, "1 … 16"),  # noqa: NPY002
     ],
 )
-def test_wrong_input_is_refused(call, error, says) -> None:
+def test_wrong_input_is_refused(call, error, says):
     with pytest.raises(error, match=says):
         call(OveroptimizationCurve)

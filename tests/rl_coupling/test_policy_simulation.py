@@ -38,13 +38,13 @@ def model():
     return tiny_reward_model("llama", max_length=256)
 
 
-def test_responses_come_best_first_and_equal_rewards_in_the_order_of_the_draw() -> None:
+def test_responses_come_best_first_and_equal_rewards_in_the_order_of_the_draw():
     (found,) = rank(Length(), ["p"], [["aa", "bbb", "cc", "d", "eee"]])
     assert found.responses == ("bbb", "eee", "aa", "cc", "d")
     assert (found.rewards, found.draws, found.best) == ((3.0, 3.0, 2.0, 2.0, 1.0), (1, 4, 0, 2, 3), "bbb")
 
 
-def test_samples_depend_on_prompt_and_seed_alone(policy: Path) -> None:
+def test_samples_depend_on_prompt_and_seed_alone(policy: Path):
     source = TransformersPolicy(policy, max_new_tokens=8)
     before = torch.get_rng_state()
     first = source.respond("Hi", 5, 0)
@@ -55,7 +55,7 @@ def test_samples_depend_on_prompt_and_seed_alone(policy: Path) -> None:
     assert len(set(first)) > 1
 
 
-def test_samples_follow_the_model_s_distribution(policy: Path) -> None:
+def test_samples_follow_the_model_s_distribution(policy: Path):
     texts = TransformersPolicy(policy, max_new_tokens=1, temperature=0.7, samples_at_once=2000).respond("Hi", 2000, 0)
     tokenizer, lm = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
     ids = torch.tensor(
@@ -73,7 +73,7 @@ def test_samples_follow_the_model_s_distribution(policy: Path) -> None:
     assert np.abs(z).max() < 4.5
 
 
-def test_a_file_holds_what_sample_returns_and_goes_on_after_a_stop(policy: Path, model, tmp_path: Path) -> None:
+def test_a_file_holds_what_sample_returns_and_goes_on_after_a_stop(policy: Path, model, tmp_path: Path):
     messages = (Message("user", "Hi"), Message("assistant", "Yes?"), Message("user", "Tell me."))
     prompts = [*(f"Question {k}" for k in range(40)), messages]
     sampler = BestOfNSampler(policy, model, 16, max_new_tokens=3)
@@ -102,7 +102,7 @@ def test_a_file_holds_what_sample_returns_and_goes_on_after_a_stop(policy: Path,
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_server_that_dies_midway_loses_nothing(model, tmp_path: Path, monkeypatch) -> None:
+def test_a_server_that_dies_midway_loses_nothing(model, tmp_path: Path, monkeypatch):
     whole = model.score_encoded
     asked = 0
 
@@ -125,7 +125,7 @@ def test_a_server_that_dies_midway_loses_nothing(model, tmp_path: Path, monkeypa
         sampler.sample_to_file(PROMPTS[:2], tmp_path / "a.jsonl")
 
 
-def test_saved_completions_are_ranked_by_prompt_in_either_layout(model, tmp_path: Path) -> None:
+def test_saved_completions_are_ranked_by_prompt_in_either_layout(model, tmp_path: Path):
     lists = [{"prompt": p, "responses": ["One.", "Two of them.", "No"]} for p in PROMPTS]
     rows = [{"prompt": row["prompt"], "response": text} for row in lists for text in row["responses"]]
     for name, content in (("lists", lists), ("rows", rows)):
@@ -140,7 +140,7 @@ def test_saved_completions_are_ranked_by_prompt_in_either_layout(model, tmp_path
         assert torch.allclose(direct, torch.tensor(row.rewards), atol=1e-4)
 
 
-def test_the_world_answers_its_prompts_and_judges_them() -> None:
+def test_the_world_answers_its_prompts_and_judges_them():
     sampler = BestOfNSampler(WorldPolicy(WORLD), WorldGold(WORLD), 32, seed=1)
     found = sampler.sample(PROMPTS)
     assert found == BestOfNSampler(WorldPolicy(WORLD), WorldGold(WORLD), 32, seed=1).sample(PROMPTS)
@@ -150,7 +150,7 @@ def test_the_world_answers_its_prompts_and_judges_them() -> None:
             part(["Hello"], ["x"])
 
 
-def test_wrong_policies_are_refused(policy: Path, model, tmp_path: Path) -> None:
+def test_wrong_policies_are_refused(policy: Path, model, tmp_path: Path):
     model.save_pretrained(tmp_path / "rm")
     with pytest.raises(CheckpointError, match=r"rm is a reward model \(LlamaForSequenceClassification\)"):
         BestOfNSampler(tmp_path / "rm", model)
@@ -169,7 +169,7 @@ def test_wrong_policies_are_refused(policy: Path, model, tmp_path: Path) -> None
         TransformersPolicy(policy, max_new_tokens=4000).respond("Hi", 1, 0)
 
 
-def test_a_policy_without_a_pad_token_writes_the_same_texts(policy: Path, tmp_path: Path) -> None:
+def test_a_policy_without_a_pad_token_writes_the_same_texts(policy: Path, tmp_path: Path):
     same = save_policy(tmp_path / "padless", decoder_tokenizer(pad=None))
     texts = TransformersPolicy(same, max_new_tokens=12).respond("Hi", 40, 0)
     assert len(texts) == 40
@@ -187,25 +187,25 @@ def test_a_policy_without_a_pad_token_writes_the_same_texts(policy: Path, tmp_pa
         ({"samples_at_once": 0}, "samples_at_once must be positive"),
     ],
 )
-def test_a_wrong_option_is_refused(policy: Path, options, says) -> None:
+def test_a_wrong_option_is_refused(policy: Path, options, says):
     with pytest.raises(ConfigError, match=says):
         BestOfNSampler(policy, Length(), **options)
 
 
-def test_options_of_a_policy_that_is_given_whole_are_refused() -> None:
+def test_options_of_a_policy_that_is_given_whole_are_refused():
     with pytest.raises(ConfigError, match="use_vllm, top_p is for a policy given by name, got a WorldPolicy"):
         BestOfNSampler(WorldPolicy(WORLD), Length(), use_vllm=True, top_p=0.5)
     with pytest.raises(ConfigError, match="rewards of a Length cannot be recognized"):
         BestOfNSampler(WorldPolicy(WORLD), Length()).sample_to_file(PROMPTS, Path("x.jsonl"))
 
 
-def test_vllm_names_its_extra_where_it_is_missing(policy: Path, monkeypatch) -> None:
+def test_vllm_names_its_extra_where_it_is_missing(policy: Path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
     with pytest.raises(MissingExtra, match=r"rm-optimizer\[vllm\]"):
         VLLMPolicy(policy)
 
 
-def test_a_curve_needs_equally_many_responses(tmp_path: Path) -> None:
+def test_a_curve_needs_equally_many_responses(tmp_path: Path):
     rows = [{"prompt": "p", "responses": ["a"] * n, "rewards": [0.0] * n, "draws": list(range(n))} for n in (2, 3)]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="got 2 to 3"):

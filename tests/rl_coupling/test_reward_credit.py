@@ -25,7 +25,7 @@ def scored(score: float, name: str = "a", group: str = "g"):
         ("bonus", 2.0, 0.25, 4.5),
     ],
 )
-def test_every_step_gets_the_combined_reward(mode, score, weight, total) -> None:
+def test_every_step_gets_the_combined_reward(mode, score, weight, total):
     found = RewardModelCreditAssigner(mode, weight=weight).compute([scored(score)])
     assert found == {("a", 0): total, ("a", 1): total}
 
@@ -56,7 +56,7 @@ class ToGo:
         }
 
 
-def test_an_inner_assigner_normalizes_the_model_s_scores() -> None:
+def test_an_inner_assigner_normalizes_the_model_s_scores():
     rollouts = [
         scored(score, name, group)
         for name, score, group in (("a", 1, "g"), ("b", 3, "g"), ("c", 9, "h"), ("d", 5, "h"))
@@ -66,12 +66,12 @@ def test_an_inner_assigner_normalizes_the_model_s_scores() -> None:
     assert [rollout.total_reward for rollout in rollouts] == [4.0] * 4
 
 
-def test_the_change_goes_to_the_last_step_so_that_steps_sum_to_the_total() -> None:
+def test_the_change_goes_to_the_last_step_so_that_steps_sum_to_the_total():
     found = RewardModelCreditAssigner("add", ToGo()).compute([scored(10.0)])
     assert found == {("a", 0): 14.0, ("a", 1): 13.0}
 
 
-def test_a_rollout_without_a_score_is_named_and_nothing_is_taken_for_zero() -> None:
+def test_a_rollout_without_a_score_is_named_and_nothing_is_taken_for_zero():
     with pytest.raises(ValueError, match="rollout b has no score under 'rm_score'"):
         RewardModelCreditAssigner().compute([scored(1.0), episode("b", ("x", "y"))])
     with pytest.raises(ValueError, match="rollout a has no score under 'helpful'"):
@@ -91,6 +91,6 @@ def test_a_rollout_without_a_score_is_named_and_nothing_is_taken_for_zero() -> N
         ({"mode": "bonus", "weight": float("nan")}, "weight must be finite"),
     ],
 )
-def test_a_wrong_option_is_refused(options, says) -> None:
+def test_a_wrong_option_is_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         RewardModelCreditAssigner(**options)

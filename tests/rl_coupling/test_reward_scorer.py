@@ -40,26 +40,26 @@ def expected(model) -> list[float]:
     return model.score(prompts, [f"Answer {k}." for k in range(9)]).tolist()
 
 
-def test_a_model_with_a_chat_template_reads_messages(chat_model) -> None:
+def test_a_model_with_a_chat_template_reads_messages(chat_model):
     found = score(RewardModelScorer(chat_model, batch_size=4), ROLLOUTS)
     assert found == pytest.approx(expected(chat_model), abs=1e-4)
     assert [rollout.meta["rm_score"] for rollout in ROLLOUTS] == found
 
 
-def test_a_model_without_one_reads_the_steps_in_a_row() -> None:
+def test_a_model_without_one_reads_the_steps_in_a_row():
     model = tiny_reward_model("llama")
     found = score(RewardModelScorer(model), ROLLOUTS[:1])
     assert found == pytest.approx(model.score(["Hi\nYes?\nQuestion 0"], ["Answer 0."]).tolist(), abs=1e-5)
 
 
-def test_a_render_function_comes_first(chat_model) -> None:
+def test_a_render_function_comes_first(chat_model):
     scorer = RewardModelScorer(chat_model, render_fn=lambda rollout: (f"<{rollout.id}>", "same"), score_key="helpful")
     found = score(scorer, ROLLOUTS[:2])
     assert found == pytest.approx(chat_model.score(["<r0>", "<r1>"], ["same"] * 2).tolist(), abs=1e-5)
     assert ROLLOUTS[1].meta["helpful"] == found[1]
 
 
-def test_a_server_gives_the_same_scores(chat_model, tmp_path) -> None:
+def test_a_server_gives_the_same_scores(chat_model, tmp_path):
     chat_model.save_pretrained(tmp_path / "model")
 
     async def through(url: str) -> list[float]:
@@ -86,17 +86,17 @@ class Slow(Scorer):
         return torch.tensor([float(text.split()[1].rstrip(".")) for text in responses])
 
 
-def test_calls_run_together_up_to_the_bound_and_keep_their_order() -> None:
+def test_calls_run_together_up_to_the_bound_and_keep_their_order():
     slow = Slow()
     assert score(RewardModelScorer(slow, batch_size=1, max_concurrency=3), ROLLOUTS) == [float(k) for k in range(9)]
     assert slow.most == 3
 
 
-def test_no_rollouts_have_no_scores(chat_model) -> None:
+def test_no_rollouts_have_no_scores(chat_model):
     assert score(RewardModelScorer(chat_model), []) == []
 
 
-def test_a_failure_stores_no_score() -> None:
+def test_a_failure_stores_no_score():
     class Dying(Scorer):
         def score(self, prompts, responses):
             if "3" in responses[0]:
@@ -109,7 +109,7 @@ def test_a_failure_stores_no_score() -> None:
     assert [rollout.meta for rollout in rollouts] == [{}] * 5
 
 
-def test_wrong_rollouts_and_options_are_refused(chat_model) -> None:
+def test_wrong_rollouts_and_options_are_refused(chat_model):
     class Broken(Scorer):
         def score(self, prompts, responses):
             return torch.tensor([1.0, float("nan")])

@@ -69,7 +69,7 @@ def counting(loads: list[str]) -> Callable[[str], BradleyTerryRM]:
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 0])
-def test_adapters_of_one_base_load_it_once_and_score_as_they_do_alone(adapters: list[Path], memory_bytes) -> None:
+def test_adapters_of_one_base_load_it_once_and_score_as_they_do_alone(adapters: list[Path], memory_bytes):
     loads: list[str] = []
     ensemble = RewardModelEnsemble(adapters, load=counting(loads), memory_bytes=memory_bytes)
     expected = alone(adapters)
@@ -79,7 +79,7 @@ def test_adapters_of_one_base_load_it_once_and_score_as_they_do_alone(adapters: 
         assert len(loads) == (1 if memory_bytes is None else calls)
 
 
-def test_heads_of_one_backbone_keep_it_once_and_score_as_they_do_alone(heads: list[Path]) -> None:
+def test_heads_of_one_backbone_keep_it_once_and_score_as_they_do_alone(heads: list[Path]):
     ensemble = RewardModelEnsemble(heads)
     assert ensemble.member_rewards(PROMPTS, RESPONSES) == pytest.approx(alone(heads), abs=1e-5)
     (backbone,) = ensemble._saved._kept
@@ -88,7 +88,7 @@ def test_heads_of_one_backbone_keep_it_once_and_score_as_they_do_alone(heads: li
     assert backbone.num_bytes == size + 3 * head  # values of the first, and those of two others
 
 
-def test_digests_are_those_of_the_members_alone(adapters: list[Path], heads: list[Path]) -> None:
+def test_digests_are_those_of_the_members_alone(adapters: list[Path], heads: list[Path]):
     ensemble = RewardModelEnsemble([*adapters, *heads])
     first = ensemble.digest()
     assert first == RewardModelEnsemble([*adapters, *heads], memory_bytes=0).digest()
@@ -96,7 +96,7 @@ def test_digests_are_those_of_the_members_alone(adapters: list[Path], heads: lis
     assert len({scorer_digest(ensemble._member(number)) for number in range(6)}) == 6  # type: ignore[arg-type]
 
 
-def test_members_of_several_bases_take_turns(adapters: list[Path], heads: list[Path], tmp_path: Path) -> None:
+def test_members_of_several_bases_take_turns(adapters: list[Path], heads: list[Path], tmp_path: Path):
     others = save_adapters(tmp_path, 7, range(2))
     mixed = [adapters[0], others[0], heads[0], adapters[1], others[1], heads[1], adapters[2]]
     loads: list[str] = []
@@ -106,7 +106,7 @@ def test_members_of_several_bases_take_turns(adapters: list[Path], heads: list[P
     assert len(loads) == 4  # a base for each kind of adapter, and each head's own file
 
 
-def test_threads_that_score_at_once_get_the_rewards(adapters: list[Path]) -> None:
+def test_threads_that_score_at_once_get_the_rewards(adapters: list[Path]):
     ensemble, expected = RewardModelEnsemble(adapters), alone(adapters)
     found: list[np.ndarray] = []
     threads = [
@@ -120,7 +120,7 @@ def test_threads_that_score_at_once_get_the_rewards(adapters: list[Path]) -> Non
     assert all(rewards == pytest.approx(expected, abs=1e-5) for rewards in found)
 
 
-def test_an_adapter_that_changed_since_its_export_is_refused(adapters: list[Path], tmp_path: Path) -> None:
+def test_an_adapter_that_changed_since_its_export_is_refused(adapters: list[Path], tmp_path: Path):
     changed = save_adapters(tmp_path, 0, range(2))
     ensemble = RewardModelEnsemble(changed)
     file = changed[1] / "adapter_model.safetensors"

@@ -59,7 +59,7 @@ def sampler(folder: Path):
         yield BestOfNSampler(folder, Length(), 8, use_vllm=True, max_new_tokens=12, **ENGINE)
 
 
-def test_nearly_greedy_texts_are_those_of_transformers(sampler: BestOfNSampler, folder: Path) -> None:
+def test_nearly_greedy_texts_are_those_of_transformers(sampler: BestOfNSampler, folder: Path):
     assert isinstance(sampler.policy, VLLMPolicy)
     options = {"max_new_tokens": 12, "temperature": 1e-2}
     expected = TransformersPolicy(folder, **options).respond("Hi", 1, 0)
@@ -70,7 +70,7 @@ def test_nearly_greedy_texts_are_those_of_transformers(sampler: BestOfNSampler, 
         sampler.policy._options["temperature"] = 1.0
 
 
-def test_samples_differ_repeat_by_their_seed_and_are_ranked(sampler: BestOfNSampler) -> None:
+def test_samples_differ_repeat_by_their_seed_and_are_ranked(sampler: BestOfNSampler):
     first, again = (sampler.policy.respond("Hi", 8, 0) for _ in range(2))
     assert first == again
     assert len(set(first)) > 1

@@ -34,7 +34,7 @@ def composed(*overrides: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_brings_its_batch_size_and_on_an_h100_its_tokens(model: str) -> None:
+def test_a_model_brings_its_batch_size_and_on_an_h100_its_tokens(model: str):
     anywhere, there = composed(f"model={model}"), composed(f"model={model}", "hardware=h100")
     for config in (anywhere, there):
         assert config.batching.batch_size == config.model.batch_size
@@ -43,13 +43,13 @@ def test_a_model_brings_its_batch_size_and_on_an_h100_its_tokens(model: str) -> 
     assert there.batching.eval_token_budget >= there.batching.micro_token_budget
 
 
-def test_what_is_said_on_the_command_line_wins() -> None:
+def test_what_is_said_on_the_command_line_wins():
     config = composed("hardware=h100", "batching.batch_size=8", "batching.micro_token_budget=99", "data.num_workers=1")
     assert (config.batching.batch_size, config.batching.micro_token_budget) == (8, 99)
     assert (config.data.num_workers, config.hardware.num_workers) == (1, 4)
 
 
-def test_an_h100_compiles_pins_and_loads_ahead_and_nothing_else_does() -> None:
+def test_an_h100_compiles_pins_and_loads_ahead_and_nothing_else_does():
     there = composed("hardware=h100")
     assert (there.hardware.compile, there.hardware.pin_memory, there.data.num_workers) == (True, True, 4)
     for name in ("auto", "cpu", "ddp"):
@@ -81,7 +81,7 @@ def kept_bytes(model: str, layers: int, tokens: int) -> int:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("model", LAYERS)
-def test_a_pass_on_an_h100_fits_beside_the_state_of_adamw(model: str) -> None:
+def test_a_pass_on_an_h100_fits_beside_the_state_of_adamw(model: str):
     """Weights, gradients and two moments in float32 and weights in bf16: 18 bytes a parameter; a tenth stays free.
 
     Bytes of a layer and token are the difference of two depths and two lengths, so that weights cast to bf16 cancel.

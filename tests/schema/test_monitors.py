@@ -13,33 +13,33 @@ from rm_optimizer.schema.monitors import DIRECTIONS, UNDIRECTED, Mode, better_mo
 @pytest.mark.parametrize(
     "monitor", ["val/accuracy", "val/mean_margin", "val/source/hh/accuracy", "val/subset/a/b/accuracy"]
 )
-def test_larger_is_better(monitor: str) -> None:
+def test_larger_is_better(monitor: str):
     assert better_mode(monitor, None) == better_mode(monitor, Mode.max) == Mode.max
     with pytest.raises(ConfigError, match=r"training\.mode must be max .*larger value is better, got min"):
         better_mode(monitor, Mode.min)
 
 
 @pytest.mark.parametrize("monitor", ["val/nll", "val/loss", "val/brier", "val/ece"])
-def test_smaller_is_better(monitor: str) -> None:
+def test_smaller_is_better(monitor: str):
     assert better_mode(monitor, None) == Mode.min
     with pytest.raises(ConfigError, match=r"training\.mode must be min .*smaller value is better, got max"):
         better_mode(monitor, Mode.max)
 
 
 @pytest.mark.parametrize("monitor", UNDIRECTED)
-def test_a_metric_without_a_direction_needs_the_mode(monitor: str) -> None:
+def test_a_metric_without_a_direction_needs_the_mode(monitor: str):
     assert better_mode(monitor, Mode.max) == Mode.max
     with pytest.raises(ConfigError, match=r"training\.mode must be min or max"):
         better_mode(monitor, None)
 
 
 @pytest.mark.parametrize("monitor", ["val/f1", "accuracy", "train/loss", "val/num_pairs", "val/source/accuracy", ""])
-def test_an_unknown_metric_is_refused_before_anything_is_loaded(monitor: str) -> None:
+def test_an_unknown_metric_is_refused_before_anything_is_loaded(monitor: str):
     with pytest.raises(ConfigError, match=r"unknown training\.monitor"):
         checked([f"training.monitor='{monitor}'"], TrainConfig, writable=False)
 
 
-def test_every_known_metric_is_logged() -> None:
+def test_every_known_metric_is_logged():
     import numpy as np
 
     from rm_optimizer.core.metrics.pairwise import evaluate_pairs

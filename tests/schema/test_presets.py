@@ -44,7 +44,7 @@ def combined(optimizer: str, adapter: str, model: str) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_each_optimizer_takes_the_rate_of_each_model_and_adapter(optimizer: str) -> None:
+def test_each_optimizer_takes_the_rate_of_each_model_and_adapter(optimizer: str):
     for model in MODELS:
         ratios = []
         for adapter in ADAPTERS:
@@ -59,17 +59,17 @@ def test_each_optimizer_takes_the_rate_of_each_model_and_adapter(optimizer: str)
 @pytest.mark.parametrize(
     "groups", [("model=qwen", "optimizer=muon", "adapter=lora"), ("adapter=lora", "model=qwen", "optimizer=muon")]
 )
-def test_the_order_of_groups_does_not_matter(groups: tuple[str, ...]) -> None:
+def test_the_order_of_groups_does_not_matter(groups: tuple[str, ...]):
     config = options(*groups).optimizer
     assert (config.lr, config.adamw_lr, config.weight_decay) == (1e-4, 1e-4, 0.0)  # type: ignore[attr-defined]
 
 
-def test_an_adapter_without_a_preset_brings_loras_rate_too() -> None:
+def test_an_adapter_without_a_preset_brings_loras_rate_too():
     lora = ("adapter.kind=lora", "adapter.rank=2", "adapter.alpha=4", "adapter.dropout=0")
     assert options("model=llama", *lora).optimizer.lr == 1e-4
 
 
-def test_explicit_numbers_win_over_the_adapters() -> None:
+def test_explicit_numbers_win_over_the_adapters():
     config = options("model=qwen", "adapter=lora", "optimizer.lr=3e-4", "optimizer.weight_decay=0.1").optimizer
     assert (config.lr, config.weight_decay) == (3e-4, 0.1)
     assert options("model=qwen", "adapter=lora", "model.lora_lr=5e-4").optimizer.lr == 5e-4
@@ -87,25 +87,25 @@ def test_explicit_numbers_win_over_the_adapters() -> None:
         (("adapter.rank=8",), r"adapter\.rank must be null without an adapter .add adapter=lora., got 8"),
     ],
 )
-def test_options_that_nothing_would_read_are_refused(compose_with: Any, given: tuple[str, ...], sentence: str) -> None:
+def test_options_that_nothing_would_read_are_refused(compose_with: Any, given: tuple[str, ...], sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         compose_with(*given, "output_dir=unused")
 
 
 @pytest.mark.parametrize("given", [("model.path=org/model",), ("experiment=quickstart", "model.path=org/model")])
-def test_a_model_named_by_its_path_takes_no_number_of_the_toy(given: tuple[str, ...]) -> None:
+def test_a_model_named_by_its_path_takes_no_number_of_the_toy(given: tuple[str, ...]):
     model, toy = options(*given).model, options("model=tiny").model
     assert (model.name, model.path, model.max_length) == ("org/model", "org/model", None)
     assert model.adamw_lr < toy.adamw_lr / 10
     assert not model.architecture
 
 
-def test_a_path_keeps_the_preset_that_is_chosen_beside_it() -> None:
+def test_a_path_keeps_the_preset_that_is_chosen_beside_it():
     model = options("model=qwen", "model.path=/data/qwen").model
     assert (model.name, model.path, model.max_length) == ("qwen", "/data/qwen", 1024)
 
 
-def test_schedulefree_brings_its_schedule_unless_another_is_chosen() -> None:
+def test_schedulefree_brings_its_schedule_unless_another_is_chosen():
     assert options("optimizer=schedulefree").schedule.name is ScheduleName.constant
     for other in ("schedule=wsd", "experiment=ablation_a2"):
         assert options("optimizer=schedulefree", other).schedule.name is not ScheduleName.constant

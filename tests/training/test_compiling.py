@@ -83,7 +83,7 @@ def assert_alike(plain: BradleyTerryRM, compiled: BradleyTerryRM, passes: Callab
     [("llama", shared, False), ("qwen2", padded, True), ("bert", padded, False)],
     ids=["shared prompts", "checkpointed layers", "encoder"],
 )
-def test_many_sizes_share_two_compilations(family: str, passes: Callable[..., Tensor], checkpointing: bool) -> None:
+def test_many_sizes_share_two_compilations(family: str, passes: Callable[..., Tensor], checkpointing: bool):
     """A second one may follow the first, whose sizes can coincide by chance: symbols equal at first are kept equal."""
     plain = reward_model(family).train(checkpointing)  # layers are checkpointed in training alone
     compiled = copy.deepcopy(plain)
@@ -104,7 +104,7 @@ def test_many_sizes_share_two_compilations(family: str, passes: Callable[..., Te
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, compiling.COMPILERS)), reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_the_kernels_of_inductor_agree() -> None:
+def test_the_kernels_of_inductor_agree():
     plain = reward_model("llama", num_hidden_layers=1).train()
     compiled = copy.deepcopy(plain)
     compile_backbone(compiled)
@@ -112,7 +112,7 @@ def test_the_kernels_of_inductor_agree() -> None:
         assert_alike(plain, compiled, padded, seed)
 
 
-def test_weights_keep_their_names_in_checkpoints_and_exports(tmp_path: Path) -> None:
+def test_weights_keep_their_names_in_checkpoints_and_exports(tmp_path: Path):
     model = reward_model("llama", num_hidden_layers=1)
     names, description = list(model.state_dict()), describe_model(model.model, model.tokenizer, model.identity())
     compile_backbone(model, backend="eager")
@@ -123,7 +123,7 @@ def test_weights_keep_their_names_in_checkpoints_and_exports(tmp_path: Path) -> 
     assert list(reloaded.state_dict()) == list(model.model.state_dict())
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"hardware\.compile=true needs a C\+\+ compiler.*hardware\.compile=false"):
         compile_backbone(reward_model("llama"))
@@ -138,7 +138,7 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.slow
 def test_a_run_resumes_with_and_without_compilation(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Four of six steps compiled, the rest not: the losses are those of a run that never was, to float32's rounding."""
     common = ["training.max_steps=6", "training.checkpoint_every=2", "training.evals_per_epoch=1"]
     train_reward_model(small_config(tmp_path / "plain", *common))

@@ -13,14 +13,14 @@ from rm_optimizer.training.folder.recorder import COLUMNS
 from rm_optimizer.training.loggers.dashboard import COMPARED, GROUPED_BY, SECTIONS, dashboard
 
 
-def test_every_metric_of_a_panel_is_logged() -> None:
+def test_every_metric_of_a_panel_is_logged():
     logged = COLUMNS.keys() | CALIBRATION_COLUMNS.keys() | CURVATURE_COLUMNS.keys()
     assert {metric for plots in SECTIONS.values() for metrics in plots.values() for metric in metrics} <= logged
     assert set(COMPARED) <= {f"best/{name}" for name in ESTIMATES}
     assert typed(compose(["output_dir=x"]), TrainConfig).optimizer.name, f"{GROUPED_BY} is an option"
 
 
-def test_the_definition_is_built_without_an_account() -> None:
+def test_the_definition_is_built_without_an_account():
     pytest.importorskip("wandb_workspaces")
     built = dashboard("team", "rm-optimizer")
     assert [section.name for section in built.sections] == ["Best weights", *SECTIONS]
@@ -29,7 +29,7 @@ def test_the_definition_is_built_without_an_account() -> None:
     ]
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     with pytest.raises(MissingExtra, match=r"pip install 'rm-optimizer\[dashboards\]'"):
         dashboard("team", "rm-optimizer")

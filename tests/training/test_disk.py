@@ -42,7 +42,7 @@ def write_and_fail(path: Path, error: Exception, first_in: Path | None = None) -
         (errno.EACCES, "permission to write"),
     ],
 )
-def test_each_refusal_has_a_sentence_with_path_reason_and_remedy(number: int, remedy: str) -> None:
+def test_each_refusal_has_a_sentence_with_path_reason_and_remedy(number: int, remedy: str):
     with pytest.raises(DiskError) as caught:
         write_and_fail(Path("/runs/a/metrics.csv"), refused(number))
     sentence = str(caught.value)
@@ -51,13 +51,13 @@ def test_each_refusal_has_a_sentence_with_path_reason_and_remedy(number: int, re
     assert "\n" not in sentence
 
 
-def test_safetensors_says_it_in_its_own_words() -> None:
+def test_safetensors_says_it_in_its_own_words():
     error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(DiskError, match=r"/runs/best cannot be written .*free space in /runs"):
         write_and_fail(Path("/runs/best"), error)
 
 
-def test_the_folder_of_temporary_files_is_named_where_it_may_be_the_full_one() -> None:
+def test_the_folder_of_temporary_files_is_named_where_it_may_be_the_full_one():
     with pytest.raises(DiskError, match=r"free space in /runs or /spool, where it is written first"):
         write_and_fail(Path("/runs/a.ckpt"), refused(errno.ENOSPC), first_in=Path("/spool"))
 
@@ -71,13 +71,13 @@ def test_the_folder_of_temporary_files_is_named_where_it_may_be_the_full_one() -
         ValueError("no"),
     ],
 )
-def test_what_is_not_the_disk_s_doing_rises_as_it_is(error: Exception) -> None:
+def test_what_is_not_the_disk_s_doing_rises_as_it_is(error: Exception):
     with pytest.raises(type(error)) as caught:
         write_and_fail(Path("/runs/a"), error)
     assert caught.value is error
 
 
-def test_a_full_disk_under_metrics_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_under_metrics_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(descriptor: int) -> None:
         raise refused(errno.ENOSPC)
 
@@ -93,7 +93,7 @@ def test_a_full_disk_under_metrics_csv(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("writer", ["save_checkpoint", "write_evaluation"])
 def test_a_full_disk_ends_training_at_whichever_write(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
-) -> None:
+):
     def full(*args: object, **kwargs: object) -> None:
         raise refused(errno.ENOSPC)
 
@@ -104,7 +104,7 @@ def test_a_full_disk_ends_training_at_whichever_write(
 
 def test_a_real_refusal_leaves_one_sentence_and_whole_checkpoints(
     python: Path, finished_run: RunResult, small_overrides: list[str], tmp_path: Path
-) -> None:
+):
     shutil.copytree(finished_run.run_dir, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     max(checkpoints.glob("step-*.ckpt")).unlink()

@@ -35,14 +35,14 @@ def two_ranks(small_overrides: list[str], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-def test_two_ranks_follow_the_trajectory_of_one(two_ranks: Path, finished_run: RunResult) -> None:
+def test_two_ranks_follow_the_trajectory_of_one(two_ranks: Path, finished_run: RunResult):
     assert_same_trajectory(Path(finished_run.run_dir), two_ranks)
 
 
 @pytest.mark.slow
 def test_a_rank_without_pairs_takes_part(
     python: Path, small_overrides: list[str], small_config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+):
     overrides = ["batching.batch_size=95", "training.epochs=2"]  # every second step is one pair
     train_reward_model(small_config(tmp_path / "one", *overrides))
     two = train_on_two_ranks(tmp_path / "two", [*small_overrides, *overrides], python=python)
@@ -50,7 +50,7 @@ def test_a_rank_without_pairs_takes_part(
 
 
 @pytest.mark.slow
-def test_two_ranks_evaluate_every_pair_once(two_ranks: Path, finished_run: RunResult) -> None:
+def test_two_ranks_evaluate_every_pair_once(two_ranks: Path, finished_run: RunResult):
     result = RunResult.from_json((two_ranks / "run.json").read_text())
     assert result.metrics.num_pairs == finished_run.metrics.num_pairs == 33
     lines = (two_ranks / "pair_rewards.jsonl").read_text().splitlines()
@@ -61,7 +61,7 @@ def test_two_ranks_evaluate_every_pair_once(two_ranks: Path, finished_run: RunRe
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_loads_on_one_device(two_ranks: Path) -> None:
+def test_a_checkpoint_of_two_ranks_loads_on_one_device(two_ranks: Path):
     newest = sorted((two_ranks / "checkpoints").glob("step-*.ckpt"))[-1]
     reward = BradleyTerryRM.from_pretrained(newest).score(["Hi"], ["Hello"])
     best = BradleyTerryRM.from_pretrained(two_ranks / "best").score(["Hi"], ["Hello"])
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_device(two_ranks: Path) -> None:
 @pytest.mark.slow
 def test_killed_ranks_resume_to_the_same_bytes(
     python: Path, two_ranks: Path, small_overrides: list[str], tmp_path: Path
-) -> None:
+):
     shutil.copytree(two_ranks, tmp_path / "cut")
     forget_after(3, tmp_path / "cut")
     train_on_two_ranks(tmp_path / "cut", [*small_overrides, "resume=auto"], python=python)
@@ -79,9 +79,7 @@ def test_killed_ranks_resume_to_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_tasks_of_slurm_stop_together_when_one_is_told_to(
-    python: Path, small_overrides: list[str], tmp_path: Path
-) -> None:
+def test_tasks_of_slurm_stop_together_when_one_is_told_to(python: Path, small_overrides: list[str], tmp_path: Path):
     """As `srun` starts them; both save one checkpoint, in the one folder that a requeued job finds again."""
     command = [*on_ranks(small_overrides), "training.max_steps=9999", "training.checkpoint_every=9999"]
     with socket.socket() as free:

@@ -67,7 +67,7 @@ def in_memory(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
     in_memory: RunResult, small_config: Build, tmp_path: Path
-) -> None:
+):
     paths = {"train": tmp_path / "train.jsonl", "val": tmp_path / "val.jsonl"}
     for name, path in paths.items():
         path.write_text("".join(json.dumps(pair.to_dict()) + "\n" for pair in getattr(DATA, name)))
@@ -90,7 +90,7 @@ def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
 
 def test_a_callback_sees_each_step_and_resumes_with_the_run(
     in_memory: RunResult, small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     stopped_after(2, small_config(tmp_path, *FEW), monkeypatch, data=DATA, callbacks=[Steps()])
     again = Steps()
     train_reward_model(small_config(tmp_path, *FEW, "resume=auto"), data=DATA, callbacks=[again])
@@ -100,7 +100,7 @@ def test_a_callback_sees_each_step_and_resumes_with_the_run(
     assert rows == read_rows(Path(in_memory.run_dir) / "metrics.csv")
 
 
-def test_a_callback_may_end_the_run(small_config: Build, tmp_path: Path) -> None:
+def test_a_callback_may_end_the_run(small_config: Build, tmp_path: Path):
     result = train_reward_model(small_config(tmp_path, *FEW), data=DATA, callbacks=[Steps(last=3)])
     assert (result.status, result.steps) == (RunStatus.early_stopped, 3)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_nll"]] == ["0", "3"]
@@ -108,7 +108,7 @@ def test_a_callback_may_end_the_run(small_config: Build, tmp_path: Path) -> None
 
 def test_a_run_in_an_order_trains_and_resumes_in_it(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     steps = Steps()
     result = train_reward_model(small_config(whole, *FEW), data=DATA, order=REVERSED, callbacks=[steps])
@@ -126,9 +126,7 @@ def test_a_run_in_an_order_trains_and_resumes_in_it(
 
 
 @pytest.mark.parametrize("more", [[], ["training.max_steps=6"]])
-def test_a_run_in_memory_does_not_go_on_with_other_pairs(
-    in_memory: RunResult, small_config: Build, more: list[str]
-) -> None:
+def test_a_run_in_memory_does_not_go_on_with_other_pairs(in_memory: RunResult, small_config: Build, more: list[str]):
     config = small_config(Path(in_memory.run_dir), *FEW, *more, "resume=auto")
     for changed, option in (
         (TrainVal(some("Say", 24, "never"), DATA.val), "train"),
@@ -166,7 +164,7 @@ def test_what_clashes_is_named(
     given: dict[str, Any],
     error: type[Exception],
     message: str,
-) -> None:
+):
     with pytest.raises(error, match=message):
         train_reward_model(small_config(tmp_path, *options), **{"data": DATA, **given})
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock" and path.name != ".lock"]

@@ -79,40 +79,40 @@ def sharded(folders_of_torchrun: list[Path]) -> Path:
 
 
 @pytest.mark.slow
-def test_processes_of_torchrun_share_one_run_folder(folders_of_torchrun: list[Path]) -> None:
+def test_processes_of_torchrun_share_one_run_folder(folders_of_torchrun: list[Path]):
     assert len(folders_of_torchrun) == 1
     assert (folders_of_torchrun[0] / "run.json").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_uneven_micro_batches_give_the_gradient_of_one_device(measured: dict[str, float], case: str) -> None:
+def test_uneven_micro_batches_give_the_gradient_of_one_device(measured: dict[str, float], case: str):
     assert measured[f"gradient of {case}"] < (BFLOAT16 if case == "bfloat16" else FLOAT64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDABLE)
-def test_an_optimizer_steps_shards_as_it_steps_wholes(measured: dict[str, float], name: str) -> None:
+def test_an_optimizer_steps_shards_as_it_steps_wholes(measured: dict[str, float], name: str):
     assert measured[f"weights of {name}"] < FLOAT64
 
 
 @pytest.mark.slow
-def test_muon_orthogonalizes_whole_matrices(measured: dict[str, float]) -> None:
+def test_muon_orthogonalizes_whole_matrices(measured: dict[str, float]):
     assert measured["muon"] == 0
 
 
 @pytest.mark.slow
-def test_evaluation_is_exact_with_fewer_batches_than_ranks(measured: dict[str, float]) -> None:
+def test_evaluation_is_exact_with_fewer_batches_than_ranks(measured: dict[str, float]):
     assert measured["evaluation"] == 0
 
 
 @pytest.mark.slow
-def test_shards_follow_the_trajectory_of_one_process(sharded: Path, one_process: Path) -> None:
+def test_shards_follow_the_trajectory_of_one_process(sharded: Path, one_process: Path):
     assert_same_trajectory(one_process, sharded)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_shards_is_that_of_one_process(sharded: Path, one_process: Path) -> None:
+def test_a_checkpoint_of_shards_is_that_of_one_process(sharded: Path, one_process: Path):
     name = "checkpoints/step-00000004.ckpt"
     ours, theirs = (dict(tensors(torch.load(folder / name, weights_only=True))) for folder in (sharded, one_process))
     assert ours.keys() == theirs.keys()
@@ -128,7 +128,7 @@ def tensors(content: dict[str, object]) -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_shards_gives_its_rewards_on_one_device(sharded: Path, small_config: Build) -> None:
+def test_a_checkpoint_of_shards_gives_its_rewards_on_one_device(sharded: Path, small_config: Build):
     config = small_config(sharded)
     val = load_training_data(config.data).val
     model = BradleyTerryRM.from_pretrained(sharded / "checkpoints" / "best.ckpt")
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_shards_gives_its_rewards_on_one_device(sharded: Path, s
 @pytest.mark.slow
 def test_killed_shards_resume_to_the_same_bytes(
     python: Path, sharded: Path, small_overrides: list[str], tmp_path: Path
-) -> None:
+):
     shutil.copytree(sharded, tmp_path / "cut")
     forget_after(2, tmp_path / "cut")
     train_on_two_ranks(tmp_path / "cut", [*small_overrides, *OPTIONS, "resume=auto"], "fsdp", python)
@@ -150,6 +150,6 @@ def test_killed_shards_resume_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "soap", "scion"])
-def test_an_optimizer_that_needs_wholes_is_refused(small_config: Build, tmp_path: Path, optimizer: str) -> None:
+def test_an_optimizer_that_needs_wholes_is_refused(small_config: Build, tmp_path: Path, optimizer: str):
     with pytest.raises(ConfigError, match=rf"optimizer={optimizer} does not go with hardware\.strategy=fsdp2"):
         train_reward_model(small_config(tmp_path, "hardware=fsdp", f"optimizer={optimizer}"))

@@ -36,7 +36,7 @@ def gradient_of_first_step(config: TrainConfig) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", [1, 400, 1000])
-def test_any_budget_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int) -> None:
+def test_any_budget_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int):
     loss = ["loss.label_smoothing=0.1", "loss.center_rewards=0.01", "loss.reward_l2=0.1"]
     options = ["training.eval_at_start=false", *loss]
     whole = gradient_of_first_step(small_config(tmp_path, "batching.micro_token_budget=100000", *options))
@@ -44,7 +44,7 @@ def test_any_budget_gives_the_same_gradient(small_config: Build, tmp_path: Path,
     assert ((whole - split).abs().max() / whole.abs().max()).item() < 1e-10
 
 
-def test_the_gradient_is_that_of_the_loss_on_single_sequences(small_config: Build, tmp_path: Path) -> None:
+def test_the_gradient_is_that_of_the_loss_on_single_sequences(small_config: Build, tmp_path: Path):
     config = small_config(tmp_path, "batching.micro_token_budget=500")
     ours = gradient_of_first_step(config)
     run = prepared_run(config)
@@ -64,14 +64,14 @@ def test_the_gradient_is_that_of_the_loss_on_single_sequences(small_config: Buil
 
 
 @pytest.mark.parametrize("budget", [1, 300, 100000])
-def test_prefix_sharing_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int) -> None:
+def test_prefix_sharing_gives_the_same_gradient(small_config: Build, tmp_path: Path, budget: int):
     options = ["training.eval_at_start=false", f"batching.micro_token_budget={budget}"]
     apart = gradient_of_first_step(small_config(tmp_path, "batching.prefix_sharing=off", *options))
     shared = gradient_of_first_step(small_config(tmp_path, "batching.prefix_sharing=on", *options))
     assert ((apart - shared).abs().max() / apart.abs().max()).item() < FLOAT32_ISLANDS
 
 
-def test_sharing_is_refused_by_name_where_it_cannot_be(small_config: Build, tmp_path: Path) -> None:
+def test_sharing_is_refused_by_name_where_it_cannot_be(small_config: Build, tmp_path: Path):
     on, auto = small_config(tmp_path, "batching.prefix_sharing=on"), small_config(tmp_path)
     for config in (on, auto):
         config.model.architecture = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2}

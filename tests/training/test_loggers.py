@@ -29,7 +29,7 @@ NAMES = {"chosen_reward": "chosen", "rejected_reward": "rejected", "margin": "ma
 """Histograms by the loggers' names, and the same values in `reward_distributions.json`."""
 
 
-def test_tensorboard_holds_the_losses(small_config: Build, tmp_path: Path) -> None:
+def test_tensorboard_holds_the_losses(small_config: Build, tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train_reward_model(small_config(tmp_path, "logger.tensorboard=true"))
@@ -40,7 +40,7 @@ def test_tensorboard_holds_the_losses(small_config: Build, tmp_path: Path) -> No
     assert logged == {int(row["step"]): pytest.approx(float(row["train_loss"]), rel=1e-6) for row in rows}
 
 
-def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pytest.MonkeyPatch):
     config = LoggerConfig(wandb=True, wandb_mode=WandbMode.online)
     monkeypatch.setenv("WANDB_API_KEY", "k")
     require_wandb_key(config)
@@ -51,7 +51,7 @@ def test_wandb_online_without_a_key_is_refused_before_the_model(monkeypatch: pyt
     require_wandb_key(LoggerConfig(wandb=True))
 
 
-def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:
+def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_config: Build, tmp_path: Path):
     named = ["logger.name=first", "logger.group=study-1", "logger.tags=[baseline,seed0]"]
     config = small_config(tmp_path, "logger=wandb", "logger.tensorboard=false", *named, *WATCHED)
     train_reward_model(config, callbacks=option_callbacks(config))
@@ -104,7 +104,7 @@ def test_offline_wandb_files_hold_evaluations_pictures_and_histograms(small_conf
     assert profiled == [float(row["tokens_per_second"]) for row in read_rows(tmp_path / "profile.csv")]
 
 
-def test_tensorboard_holds_pictures_and_histograms(small_config: Build, tmp_path: Path) -> None:
+def test_tensorboard_holds_pictures_and_histograms(small_config: Build, tmp_path: Path):
     from matplotlib.image import imread
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -126,7 +126,7 @@ def test_tensorboard_holds_pictures_and_histograms(small_config: Build, tmp_path
     assert len(events.Scalars("perf/tokens_per_second")) == 6
 
 
-def test_loggers_of_numbers_alone_are_passed_over(tmp_path: Path) -> None:
+def test_loggers_of_numbers_alone_are_passed_over(tmp_path: Path):
     recorder = MetricsCSV(tmp_path)
     log_figure([recorder], "a/figure", tmp_path / "none.png", 1)
     log_histogram([recorder], "a/values", np.zeros(2), 1)

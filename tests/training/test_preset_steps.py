@@ -24,13 +24,13 @@ FEW = ("training.max_steps=3", "training.eval_at_start=false", "data.synthetic.n
 @pytest.mark.parametrize(
     "presets", [("optimizer=schedulefree",), ("adapter=lora", "optimizer=muon"), ("optimizer=sgd", "adapter=lora")]
 )
-def test_presets_that_bring_others_train(presets: tuple[str, ...], small_config: Build, tmp_path: Path) -> None:
+def test_presets_that_bring_others_train(presets: tuple[str, ...], small_config: Build, tmp_path: Path):
     result = train_reward_model(small_config(tmp_path, *FEW, *presets))
     losses = [row["train_loss"] for row in read_rows(tmp_path / "metrics.csv")]
     assert (result.steps, len([loss for loss in losses if loss])) == (3, 3)
 
 
-def test_gradient_checkpointing_reaches_a_model_that_is_built(small_config: Build, tmp_path: Path) -> None:
+def test_gradient_checkpointing_reaches_a_model_that_is_built(small_config: Build, tmp_path: Path):
     config = small_config(tmp_path, "model.gradient_checkpointing=true")
     model = build_model(config.model, load_training_data(config.data).train, config.seed)
     assert model.model.is_gradient_checkpointing
@@ -38,7 +38,7 @@ def test_gradient_checkpointing_reaches_a_model_that_is_built(small_config: Buil
 
 def test_a_toy_on_a_users_own_pairs_is_called_one(
     small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     pairs = load_training_data(small_config(tmp_path).data).train.pairs[:40]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(pair.to_dict()) + "\n" for pair in pairs))

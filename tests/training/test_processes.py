@@ -41,30 +41,30 @@ def start(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Proce
     return processes
 
 
-def test_a_process_alone_is_among_none() -> None:
+def test_a_process_alone_is_among_none():
     assert launched_processes() is None
     require_launched(HardwareConfig(devices=8))
 
 
-def test_launchers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     assert start(monkeypatch, SLURM) == Processes("SLURM", 3, 4)
     assert start(monkeypatch, TORCHRUN) == Processes("torchrun", 1, 4)  # torchrun inside a SLURM job
 
 
-def test_a_session_of_slurm_at_a_terminal_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_of_slurm_at_a_terminal_is_one_process(monkeypatch: pytest.MonkeyPatch):
     for name, value in (SLURM | {"SLURM_JOB_NAME": "interactive"}).items():
         monkeypatch.setenv(name, value)
     assert launched_processes() is None
 
 
-def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
     start(monkeypatch, TORCHRUN)
     require_launched(HardwareConfig(devices=2, num_nodes=2))
     with pytest.raises(ConfigError, match=r"must be the 4 processes that torchrun started, got 2 times 1"):
         check_command(["hardware=ddp"])
 
 
-def test_slurm_tasks_take_the_folder_of_job_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_tasks_take_the_folder_of_job_and_step(monkeypatch: pytest.MonkeyPatch):
     processes = start(monkeypatch, SLURM)
     named, *own = process_overrides(processes, "outputs/train/12-00-01", [])
     assert named == "hydra.run.dir='outputs/train/slurm-7.2'"
@@ -74,7 +74,7 @@ def test_slurm_tasks_take_the_folder_of_job_and_step(monkeypatch: pytest.MonkeyP
         process_overrides(processes, "x", ["hydra.run.dir=x/${now:%H}"])
 
 
-def test_torchruns_first_process_names_the_folder_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_first_process_names_the_folder_for_good(monkeypatch: pytest.MonkeyPatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     start(monkeypatch, TORCHRUN | agent)
@@ -96,7 +96,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
-def test_example_scripts_start_a_training_whose_options_compose(tmp_path: Path, script: str) -> None:
+def test_example_scripts_start_a_training_whose_options_compose(tmp_path: Path, script: str):
     """The launcher is replaced by one that writes down its command line."""
     launcher, variables, expected = LAUNCHERS[script]
     recorder = tmp_path / launcher
@@ -113,7 +113,7 @@ def test_example_scripts_start_a_training_whose_options_compose(tmp_path: Path, 
     assert (config.hardware.devices, config.output_dir, config.resume) == (2, "with a space", "auto")
 
 
-def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "num_cores", lambda: 2)
     require_devices(HardwareConfig(accelerator="cpu", devices=2))
     with pytest.raises(ConfigError, match=r"^hardware\.devices must be at most 2, the processor cores .*, got 64$"):
@@ -123,20 +123,20 @@ def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pyt
         require_devices(HardwareConfig(accelerator="auto", devices=2))
 
 
-def test_an_unknown_accelerator_is_refused_with_the_options() -> None:
+def test_an_unknown_accelerator_is_refused_with_the_options():
     with pytest.raises(ConfigError, match=r"unknown hardware\.accelerator 'gpuu'; did you mean 'gpu'\?"):
         HardwareConfig(accelerator="gpuu")
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
-def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
+def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, accelerator: str):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     with pytest.raises(ConfigError, match=rf"^hardware\.accelerator={accelerator} .*hardware=h100.*hardware=cpu"):
         require_devices(HardwareConfig(accelerator=accelerator))
 
 
-def test_an_unknown_accelerator_and_machines_without_a_launcher_are_refused() -> None:
+def test_an_unknown_accelerator_and_machines_without_a_launcher_are_refused():
     with pytest.raises(ConfigError, match=r"unknown hardware\.accelerator 'gpus'; did you mean 'gpu'"):
         require_devices(HardwareConfig(accelerator="gpus"))
     with pytest.raises(ConfigError, match=r"hardware\.num_nodes=2 needs torchrun or SLURM"):

@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("command", ["evaluate", "doctor", "data check"])
-def test_a_command_names_or_drops_it(command: str, checkpoint: str, tmp_path: Path) -> None:
+def test_a_command_names_or_drops_it(command: str, checkpoint: str, tmp_path: Path):
     pairs = written(tmp_path, rows(20, (4, 7)))
     arguments = {
         "evaluate": ["evaluate", checkpoint, "--data", pairs, "--bootstrap", "2", "--output", str(tmp_path / "found")],
@@ -49,7 +49,7 @@ def test_a_command_names_or_drops_it(command: str, checkpoint: str, tmp_path: Pa
     assert "2 of 20 rows are bad, more than the 5%" in " ".join((strict.stderr + str(strict.exception)).split())
 
 
-def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., TrainConfig], tmp_path: Path):
     pairs = written(tmp_path, rows(60, (4, 7)))
     options = [f"data.train={pairs}", "data.val_fraction=0.4", "training.max_steps=1"]
     stopped = small_config(tmp_path / "stopped", *options)
@@ -66,7 +66,7 @@ def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., Tr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["skipped_rows"] == 2
 
 
-def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path) -> None:
+def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path):
     model = narrow_reward_model(TEXTS, max_length=128)
     model.tokenizer.add_tokens(["<tool>"])  # as a base model whose embedding nobody resized
     model = BradleyTerryRM(model.model, model.tokenizer, max_length=128)

@@ -22,7 +22,7 @@ from rm_optimizer.training.folder.result import RunStatus
 Build = Callable[..., TrainConfig]
 
 
-def test_the_run_folder_holds_what_the_manual_lists(finished_run: RunResult) -> None:
+def test_the_run_folder_holds_what_the_manual_lists(finished_run: RunResult):
     folder = Path(finished_run.run_dir)
     present = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     expected = {
@@ -38,14 +38,14 @@ def test_the_run_folder_holds_what_the_manual_lists(finished_run: RunResult) -> 
     assert not [name for name in present if "tmp" in name]
 
 
-def test_the_result_survives_its_file(finished_run: RunResult) -> None:
+def test_the_result_survives_its_file(finished_run: RunResult):
     text = (Path(finished_run.run_dir) / "run.json").read_text()
     assert RunResult.from_json(text).to_json() == finished_run.to_json()
     assert finished_run.status == RunStatus.finished
     assert finished_run.data.val_pairs == 33
 
 
-def test_metrics_csv_has_every_step_and_the_whole_validation_set(finished_run: RunResult) -> None:
+def test_metrics_csv_has_every_step_and_the_whole_validation_set(finished_run: RunResult):
     rows = read_rows(Path(finished_run.run_dir) / "metrics.csv")
     assert [int(row["step"]) for row in rows] == list(range(finished_run.steps + 1))
     evaluated = [row for row in rows if row["eval_acc"]]
@@ -53,14 +53,14 @@ def test_metrics_csv_has_every_step_and_the_whole_validation_set(finished_run: R
     assert [int(row["step"]) for row in evaluated] == [0, 3, 6]
 
 
-def test_the_first_loss_is_chance(finished_run: RunResult) -> None:
+def test_the_first_loss_is_chance(finished_run: RunResult):
     first = read_rows(Path(finished_run.run_dir) / "metrics.csv")[0]
     assert float(first["eval_loss"]) == pytest.approx(0.6931, rel=0.05)
 
 
 def test_plain_transformers_scores_the_export_as_training_did(
     finished_run: RunResult, small_config: Build, tmp_path: Path
-) -> None:
+):
     export = Path(finished_run.run_dir) / "best"
     model = AutoModelForSequenceClassification.from_pretrained(export).eval()
     tokenizer = AutoTokenizer.from_pretrained(export)
@@ -77,7 +77,7 @@ def test_plain_transformers_scores_the_export_as_training_did(
         assert rewards.tolist() == pytest.approx([row["chosen"], row["rejected"]], abs=1e-5)
 
 
-def test_the_same_seed_gives_the_same_bytes(finished_run: RunResult, small_config: Build, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(finished_run: RunResult, small_config: Build, tmp_path: Path):
     again = train_reward_model(small_config(tmp_path))
     before = Path(finished_run.run_dir)
     assert (tmp_path / "metrics.csv").read_bytes() == (before / "metrics.csv").read_bytes()
@@ -87,7 +87,7 @@ def test_the_same_seed_gives_the_same_bytes(finished_run: RunResult, small_confi
 
 def test_the_trajectory_does_not_depend_on_the_token_budget(
     finished_run: RunResult, small_config: Build, tmp_path: Path
-) -> None:
+):
     train_reward_model(small_config(tmp_path, "batching.micro_token_budget=200"))
     before = read_rows(Path(finished_run.run_dir) / "metrics.csv")
     after = read_rows(tmp_path / "metrics.csv")
@@ -97,19 +97,19 @@ def test_the_trajectory_does_not_depend_on_the_token_budget(
                 assert float(left[column]) == pytest.approx(float(right[column]), abs=2e-5)
 
 
-def test_the_learning_rate_ends_at_the_schedule_s_end(finished_run: RunResult) -> None:
+def test_the_learning_rate_ends_at_the_schedule_s_end(finished_run: RunResult):
     rates = [float(row["lr"]) for row in read_rows(Path(finished_run.run_dir) / "metrics.csv") if row["lr"]]
     assert max(rates) == pytest.approx(finished_run.config["optimizer"]["lr"], rel=0.15)
     assert rates[-1] < 0.3 * max(rates)
 
 
-def test_a_loss_that_is_not_finite_names_step_pairs_and_checkpoint(small_config: Build, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_step_pairs_and_checkpoint(small_config: Build, tmp_path: Path):
     config = small_config(tmp_path, "optimizer.lr=1e30", "training.gradient_clip_norm=0", "training.max_steps=40")
     with pytest.raises(TrainingDiverged, match=r"at step \d+ on pairs [0-9a-f]{16}, .*checkpoint.*optimizer\.lr"):
         train_reward_model(config)
 
 
-def test_early_stopping_ends_after_its_patience_and_exports_the_best(small_config: Build, tmp_path: Path) -> None:
+def test_early_stopping_ends_after_its_patience_and_exports_the_best(small_config: Build, tmp_path: Path):
     config = small_config(
         tmp_path,
         "optimizer.lr=1e-12",
@@ -124,12 +124,12 @@ def test_early_stopping_ends_after_its_patience_and_exports_the_best(small_confi
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
-def test_an_unknown_metric_to_monitor_gets_a_suggestion(small_config: Build, tmp_path: Path) -> None:
+def test_an_unknown_metric_to_monitor_gets_a_suggestion(small_config: Build, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"unknown training\.monitor 'val/acuracy'; did you mean 'val/accuracy'"):
         train_reward_model(small_config(tmp_path, "training.monitor=val/acuracy"))
 
 
-def test_only_the_newest_periodic_checkpoints_are_kept_and_load_alone(finished_run: RunResult, tmp_path: Path) -> None:
+def test_only_the_newest_periodic_checkpoints_are_kept_and_load_alone(finished_run: RunResult, tmp_path: Path):
     checkpoints = sorted((Path(finished_run.run_dir) / "checkpoints").glob("step-*.ckpt"))
     assert [path.name for path in checkpoints] == ["step-00000003.ckpt", "step-00000006.ckpt"]
     moved = tmp_path / "moved.ckpt"
@@ -138,7 +138,7 @@ def test_only_the_newest_periodic_checkpoints_are_kept_and_load_alone(finished_r
     assert torch.isfinite(last.score(["Hi"], ["Hello there"])).all()
 
 
-def test_dropped_rows_are_counted_and_listed(small_config: Build, tmp_path: Path) -> None:
+def test_dropped_rows_are_counted_and_listed(small_config: Build, tmp_path: Path):
     rows = [{"prompt": f"Say {i}", "chosen": f"{i} it is", "rejected": "no"} for i in range(12)]
     rows[4]["chosen"] = ""
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,7 +150,7 @@ def test_dropped_rows_are_counted_and_listed(small_config: Build, tmp_path: Path
 
 def test_evaluation_uses_the_beta_a_model_was_trained_with(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     result = train_reward_model(small_config(tmp_path / "run", "loss.beta=2.5"))
     data = load_training_data(small_config(tmp_path).data).val
     options = {"token_budget": 4096, "num_bootstrap": 100, "seed": 0}

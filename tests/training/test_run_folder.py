@@ -48,7 +48,7 @@ def keep_only(folder: Path, *names: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_a_second_run_in_a_used_folder_is_refused_and_changes_nothing(used: Path, small_config: Build) -> None:
+def test_a_second_run_in_a_used_folder_is_refused_and_changes_nothing(used: Path, small_config: Build):
     before = snapshot(used)
     with pytest.raises(ConfigError, match=r"already holds checkpoints/.*resume=auto.*resume=restart.*hydra\.run\.dir"):
         train_reward_model(small_config(used, "seed=7"))
@@ -56,19 +56,19 @@ def test_a_second_run_in_a_used_folder_is_refused_and_changes_nothing(used: Path
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "best", "run.json", "evaluations", "metrics.csv"])
-def test_what_is_left_of_a_run_is_refused_too(used: Path, small_config: Build, left: str) -> None:
+def test_what_is_left_of_a_run_is_refused_too(used: Path, small_config: Build, left: str):
     keep_only(used, left)
     with pytest.raises(ConfigError, match=left):
         require_usable(RunRequest.of(small_config(used)))
 
 
-def test_a_link_to_a_used_folder_is_refused(used: Path, small_config: Build, tmp_path: Path) -> None:
+def test_a_link_to_a_used_folder_is_refused(used: Path, small_config: Build, tmp_path: Path):
     (tmp_path / "link").symlink_to(used)
     with pytest.raises(ConfigError, match="already holds"):
         require_usable(RunRequest.of(small_config(tmp_path / "link")))
 
 
-def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path):
     for name in ("notes.txt", "plots/old.png", "checkpoints/other.ckpt", "options.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -77,14 +77,14 @@ def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path) ->
     assert snapshot(tmp_path) == before
 
 
-def test_the_start_of_a_run_that_left_no_result_is_no_run(used: Path, small_config: Build) -> None:
+def test_the_start_of_a_run_that_left_no_result_is_no_run(used: Path, small_config: Build):
     keep_only(used, "options.json", "identity.json", "skipped_rows.txt")
     before = snapshot(used)
     require_usable(RunRequest.of(small_config(used, "seed=7")))
     assert snapshot(used) == before
 
 
-def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Build, tmp_path: Path) -> None:
+def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Build, tmp_path: Path):
     (tmp_path / "metrics.csv").write_text("mine")
     for resume in ("none", "auto", "restart"):
         with pytest.raises(ConfigError, match=r"already holds metrics\.csv, which a run would overwrite"):
@@ -94,7 +94,7 @@ def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Buil
 @pytest.mark.parametrize("resume", ["none", "auto", "restart"])
 def test_a_folder_that_the_export_could_not_replace_is_refused_at_once(
     resume: str, small_config: Build, tmp_path: Path
-) -> None:
+):
     (tmp_path / "best").mkdir()
     require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
     (tmp_path / "best" / "model.safetensors").write_text("mine")
@@ -102,14 +102,14 @@ def test_a_folder_that_the_export_could_not_replace_is_refused_at_once(
         require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
 
 
-def test_a_finished_run_stays_as_it_is(used: Path, finished_run: RunResult, small_config: Build) -> None:
+def test_a_finished_run_stays_as_it_is(used: Path, finished_run: RunResult, small_config: Build):
     before = snapshot(used)
     result = train_reward_model(small_config(used, "resume=auto", "training.num_bootstrap=200"))
     assert snapshot(used) == before
     assert (result.steps, result.pairs_per_second) == (finished_run.steps, finished_run.pairs_per_second)
 
 
-def test_an_early_stopped_run_stays_as_it_is(small_config: Build, tmp_path: Path) -> None:
+def test_an_early_stopped_run_stays_as_it_is(small_config: Build, tmp_path: Path):
     stopping = ["training.early_stopping.enabled=true", "training.early_stopping.patience=1"]
     options = [*stopping, "training.early_stopping.min_delta=9", "training.max_steps=30"]
     assert train_reward_model(small_config(tmp_path, *options)).status == RunStatus.early_stopped
@@ -122,7 +122,7 @@ def test_an_early_stopped_run_stays_as_it_is(small_config: Build, tmp_path: Path
     assert finished.pairs_per_second is None
 
 
-def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: RunResult, small_config: Build) -> None:
+def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: RunResult, small_config: Build):
     old = [
         "evaluations/step-00000099/metrics.json",
         "landscape/hessian/hessian.json",
@@ -140,13 +140,13 @@ def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: Ru
     assert RunFolder(used).identity != before
 
 
-def test_pairs_of_a_start_that_failed_are_not_those_of_the_run(small_config: Build, tmp_path: Path) -> None:
+def test_pairs_of_a_start_that_failed_are_not_those_of_the_run(small_config: Build, tmp_path: Path):
     (tmp_path / "trained_pairs.npz").write_text("of a start that failed")
     begin(RunRequest.of(small_config(tmp_path)), is_first_rank=True)
     assert not (tmp_path / "trained_pairs.npz").exists()
 
 
-def test_two_processes_in_one_folder_are_refused(used: Path, small_config: Build) -> None:
+def test_two_processes_in_one_folder_are_refused(used: Path, small_config: Build):
     with run_lock(used):
         for resume in ("none", "auto", "restart"):
             with pytest.raises(ConfigError, match=rf"is in use: process {os.getpid()} on .* trains in it"):
@@ -156,7 +156,7 @@ def test_two_processes_in_one_folder_are_refused(used: Path, small_config: Build
     require_free(used)
 
 
-def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_lock(tmp_path: Path):
     holds = "import sys, time; from pathlib import Path; from rm_optimizer.training.folder.lock import run_lock\n"
     holds += "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", holds, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -173,7 +173,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_file_system_without_locks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     import errno
 
     from rm_optimizer.training.folder import lock as module
@@ -186,14 +186,14 @@ def test_a_file_system_without_locks_is_said(
         assert "has no locks (No locks available); do not start a second run" in caplog.text
 
 
-def test_checkpoints_of_another_run_are_refused(used: Path, small_config: Build) -> None:
+def test_checkpoints_of_another_run_are_refused(used: Path, small_config: Build):
     (used / "run.json").unlink()
     (used / "identity.json").write_text((used / "identity.json").read_text().replace('"run_id": "', '"run_id": "0'))
     with pytest.raises(CheckpointError, match=r"step-00000006\.ckpt belongs to run .*, but the folder to run 0"):
         train_reward_model(small_config(used, "resume=auto"))
 
 
-def test_checkpoints_without_a_run_are_refused(used: Path, small_config: Build) -> None:
+def test_checkpoints_without_a_run_are_refused(used: Path, small_config: Build):
     keep_only(used, "checkpoints")
     path = used / "checkpoints" / "step-00000006.ckpt"
     content = torch.load(path, weights_only=True)
@@ -203,13 +203,13 @@ def test_checkpoints_without_a_run_are_refused(used: Path, small_config: Build) 
         train_reward_model(small_config(used, "resume=auto"))
 
 
-def test_checkpoints_alone_know_their_options(used: Path, small_config: Build) -> None:
+def test_checkpoints_alone_know_their_options(used: Path, small_config: Build):
     keep_only(used, "checkpoints")
     with pytest.raises(ConfigError, match=r"loss\.beta was 1\.0, is 2\.0"):
         train_reward_model(small_config(used, "resume=auto", "loss.beta=2"))
 
 
-def test_changed_pairs_are_refused_and_moved_ones_are_not(small_config: Build, tmp_path: Path) -> None:
+def test_changed_pairs_are_refused_and_moved_ones_are_not(small_config: Build, tmp_path: Path):
     rows = [{"prompt": f"Say {i}", "chosen": f"{i} it is", "rejected": "no"} for i in range(24)]
 
     def write(path: Path, **changed: str) -> str:
@@ -227,9 +227,7 @@ def test_changed_pairs_are_refused_and_moved_ones_are_not(small_config: Build, t
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_a_run_can_be_made_longer(
-    small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, schedule: str
-) -> None:
+def test_a_run_can_be_made_longer(small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, schedule: str):
     common = [f"schedule.name={schedule}", "schedule.warmup_ratio=0", "training.checkpoint_every=3"]
     long, cut = tmp_path / "long", tmp_path / "cut"
     train_reward_model(small_config(cut, *common, "training.max_steps=3"))
@@ -246,14 +244,14 @@ def test_a_run_can_be_made_longer(
 
 
 @pytest.mark.parametrize("options", [["training.max_steps=5"], ["training.epochs=0.5"]])
-def test_a_run_cannot_be_made_shorter(used: Path, small_config: Build, options: list[str]) -> None:
+def test_a_run_cannot_be_made_shorter(used: Path, small_config: Build, options: list[str]):
     before = snapshot(used)
     with pytest.raises(ConfigError, match="makes a run longer, not shorter"):
         train_reward_model(small_config(used, "resume=auto", *options))
     assert snapshot(used) == before
 
 
-def test_a_finished_run_without_checkpoints_is_not_extended(used: Path, small_config: Build) -> None:
+def test_a_finished_run_without_checkpoints_is_not_extended(used: Path, small_config: Build):
     shutil.rmtree(used / "checkpoints")
     with pytest.raises(ConfigError, match="needs a checkpoint to extend"):
         train_reward_model(small_config(used, "resume=auto", "training.max_steps=9"))
@@ -262,7 +260,7 @@ def test_a_finished_run_without_checkpoints_is_not_extended(used: Path, small_co
 @pytest.mark.parametrize("name", ["run.write_record", "finishing.write_evaluation", "finishing.write_pair_rewards"])
 def test_a_run_killed_between_two_writes_goes_on(
     small_config: Build, finished_run: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+):
     def dies(*_: object, **__: object) -> None:
         raise MemoryError("killed")
 
@@ -274,7 +272,7 @@ def test_a_run_killed_between_two_writes_goes_on(
     assert_same_outcome(Path(finished_run.run_dir), tmp_path)
 
 
-def test_lost_best_weights_are_said(used: Path, small_config: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_best_weights_are_said(used: Path, small_config: Build, caplog: pytest.LogCaptureFixture):
     for name in ("run.json", "checkpoints/best.ckpt", "checkpoints/step-00000006.ckpt"):
         (used / name).unlink()
     result = train_reward_model(small_config(used, "resume=auto"))
@@ -282,7 +280,7 @@ def test_lost_best_weights_are_said(used: Path, small_config: Build, caplog: pyt
     assert result.best_step == 6
 
 
-def test_a_read_only_folder_is_a_sentence(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_a_sentence(tmp_path: Path):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     tmp_path.chmod(0o500)

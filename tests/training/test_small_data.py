@@ -42,19 +42,19 @@ def test_pairs_that_say_little_are_said(
     val: int,
     columns: dict[str, Any],
     said: str,
-) -> None:
+):
     files = write(tmp_path / "train.jsonl", train, **columns), write(tmp_path / "val.jsonl", val, **columns)
     prepared_run(small_config(tmp_path, f"data.train={files[0]}", f"data.val={files[1]}"))
     assert said in caplog.text
 
 
-def test_enough_pairs_bring_no_warning(small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_enough_pairs_bring_no_warning(small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     prepared_run(small_config(tmp_path, "training.evals_per_epoch=null"))
     assert "next to nothing" not in caplog.text
     assert "so few" not in caplog.text
 
 
-def test_the_smallest_groups_are_taken_together_but_for_the_monitored_one(tmp_path: Path) -> None:
+def test_the_smallest_groups_are_taken_together_but_for_the_monitored_one(tmp_path: Path):
     path = tmp_path / "pairs.jsonl"
     names = [name for k, name in enumerate("abcdef") for _ in range(6 - k)]
     rows = [{"prompt": f"{i}", "chosen": "y", "rejected": "n", "source": name} for i, name in enumerate(names)]
@@ -69,7 +69,7 @@ def test_the_smallest_groups_are_taken_together_but_for_the_monitored_one(tmp_pa
 
 def test_a_nearly_unique_source_is_cut_and_said(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     monkeypatch.setattr("rm_optimizer.training.callbacks.loop.MOST_GROUPS", 3)
     rows = [{"prompt": f"{i}", "chosen": f"y {i}", "rejected": "n", "source": f"s{i}"} for i in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -70,7 +70,7 @@ def recorded_fit(run: Run, options: OptimizerConfig) -> tuple[list[Tensor], list
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_the_update_of_every_optimizer_is_made_in_float32_under_bf16_mixed(prepared: Run, name: str) -> None:
+def test_the_update_of_every_optimizer_is_made_in_float32_under_bf16_mixed(prepared: Run, name: str):
     if OPTIMIZERS[name].extra == "optimizers":
         pytest.importorskip("pytorch_optimizer", reason="the optimizers extra is not installed")
     options = optimizer_options(name)
@@ -118,7 +118,7 @@ def first_step(small_config: Build, tmp_path: Path) -> Callable[..., dict[str, f
     return metrics
 
 
-def test_training_accuracy_reads_the_labels(first_step: Callable[..., dict[str, float]]) -> None:
+def test_training_accuracy_reads_the_labels(first_step: Callable[..., dict[str, float]]):
     plain = first_step(rows(*[{}] * 8))
     flipped = first_step(rows(*[{"label": 0.0}] * 8))
     assert flipped["train/accuracy"] == pytest.approx(1 - plain["train/accuracy"])
@@ -129,7 +129,7 @@ def test_training_accuracy_reads_the_labels(first_step: Callable[..., dict[str, 
     assert tied == pytest.approx(one + other - 0.5)  # the first half alone
 
 
-def test_a_pair_s_weight_counts_the_same_at_every_batch_size(small_config: Build, tmp_path: Path) -> None:
+def test_a_pair_s_weight_counts_the_same_at_every_batch_size(small_config: Build, tmp_path: Path):
     train = write(tmp_path / "train.jsonl", rows(*[{"weight": 1.0 + 9.0 * (i % 4 == 0)} for i in range(12)]))
     found = {}
     for size in (1, 3, 12):
@@ -147,7 +147,7 @@ def test_a_pair_s_weight_counts_the_same_at_every_batch_size(small_config: Build
     assert max(found[1].values()) == pytest.approx(10 * min(found[1].values()))
 
 
-def test_weights_that_are_all_alike_change_nothing(first_step: Callable[..., dict[str, float]]) -> None:
+def test_weights_that_are_all_alike_change_nothing(first_step: Callable[..., dict[str, float]]):
     plain, heavy = first_step(rows(*[{}] * 8)), first_step(rows(*[{"weight": 4.0}] * 8))
     assert heavy == pytest.approx(plain)
 
@@ -155,13 +155,13 @@ def test_weights_that_are_all_alike_change_nothing(first_step: Callable[..., dic
 @pytest.mark.parametrize("options", [[], ["optimizer=schedulefree", "schedule=constant"]])
 def test_divergence_that_an_evaluation_meets_names_step_and_good_checkpoint(
     small_config: Build, tmp_path: Path, options: list[str]
-) -> None:
+):
     run = ["optimizer.lr=1e30", "training.gradient_clip_norm=0", "training.max_steps=1", *options]
     with pytest.raises(TrainingDiverged, match=r"in the evaluation after step 1 on pairs .*best\.ckpt; lower optimiz"):
         train_reward_model(small_config(tmp_path, *run))
 
 
-def test_divergence_of_the_exported_weights_is_no_traceback(small_config: Build, tmp_path: Path) -> None:
+def test_divergence_of_the_exported_weights_is_no_traceback(small_config: Build, tmp_path: Path):
     run = prepared_run(small_config(tmp_path, "training.max_steps=1"))
     rewards = run.datamodule.score_validation(run.module.model)
     from rm_optimizer.training.divergence import require_finite
@@ -171,7 +171,7 @@ def test_divergence_of_the_exported_weights_is_no_traceback(small_config: Build,
         require_finite(broken, run.datamodule.data.val, tmp_path, 4)
 
 
-def test_a_checkpoint_of_the_weights_that_diverged_is_not_called_good(small_config: Build, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_weights_that_diverged_is_not_called_good(small_config: Build, tmp_path: Path):
     options = ["optimizer.lr=1e30", "training.gradient_clip_norm=0", "training.max_steps=9"]
     every = ["training.checkpoint_every=1", "training.evals_per_epoch=1", "data.synthetic.num_train=160"]
     with pytest.raises(TrainingDiverged) as caught:
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_the_weights_that_diverged_is_not_called_good(small_conf
     assert "best.ckpt" in str(caught.value)
 
 
-def test_the_last_good_checkpoint_is_older_than_the_bad_step(tmp_path: Path) -> None:
+def test_the_last_good_checkpoint_is_older_than_the_bad_step(tmp_path: Path):
     (tmp_path / "checkpoints").mkdir()
     assert last_good_checkpoint(tmp_path, 9) is None
     for name in ("best", "step-00000002", "step-00000004"):
@@ -190,7 +190,7 @@ def test_the_last_good_checkpoint_is_older_than_the_bad_step(tmp_path: Path) -> 
     assert [path.stem for path in found if path] == ["step-00000004", "step-00000002", "best"]
 
 
-def test_training_accuracy_of_ties_alone_is_written_as_none(small_config: Build, tmp_path: Path) -> None:
+def test_training_accuracy_of_ties_alone_is_written_as_none(small_config: Build, tmp_path: Path):
     train = write(tmp_path / "train.jsonl", rows(*[{"label": 0.5}] * 8))
     train_reward_model(small_config(tmp_path / "run", f"data.train={train}", "data.val_fraction=0.3"))
     cells = [row["train_acc"] for row in read_rows(tmp_path / "run" / "metrics.csv") if row["train_loss"]]
@@ -198,9 +198,7 @@ def test_training_accuracy_of_ties_alone_is_written_as_none(small_config: Build,
 
 
 @pytest.mark.parametrize("options", [[], ["optimizer=schedulefree", "schedule=constant"]])
-def test_a_periodic_checkpoint_scores_as_its_evaluation_logged(
-    small_config: Build, tmp_path: Path, options: list[str]
-) -> None:
+def test_a_periodic_checkpoint_scores_as_its_evaluation_logged(small_config: Build, tmp_path: Path, options: list[str]):
     config = small_config(tmp_path, "training.max_steps=6", *options)
     train_reward_model(config)
     logged = {int(row["step"]): row["eval_nll"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_nll"]}

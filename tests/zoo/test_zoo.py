@@ -32,7 +32,7 @@ NAMES = family_names() if os.environ.get("ZOO") else SAMPLE
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_a_family_keeps_the_contract_or_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_family_keeps_the_contract_or_is_refused(family: str, tmp_path: Path):
     outcome = examine(family, tmp_path / "export")
     assert not outcome.depends_on_batch
     assert outcome.failures == []

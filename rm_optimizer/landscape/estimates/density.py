@@ -132,7 +132,7 @@ def spectral_density(
         seed: seed of the vectors.
         found: eigenpairs to deflate; None deflates none.
         at_once: random vectors whose iterations take their products together, each of which holds its own basis. Where
-            the operator builds a graph anew in each call, they share it. The numbers are the same.
+            the operator builds a graph anew in each call, they share it. The numbers are equal up to rounding.
 
     Raises:
         ConfigError: if there is no probe, or fewer than two steps.

@@ -96,7 +96,7 @@ def lightning_checkpoint(model: BradleyTerryRM, path: Path) -> Path:
 
 @quiet_deberta
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_every_family_adapts_its_attention_and_mlp_and_nothing_else(family: str) -> None:
+def test_every_family_adapts_its_attention_and_mlp_and_nothing_else(family: str):
     model = in_memory(family)
     add_adapter(model.model, LORA, seed=0)
     adapters = [name for name, _ in model.model.named_modules() if name.endswith(".lora_A")]
@@ -112,7 +112,7 @@ def test_every_family_adapts_its_attention_and_mlp_and_nothing_else(family: str)
 
 @quiet_deberta
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_rewards_are_the_bases_own_until_the_first_step(family: str) -> None:
+def test_rewards_are_the_bases_own_until_the_first_step(family: str):
     model = in_memory(family)
     before = model.score(PROMPTS, RESPONSES)
     add_adapter(model.model, LORA, seed=0)
@@ -122,7 +122,7 @@ def test_rewards_are_the_bases_own_until_the_first_step(family: str) -> None:
 
 @quiet_deberta
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_merged_export_scores_as_memory_and_leaves_memory_alone(family: str, tmp_path: Path) -> None:
+def test_the_merged_export_scores_as_memory_and_leaves_memory_alone(family: str, tmp_path: Path):
     model = in_memory(family)
     untouched = model.score(PROMPTS, RESPONSES)
     add_adapter(model.model, LORA, seed=0)
@@ -143,7 +143,7 @@ def test_the_merged_export_scores_as_memory_and_leaves_memory_alone(family: str,
 
 @quiet_deberta
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_adapter_folder_scores_as_memory_through_us_and_through_plain_peft(family: str, tmp_path: Path) -> None:
+def test_the_adapter_folder_scores_as_memory_through_us_and_through_plain_peft(family: str, tmp_path: Path):
     model = adapted(family, tmp_path / "base")
     rewards = model.score(PROMPTS, RESPONSES)
     certificate = save_adapter(model, tmp_path / "adapter")
@@ -161,13 +161,13 @@ def test_the_adapter_folder_scores_as_memory_through_us_and_through_plain_peft(f
 
 @quiet_deberta
 @pytest.mark.parametrize("family", ["gpt2", "opt", *ENCODERS])  # the other decoders' norms compute in float32
-def test_merging_is_exact_up_to_rounding(family: str, tmp_path: Path) -> None:
+def test_merging_is_exact_up_to_rounding(family: str, tmp_path: Path):
     model = in_memory(family).double()
     add_adapter(model.model, LORA, seed=0)
     assert scrambled(model).save_pretrained(tmp_path / "merged").relative_difference < 1e-10
 
 
-def test_a_lost_factor_fails_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_factor_fails_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = adapted("llama", tmp_path / "base")
     merged = adapter_files.merged_state
 
@@ -180,7 +180,7 @@ def test_a_lost_factor_fails_the_certificate(tmp_path: Path, monkeypatch: pytest
         model.save_pretrained(tmp_path / "merged")
 
 
-def test_peft_finds_base_and_head_from_the_adapter_folder_alone(tmp_path: Path) -> None:
+def test_peft_finds_base_and_head_from_the_adapter_folder_alone(tmp_path: Path):
     model = adapted("llama", tmp_path / "base")
     save_adapter(model, tmp_path / "adapter")
     theirs = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=1).eval()
@@ -191,7 +191,7 @@ def test_peft_finds_base_and_head_from_the_adapter_folder_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_training_checkpoint_keeps_the_adapter_trainable(family: str, tmp_path: Path) -> None:
+def test_a_training_checkpoint_keeps_the_adapter_trainable(family: str, tmp_path: Path):
     model = adapted(family, tmp_path / "base")
     path = lightning_checkpoint(model, tmp_path / "last.ckpt")
     again = BradleyTerryRM.from_pretrained(path, seed=5)
@@ -204,7 +204,7 @@ def test_a_training_checkpoint_keeps_the_adapter_trainable(family: str, tmp_path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_optimizer_finds_factors_and_head(family: str) -> None:
+def test_the_optimizer_finds_factors_and_head(family: str):
     model = in_memory(family)
     count = add_adapter(model.model, LORA, seed=0)
     roles = partition(model, head_names=model.head_parameter_names())
@@ -219,7 +219,7 @@ def test_the_optimizer_finds_factors_and_head(family: str) -> None:
     assert count.total == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_factor_counts_follow_from_shapes() -> None:
+def test_factor_counts_follow_from_shapes():
     model, hidden, inner, kv = in_memory("llama"), 32, 64, 16
     count = add_adapter(model.model, LORA, seed=0)
     layers = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
@@ -229,7 +229,7 @@ def test_factor_counts_follow_from_shapes() -> None:
     assert str(count).startswith(f"trains {count.trainable:,} of {count.total:,} parameters")
 
 
-def test_factors_follow_the_seed_and_leave_the_global_stream_alone() -> None:
+def test_factors_follow_the_seed_and_leave_the_global_stream_alone():
     models = [in_memory("llama") for _ in range(3)]
     state = torch.get_rng_state()
     for model, seed in zip(models, (1, 1, 2), strict=True):
@@ -253,7 +253,7 @@ def gradients(model: BradleyTerryRM) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_reach_factors_and_head_also_with_checkpointing(family: str, tmp_path: Path) -> None:
+def test_gradients_reach_factors_and_head_also_with_checkpointing(family: str, tmp_path: Path):
     folder = base_folder(family, tmp_path)
     plain, recomputed = (
         BradleyTerryRM.from_pretrained(folder, max_length=64, new_head=True, gradient_checkpointing=on)
@@ -271,7 +271,7 @@ def test_gradients_reach_factors_and_head_also_with_checkpointing(family: str, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lora_dropout_is_not_silenced_by_the_dropout_switch(family: str, tmp_path: Path) -> None:
+def test_lora_dropout_is_not_silenced_by_the_dropout_switch(family: str, tmp_path: Path):
     with_dropout = AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8.0, dropout=0.5)
     model = adapted(family, tmp_path / "base", with_dropout)
     path = lightning_checkpoint(model, tmp_path / "last.ckpt")
@@ -284,7 +284,7 @@ def test_lora_dropout_is_not_silenced_by_the_dropout_switch(family: str, tmp_pat
         assert torch.equal(source(**ids), source(**ids))
 
 
-def test_a_users_lora_config_is_copied_with_only_what_must_change() -> None:
+def test_a_users_lora_config_is_copied_with_only_what_must_change():
     model = in_memory("bert")
     given = LoraConfig(r=3, lora_alpha=5, target_modules=["query", "dense"], use_rslora=True, bias="none")
     before = given.to_dict()
@@ -308,7 +308,7 @@ def test_a_users_lora_config_is_copied_with_only_what_must_change() -> None:
     ],
     ids=["all-linear", "regex", "bias-lora", "bias-all", "dora", "more-modules", "patterns"],
 )
-def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_path: Path) -> None:
+def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_path: Path):
     model = adapted("bert", tmp_path / "base", config)
     rewards = model.score(PROMPTS, RESPONSES)
     save_adapter(model, tmp_path / "adapter")
@@ -335,14 +335,14 @@ def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_p
         (LoraConfig(trainable_token_indices=[1]), "trainable_token_indices must be left"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_a_sentence(config: AdapterConfig | LoraConfig, message: str) -> None:
+def test_what_cannot_be_kept_is_refused_in_a_sentence(config: AdapterConfig | LoraConfig, message: str):
     model = in_memory("llama")
     with pytest.raises(ConfigError, match=message):
         add_adapter(model.model, config, seed=0)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_second_adapter_and_a_frozen_head_are_refused() -> None:
+def test_a_second_adapter_and_a_frozen_head_are_refused():
     model = in_memory("llama")
     model.reward_head.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"the reward head score must be trainable, but its weight"):
@@ -353,13 +353,13 @@ def test_a_second_adapter_and_a_frozen_head_are_refused() -> None:
         add_adapter(model.model, LORA, seed=0)
 
 
-def test_no_adapter_changes_nothing() -> None:
+def test_no_adapter_changes_nothing():
     model = in_memory("llama")
     assert add_adapter(model.model, AdapterConfig(), seed=0) is None
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_an_adapter_without_a_base_to_load_again_is_refused_but_merges(tmp_path: Path) -> None:
+def test_an_adapter_without_a_base_to_load_again_is_refused_but_merges(tmp_path: Path):
     tokenizer = tiny_tokenizer("llama")
     model = fresh_reward_model("llama", tokenizer)
     add_adapter(model.model, LORA, seed=0)
@@ -371,14 +371,14 @@ def test_an_adapter_without_a_base_to_load_again_is_refused_but_merges(tmp_path:
         save_adapter(in_memory("llama"), tmp_path / "adapter")
 
 
-def test_another_base_than_the_recorded_one_is_noticed(tmp_path: Path) -> None:
+def test_another_base_than_the_recorded_one_is_noticed(tmp_path: Path):
     save_adapter(adapted("llama", tmp_path / "base"), tmp_path / "adapter")
     tiny_model("llama", seed=8).base_model.save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="belongs to other weights"):
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 
 
-def test_the_same_base_in_another_type_is_the_same_base(tmp_path: Path) -> None:
+def test_the_same_base_in_another_type_is_the_same_base(tmp_path: Path):
     save_adapter(adapted("llama", tmp_path / "base"), tmp_path / "adapter")
     double = BradleyTerryRM.from_pretrained(tmp_path / "adapter", dtype="float64")
     assert double.score(PROMPTS, RESPONSES).dtype == torch.float64
@@ -387,7 +387,7 @@ def test_the_same_base_in_another_type_is_the_same_base(tmp_path: Path) -> None:
     assert types == {torch.float32}
 
 
-def test_an_adapter_that_lost_its_head_or_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_lost_its_head_or_a_tensor_is_refused(tmp_path: Path):
     model = adapted("llama", tmp_path / "base")
     save_adapter(model, tmp_path / "adapter")
     weights = adapter_files.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -401,7 +401,7 @@ def test_an_adapter_that_lost_its_head_or_a_tensor_is_refused(tmp_path: Path) ->
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 
 
-def test_an_adapter_whose_base_is_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_whose_base_is_an_adapter_is_refused(tmp_path: Path):
     save_adapter(adapted("llama", tmp_path / "base"), tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     itself = {"base_model_name_or_path": str(tmp_path / "adapter")}
@@ -410,7 +410,7 @@ def test_an_adapter_whose_base_is_an_adapter_is_refused(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 
 
-def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path) -> None:
+def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path):
     base_folder("llama", tmp_path / "base")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
     theirs = PeftModel(
@@ -429,7 +429,7 @@ def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_half_precision_base_keeps_head_side_and_factors_in_float32(family: str, tmp_path: Path) -> None:
+def test_a_half_precision_base_keeps_head_side_and_factors_in_float32(family: str, tmp_path: Path):
     folder = base_folder(family, tmp_path / "base")
     model = BradleyTerryRM.from_pretrained(folder, max_length=64, dtype="bfloat16", new_head=True)
     add_adapter(model.model, LORA, seed=0)
@@ -452,12 +452,12 @@ def test_a_half_precision_base_keeps_head_side_and_factors_in_float32(family: st
         ({"kind": "lora", "rank": 8, "alpha": 1.0, "dropout": 0.0, "targets": []}, "adapter.targets must name a layer"),
     ],
 )
-def test_options_out_of_range_are_refused(fields: dict[str, object], message: str) -> None:
+def test_options_out_of_range_are_refused(fields: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         AdapterConfig(**fields)
 
 
-def test_four_bits_without_their_library_or_cuda_give_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bits_without_their_library_or_cuda_give_one_sentence(monkeypatch: pytest.MonkeyPatch):
     config = in_memory("llama").model.config
     monkeypatch.setattr("rm_optimizer.core.classifier.quantization.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"bitsandbytes is not installed; pip install 'rm-optimizer\[qlora\]'"):
@@ -471,7 +471,7 @@ def test_four_bits_without_their_library_or_cuda_give_one_sentence(monkeypatch: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_path: Path) -> None:
+def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_path: Path):
     pytest.importorskip("bitsandbytes")
     tokenizer = tiny_tokenizer(family)
     tiny_model(family, tokenizer, hidden_size=64).base_model.save_pretrained(tmp_path / "base")

@@ -81,14 +81,14 @@ def masks_seen(monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), prompts=st.integers(1, 6), window=st.sampled_from([None, 1, 3, 50]))
-def test_the_rule_of_block_masks_is_the_dense_mask(seed: int, prompts: int, window: int | None) -> None:
+def test_the_rule_of_block_masks_is_the_dense_mask(seed: int, prompts: int, window: int | None):
     packed = trees(seed, prompts)
     rows, width = packed.input_ids.shape
     blocks = tree_block_mask(packed, window)
     assert torch.equal(create_mask(blocks.mask_mod, rows, None, width, width, "cpu"), tree_mask(packed, window))
 
 
-def test_a_block_mask_skips_the_blocks_where_two_trees_do_not_meet() -> None:
+def test_a_block_mask_skips_the_blocks_where_two_trees_do_not_meet():
     """Three trees of 256 tokens in a row of six blocks: each needs 3 of its 4, so 9 of 36 are computed."""
     long = [prefix_tree([np.arange(3, 259, dtype=np.int32) + k]) for k in range(3)]
     widest = prefix_tree([np.arange(3, 771, dtype=np.int32)])
@@ -102,7 +102,7 @@ def test_a_block_mask_skips_the_blocks_where_two_trees_do_not_meet() -> None:
 @pytest.mark.parametrize("case", DECODERS)
 def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
     case: str, eager_flex: None, masks_seen: list[type], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Float32 throughout: a sum of 40 products rounds to about 40 x 2^-24, rewards being of order one."""
     family, fields = DECODERS[case]
     model = tiny_model(family, **fields)
@@ -118,7 +118,7 @@ def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_gets_one_type_where_norms_leave_autocasts(eager_flex: None) -> None:
+def test_flex_attention_gets_one_type_where_norms_leave_autocasts(eager_flex: None):
     query, key, value = torch.randn(3, 1, 2, 8, 16)
     packed = trees(prompts=1, most=5)
     width = packed.input_ids.shape[1]
@@ -136,7 +136,7 @@ def padded(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("case", DECODERS)
-def test_on_a_cpu_every_switch_is_sdpa_bit_for_bit(case: str, name: str) -> None:
+def test_on_a_cpu_every_switch_is_sdpa_bit_for_bit(case: str, name: str):
     family, fields = DECODERS[case]
     model = tiny_model(family, **fields)
     expected = padded(model)
@@ -167,7 +167,7 @@ class FakeFlash:
 @pytest.mark.parametrize("case", ["llama", "qwen2"])
 def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(
     case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     flash = FakeFlash()
     monkeypatch.setattr(attention_switch, "flash_attention_forward", flash)
     monkeypatch.setattr(
@@ -201,7 +201,7 @@ def llama(**fields: Any) -> LlamaConfig:
     return LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, **fields)
 
 
-def test_auto_switches_on_a_cuda_machine(cuda_machine: pytest.LogCaptureFixture) -> None:
+def test_auto_switches_on_a_cuda_machine(cuda_machine: pytest.LogCaptureFixture):
     assert choose_attention(llama(), "auto", torch.float32) == "sdpa_or_flex"
     assert cuda_machine.messages == [
         "padded sequences use sdpa: flash_attention_2: the flash-attn package is not installed"
@@ -209,14 +209,14 @@ def test_auto_switches_on_a_cuda_machine(cuda_machine: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("word", ["sdpa", "eager"])
-def test_a_kernel_asked_for_by_name_is_the_kernel(word: str, cuda_machine: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_asked_for_by_name_is_the_kernel(word: str, cuda_machine: pytest.LogCaptureFixture):
     assert choose_attention(llama(), word, torch.float32) == word
     assert not cuda_machine.messages
 
 
 def test_flash_attention_is_part_of_the_switch_where_it_is_installed(
     cuda_machine: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """`transformers` checks the package itself, which this machine lacks: what it would let pass is set here."""
     obstacle = attention._obstacle
     monkeypatch.setattr(
@@ -240,19 +240,19 @@ def test_flash_attention_is_part_of_the_switch_where_it_is_installed(
 )
 def test_a_model_that_flex_attention_cannot_serve_keeps_the_dense_mask_and_it_is_said(
     config: LlamaConfig, words: str, cuda_machine: pytest.LogCaptureFixture
-) -> None:
+):
     for _ in range(2):
         assert choose_attention(config, "auto", torch.float32) == "sdpa"
     assert cuda_machine.messages[0] == f"shared prompts use sdpa with a dense mask: flex_attention: {words}"
     assert len(cuda_machine.messages) == 2
 
 
-def test_a_soft_cap_that_sdpa_would_leave_out_forbids_the_switch(cuda_machine: pytest.LogCaptureFixture) -> None:
+def test_a_soft_cap_that_sdpa_would_leave_out_forbids_the_switch(cuda_machine: pytest.LogCaptureFixture):
     config = Gemma2Config(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, head_dim=16)
     assert choose_attention(config, "auto", torch.float32) not in SWITCHES
 
 
-def test_encoders_switch_too(cuda_machine: pytest.LogCaptureFixture) -> None:
+def test_encoders_switch_too(cuda_machine: pytest.LogCaptureFixture):
     config = BertConfig(num_hidden_layers=1)
     config.attention_probs_dropout_prob = 0.0
     assert choose_attention(config, "auto", torch.float32) in SWITCHES
@@ -262,7 +262,7 @@ def test_encoders_switch_too(cuda_machine: pytest.LogCaptureFixture) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("case", DECODERS)
-def test_on_a_gpu_the_switch_gives_the_rewards_and_gradients_of_sdpa(case: str, autocast: bool) -> None:
+def test_on_a_gpu_the_switch_gives_the_rewards_and_gradients_of_sdpa(case: str, autocast: bool):
     """Float32 to its rounding; bfloat16 has 8 bits, so two kernels agree to a few times 2^-8."""
     family, fields = DECODERS[case]
     wide = fields | {"hidden_size": 64, "head_dim": 16}
@@ -287,7 +287,7 @@ def soft_capped(cap: float | None = 5.0) -> BradleyTerryRM:
     return fresh_reward_model("llama", fields=capped | large)
 
 
-def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers(tmp_path: Path) -> None:
+def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers(tmp_path: Path):
     model = soft_capped()
     assert model.model.config._attn_implementation == "eager"
     prompts, responses = ["How do I boil an egg?"] * 2, ["In boiling water for seven minutes.", "No."]
@@ -304,7 +304,7 @@ def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers
     torch.testing.assert_close(BradleyTerryRM.from_pretrained(tmp_path).score(prompts, responses), rewards)
 
 
-def test_sdpa_by_name_is_not_given_to_a_model_with_a_soft_cap(caplog: pytest.LogCaptureFixture) -> None:
+def test_sdpa_by_name_is_not_given_to_a_model_with_a_soft_cap(caplog: pytest.LogCaptureFixture):
     attention._say_once.cache_clear()
     config = Gemma2Config(attn_logit_softcapping=50.0, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     with caplog.at_level(logging.WARNING, logger="rm_optimizer"):

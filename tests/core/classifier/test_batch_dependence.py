@@ -40,7 +40,7 @@ def built(model_type: str, fields: dict[str, Any], max_length: int = 64) -> Brad
 
 
 @pytest.mark.parametrize("model_type", sorted(KNOWN))
-def test_a_known_architecture_is_refused_before_it_is_built(model_type: str, tmp_path: Path) -> None:
+def test_a_known_architecture_is_refused_before_it_is_built(model_type: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=f"{model_type} gives a response another reward when a longer one"):
         built(model_type, {})
     config = AutoConfig.for_model(model_type, num_labels=1)
@@ -51,7 +51,7 @@ def test_a_known_architecture_is_refused_before_it_is_built(model_type: str, tmp
 
 
 @pytest.mark.parametrize("model_type", sorted(DEPENDENT))
-def test_an_unknown_architecture_is_measured(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_architecture_is_measured(model_type: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batch_dependence, "KNOWN", {})
     with pytest.raises(ConfigError, match="padding changes what it reads of a sequence by"):
         built(model_type, {**DEPENDENT[model_type], "initializer_range": 0.3})
@@ -66,11 +66,11 @@ def test_an_unknown_architecture_is_measured(model_type: str, monkeypatch: pytes
         ("albert", {**SMALL, "embedding_size": 32}),
     ],
 )
-def test_a_model_that_keeps_to_its_mask_passes(model_type: str, fields: dict[str, Any]) -> None:
+def test_a_model_that_keeps_to_its_mask_passes(model_type: str, fields: dict[str, Any]):
     assert built(model_type, fields).score(["a"], ["b"]).isfinite().all()
 
 
-def test_longrope_is_bounded_by_its_original_length() -> None:
+def test_longrope_is_bounded_by_its_original_length():
     config = AutoConfig.for_model(**LONGROPE, vocab_size=300, pad_token_id=0)
     assert exact_length(config) == 32
     assert default_max_length(config, decoder_tokenizer()) == 32
@@ -79,12 +79,12 @@ def test_longrope_is_bounded_by_its_original_length() -> None:
         built("phi3", LONGROPE, max_length=33)
 
 
-def test_bigbird_attends_to_everything_whatever_was_scored_before() -> None:
+def test_bigbird_attends_to_everything_whatever_was_scored_before():
     model = built("big_bird", SMALL)
     assert model.model.config.attention_type == "original_full"
 
 
-def test_a_model_without_an_embedding_of_ids_is_refused_in_one_sentence() -> None:
+def test_a_model_without_an_embedding_of_ids_is_refused_in_one_sentence():
     config = PerceiverConfig(num_latents=4, d_latents=8, d_model=16, num_blocks=1, num_self_attends_per_block=1)
     model = AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(CheckpointError, match="no embedding of token ids"):
@@ -100,21 +100,19 @@ def test_a_model_without_an_embedding_of_ids_is_refused_in_one_sentence() -> Non
         ("lilt", {}, "LiltForSequenceClassification computes no rewards from token ids alone"),
     ],
 )
-def test_a_model_that_cannot_compute_is_refused_in_one_sentence(
-    model_type: str, fields: dict[str, Any], says: str
-) -> None:
+def test_a_model_that_cannot_compute_is_refused_in_one_sentence(model_type: str, fields: dict[str, Any], says: str):
     with pytest.raises((CheckpointError, ConfigError), match=says) as caught:
         built(model_type, SMALL | fields)
     assert "\n" not in str(caught.value)
 
 
-def test_a_language_that_is_named_is_read() -> None:
+def test_a_language_that_is_named_is_read():
     fields = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
     assert built("xmod", SMALL | fields).score(["a"], ["b"]).isfinite().all()
 
 
 @pytest.mark.parametrize("model_type", ["longformer", "data2vec-text", "luke", "xlm-roberta", "ibert"])
-def test_positions_counted_from_after_the_pad_id_shorten_the_window(model_type: str) -> None:
+def test_positions_counted_from_after_the_pad_id_shorten_the_window(model_type: str):
     config = AutoConfig.for_model(model_type, max_position_embeddings=130, pad_token_id=1)
     assert position_window(config) == 128
 
@@ -127,7 +125,7 @@ def test_positions_counted_from_after_the_pad_id_shorten_the_window(model_type: 
         ("longformer", {**SMALL, "attention_window": [8, 8]}),
     ],
 )
-def test_the_whole_window_can_be_read(model_type: str, fields: dict[str, Any]) -> None:
+def test_the_whole_window_can_be_read(model_type: str, fields: dict[str, Any]):
     model = built(model_type, {**fields, "max_position_embeddings": 66}, max_length=65)
     assert len(model.renderer.encode("long " * 100, "text").ids) == 65
     assert model.score(["long " * 100], ["text"]).isfinite().all()

@@ -15,7 +15,7 @@ from tests.builders import ENCODERS, FAMILIES, fresh_reward_model, tiny_model
 # transformers' DeBERTa calls torch.jit.script when it is imported.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("family", ["llama", "gpt2", *ENCODERS])
-def test_installing_keeps_the_state_and_the_logits(family: str) -> None:
+def test_installing_keeps_the_state_and_the_logits(family: str):
     model = tiny_model(family)
     ids = torch.arange(5, 20).reshape(3, 5)
     with torch.no_grad():
@@ -27,12 +27,12 @@ def test_installing_keeps_the_state_and_the_logits(family: str) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_installing_twice_changes_nothing() -> None:
+def test_installing_twice_changes_nothing():
     model = tiny_model("llama")
     assert install_reward_head(model) is install_reward_head(model)
 
 
-def test_a_model_without_a_single_scalar_head_is_refused() -> None:
+def test_a_model_without_a_single_scalar_head_is_refused():
     model = tiny_model("llama")
     model.score = torch.nn.Linear(32, 2)
     with pytest.raises(CheckpointError, match="num_labels=1"):
@@ -40,7 +40,7 @@ def test_a_model_without_a_single_scalar_head_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_casting_the_model_leaves_the_head_in_float32_bit_for_bit(dtype: torch.dtype) -> None:
+def test_casting_the_model_leaves_the_head_in_float32_bit_for_bit(dtype: torch.dtype):
     model = tiny_model("llama")
     weight = install_reward_head(model).weight.detach().clone()
     model.to(dtype)
@@ -49,7 +49,7 @@ def test_casting_the_model_leaves_the_head_in_float32_bit_for_bit(dtype: torch.d
     assert model.double().score.weight.dtype is torch.float64
 
 
-def test_a_half_checkpoint_gets_a_float32_head() -> None:
+def test_a_half_checkpoint_gets_a_float32_head():
     model = tiny_model("llama").bfloat16()
     model.score.weight.requires_grad_(False)
     head = install_reward_head(model)
@@ -57,7 +57,7 @@ def test_a_half_checkpoint_gets_a_float32_head() -> None:
     assert not head.weight.requires_grad
 
 
-def test_the_head_computes_in_float32_under_autocast() -> None:
+def test_the_head_computes_in_float32_under_autocast():
     head = RewardHead(64, 1)
     hidden = torch.randn(10, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = torch.nn.functional.linear(hidden.float(), head.weight, head.bias)
@@ -68,7 +68,7 @@ def test_the_head_computes_in_float32_under_autocast() -> None:
     assert not torch.equal(rewards.bfloat16().float(), rewards)
 
 
-def test_a_fresh_head_has_the_stated_spread_and_repeats_with_its_seed() -> None:
+def test_a_fresh_head_has_the_stated_spread_and_repeats_with_its_seed():
     head, again, other = RewardHead(4096, 1), RewardHead(4096, 1), RewardHead(4096, 1)
     said = initialize_head(head, seed=7)
     initialize_head(again, seed=7)
@@ -84,7 +84,7 @@ def test_a_fresh_head_has_the_stated_spread_and_repeats_with_its_seed() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_loss_of_a_fresh_head_is_log_2_within_5_percent(family: str, seed: int) -> None:
+def test_the_first_loss_of_a_fresh_head_is_log_2_within_5_percent(family: str, seed: int):
     model = fresh_reward_model(family, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 300, (64, 12), generator=generator)

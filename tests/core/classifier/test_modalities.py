@@ -33,7 +33,7 @@ def adapted(model: BradleyTerryRM, targets: list[str] | None = None) -> set[str]
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_vision_is_frozen_and_said(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_vision_is_frozen_and_said(family: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="rm_optimizer"):
         model = multimodal(family)
     for part in VISION[family]:
@@ -46,14 +46,14 @@ def test_vision_is_frozen_and_said(family: str, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_lora_adapts_the_text_alone(family: str) -> None:
+def test_lora_adapts_the_text_alone(family: str):
     assert adapted(multimodal(family)) == set()
 
 
-def test_lora_targets_that_both_have_are_adapted_in_the_text_alone() -> None:
+def test_lora_targets_that_both_have_are_adapted_in_the_text_alone():
     assert adapted(multimodal("gemma3"), ["q_proj"]) == set()
 
 
-def test_a_target_in_the_vision_tower_is_refused() -> None:
+def test_a_target_in_the_vision_tower_is_refused():
     with pytest.raises(ConfigError, match="got out_proj; known: down_proj, gate_proj, k_proj, o_proj"):
         adapted(multimodal("gemma3"), ["q_proj", "out_proj"])

@@ -28,7 +28,7 @@ def padded(side: str, pad_id: int, extra: int = 4) -> tuple[torch.Tensor, torch.
     return ids, mask, rows
 
 
-def test_last_attended_finds_the_last_one_of_any_mask() -> None:
+def test_last_attended_finds_the_last_one_of_any_mask():
     generator = torch.Generator().manual_seed(0)
     mask = torch.randint(0, 2, (200, 7), generator=generator)
     mask[:, 3] = 1
@@ -36,12 +36,12 @@ def test_last_attended_finds_the_last_one_of_any_mask() -> None:
     assert last_attended(mask).tolist() == expected
 
 
-def test_a_row_of_zeros_is_refused() -> None:
+def test_a_row_of_zeros_is_refused():
     with pytest.raises(ValueError, match="at least one token in every sequence"):
         last_attended(torch.tensor([[1, 1], [0, 0]]))
 
 
-def test_positions_of_attended_tokens_do_not_depend_on_the_padding_side() -> None:
+def test_positions_of_attended_tokens_do_not_depend_on_the_padding_side():
     for side in ("left", "right"):
         _, mask, rows = padded(side, 0)
         positions = mask_position_ids(mask)
@@ -52,7 +52,7 @@ def test_positions_of_attended_tokens_do_not_depend_on_the_padding_side() -> Non
 @pytest.mark.parametrize("pad_id", [2, 7], ids=["pad", "ordinary"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", DECODERS)
-def test_padding_changes_no_reward(family: str, side: str, pad_id: int) -> None:
+def test_padding_changes_no_reward(family: str, side: str, pad_id: int):
     model = tiny_model(family).double()
     assert pools_last_token(model)
     ids, mask, rows = padded(side, pad_id)
@@ -65,7 +65,7 @@ def test_padding_changes_no_reward(family: str, side: str, pad_id: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_plain_transformers_pools_one_token_early_when_the_last_token_is_the_pad_id(family: str) -> None:
+def test_plain_transformers_pools_one_token_early_when_the_last_token_is_the_pad_id(family: str):
     model = tiny_model(family)
     ids = torch.tensor([[0, 10, 11, 2], [0, 10, 2, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
@@ -74,7 +74,7 @@ def test_plain_transformers_pools_one_token_early_when_the_last_token_is_the_pad
     assert (ours - theirs).abs().min() > 1e-3
 
 
-def test_an_encoder_refuses_left_padding() -> None:
+def test_an_encoder_refuses_left_padding():
     model = tiny_model("bert")
     ids, mask, _ = padded("left", 0)
     with pytest.raises(ValueError, match="pad on the right"):

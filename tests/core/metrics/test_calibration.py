@@ -46,7 +46,7 @@ def brute_force_symmetrized_ece(logit: np.ndarray, label: np.ndarray, weight: np
     return total
 
 
-def test_equals_the_error_of_the_set_with_every_pair_from_both_sides() -> None:
+def test_equals_the_error_of_the_set_with_every_pair_from_both_sides():
     rng = np.random.default_rng(1)
     logit, _, _ = simulated(300, scale=2.0)
     logit[:10] = 0.0
@@ -54,7 +54,7 @@ def test_equals_the_error_of_the_set_with_every_pair_from_both_sides() -> None:
     assert ece(logit, label, weight) == pytest.approx(brute_force_symmetrized_ece(logit, label, weight), rel=1e-12)
 
 
-def test_a_calibrated_model_has_no_error_beyond_the_noise_floor_though_every_label_is_one() -> None:
+def test_a_calibrated_model_has_no_error_beyond_the_noise_floor_though_every_label_is_one():
     logit, label, weight = simulated(40_000)
     logit = np.where(label == 1, logit, -logit)
     folded = fold(logit, np.ones_like(label), weight)
@@ -66,7 +66,7 @@ def test_a_calibrated_model_has_no_error_beyond_the_noise_floor_though_every_lab
     assert np.mean(1 - expit(logit)) > 0.25
 
 
-def test_invariant_to_which_response_is_called_chosen() -> None:
+def test_invariant_to_which_response_is_called_chosen():
     logit, label, weight = simulated(500, scale=1.7)
     turned = np.where(np.arange(500) % 2 == 0, 1.0, -1.0)
     label = 0.8 * label + 0.1
@@ -77,7 +77,7 @@ def test_invariant_to_which_response_is_called_chosen() -> None:
     )
 
 
-def test_a_constant_confidence_has_its_gap_as_error() -> None:
+def test_a_constant_confidence_has_its_gap_as_error():
     logit = np.full(10, math.log(0.9 / 0.1))
     label = np.array([1.0] * 6 + [0.0] * 4)
     folded = fold(logit, label, np.ones(10))
@@ -86,7 +86,7 @@ def test_a_constant_confidence_has_its_gap_as_error() -> None:
     assert expected_calibration_error(folded, mass) == pytest.approx(0.3)
 
 
-def test_equal_mass_bins_hold_equal_weight_and_never_part_equal_values() -> None:
+def test_equal_mass_bins_hold_equal_weight_and_never_part_equal_values():
     confidence = np.linspace(0.5, 1.0, 200)
     assert np.bincount(equal_mass_bins(confidence, np.ones(200))).tolist() == [20] * NUM_BINS
     tied = np.repeat([0.6, 0.7], 50)
@@ -94,7 +94,7 @@ def test_equal_mass_bins_hold_equal_weight_and_never_part_equal_values() -> None
     assert len(set(bins[:50])) == len(set(bins[50:])) == 1
 
 
-def test_both_binnings_take_a_weight_for_a_repetition() -> None:
+def test_both_binnings_take_a_weight_for_a_repetition():
     logit, label, _ = simulated(200, scale=2.0)
     counts = np.random.default_rng(2).integers(1, 4, size=200)
     weighted = fold(logit, label, counts.astype(np.float64))
@@ -105,7 +105,7 @@ def test_both_binnings_take_a_weight_for_a_repetition() -> None:
         )
 
 
-def test_noise_floor_of_one_confidence_is_the_mean_deviation_of_a_binomial() -> None:
+def test_noise_floor_of_one_confidence_is_the_mean_deviation_of_a_binomial():
     n, q = 400, 0.8
     folded = fold(np.full(n, math.log(q / (1 - q))), np.ones(n), np.ones(n))
     floor = calibration_noise_floor(folded, equal_width_bins(folded.confidence), seed=0)
@@ -114,7 +114,7 @@ def test_noise_floor_of_one_confidence_is_the_mean_deviation_of_a_binomial() -> 
     assert floor == pytest.approx(sigma * math.sqrt(2 / math.pi), abs=4 * sigma * math.sqrt((1 - 2 / math.pi) / 200))
 
 
-def test_noise_floor_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_floor_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch):
     folded = fold(*simulated(50))
     bins = equal_width_bins(folded.confidence)
     floor = calibration_noise_floor(folded, bins, seed=0)
@@ -123,7 +123,7 @@ def test_noise_floor_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch) 
     assert calibration_noise_floor(folded, bins, seed=1) != floor
 
 
-def test_reliability_curve_of_counted_pairs() -> None:
+def test_reliability_curve_of_counted_pairs():
     logit = np.array([0.0, 0.1, -0.1, 3.0, 3.0, 3.0, -3.0])
     label = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     curve = reliability_curve(fold(logit, label, np.ones(7)))
@@ -133,7 +133,7 @@ def test_reliability_curve_of_counted_pairs() -> None:
     assert all(item.frequency_low < item.frequency < item.frequency_high for item in curve)
 
 
-def test_temperature_matches_a_direct_minimization_and_improves_the_likelihood() -> None:
+def test_temperature_matches_a_direct_minimization_and_improves_the_likelihood():
     rng = np.random.default_rng(4)
     logit, label, _ = simulated(400, scale=3.0)
     label, weight = 0.9 * label + 0.05, rng.uniform(0.5, 2, size=400)
@@ -151,7 +151,7 @@ def test_temperature_matches_a_direct_minimization_and_improves_the_likelihood()
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.5, 4.0, 1e6])
-def test_temperature_undoes_a_scale(scale: float) -> None:
+def test_temperature_undoes_a_scale(scale: float):
     base = fit_temperature(*simulated(2_000))
     scaled = fit_temperature(*simulated(2_000, scale=scale))
     assert base.temperature is not None
@@ -160,13 +160,13 @@ def test_temperature_undoes_a_scale(scale: float) -> None:
     assert scaled.temperature == pytest.approx(scale * base.temperature, rel=1e-9)
 
 
-def test_equal_odds_have_a_temperature_in_closed_form() -> None:
+def test_equal_odds_have_a_temperature_in_closed_form():
     # Three of four right at one |logit| z: T = z / log 3.
     fit = fit_temperature(np.array([2.0, 2.0, -2.0, 2.0]), np.array([1.0, 1.0, 0.0, 0.0]), np.ones(4))
     assert fit.temperature == pytest.approx(2 / math.log(3), rel=1e-12)
 
 
-def test_no_temperature_where_none_is_best() -> None:
+def test_no_temperature_where_none_is_best():
     ones = np.ones(3)
     cases = {
         "ranked as labeled": (np.array([1.0, 2.0, -0.5]), np.array([1.0, 1.0, 0.0])),

@@ -22,7 +22,7 @@ def with_counts(values: np.ndarray) -> np.ndarray:
     return np.stack([values, np.ones_like(values)], axis=1)
 
 
-def test_wilson_interval_solves_its_quadratic() -> None:
+def test_wilson_interval_solves_its_quadratic():
     # Its ends are the p at which |f - p| = z sqrt(p (1 - p) / n), z = 1.959964.
     for frequency, n in ((0.3, 40), (0.9, 11), (0.5, 7.5)):
         for end in wilson_interval(frequency, n):
@@ -32,7 +32,7 @@ def test_wilson_interval_solves_its_quadratic() -> None:
     assert wilson_interval(1.0, 10)[0] == pytest.approx(10 / (10 + 1.959963984540054**2))
 
 
-def test_jackknife_error_of_a_mean_is_its_textbook_error() -> None:
+def test_jackknife_error_of_a_mean_is_its_textbook_error():
     values = np.random.default_rng(0).normal(size=50)
     (estimate,) = cluster_bootstrap(with_counts(values), mean, num_bootstrap=0, seed=0)
     assert estimate.value == pytest.approx(values.mean())
@@ -40,14 +40,14 @@ def test_jackknife_error_of_a_mean_is_its_textbook_error() -> None:
     assert (estimate.num_samples, estimate.low, estimate.high) == (50, None, None)
 
 
-def test_bootstrap_error_of_a_mean_tends_to_the_plug_in_error() -> None:
+def test_bootstrap_error_of_a_mean_tends_to_the_plug_in_error():
     values = np.random.default_rng(0).normal(size=50)
     (estimate,) = cluster_bootstrap(with_counts(values), mean, num_bootstrap=20_000, seed=0)
     # Relative error of a standard deviation from B draws is 1 / sqrt(2 B) = 0.5 %; four of them.
     assert estimate.standard_error == pytest.approx(values.std() / math.sqrt(50), rel=0.02)
 
 
-def test_matches_scipys_bca_interval() -> None:
+def test_matches_scipys_bca_interval():
     from scipy.stats import bootstrap
 
     values = np.random.default_rng(3).exponential(size=40)
@@ -59,7 +59,7 @@ def test_matches_scipys_bca_interval() -> None:
     assert estimate.high == pytest.approx(reference.confidence_interval.high, abs=tolerance)
 
 
-def test_same_seed_same_interval_in_any_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_seed_same_interval_in_any_chunking(monkeypatch: pytest.MonkeyPatch):
     sums = with_counts(np.random.default_rng(0).normal(size=30))
     first = cluster_bootstrap(sums, mean, num_bootstrap=200, seed=7)
     assert cluster_bootstrap(sums, mean, num_bootstrap=200, seed=7) == first
@@ -75,7 +75,7 @@ def clustered_coin_flips(rng: np.random.Generator, num_clusters: int, size: int)
     return rng.binomial(1, rng.uniform(0.4, 1.0, size=(num_clusters, 1)), size=(num_clusters, size)).astype(float)
 
 
-def test_interval_covers_the_truth_of_clustered_data_as_often_as_it_says() -> None:
+def test_interval_covers_the_truth_of_clustered_data_as_often_as_it_says():
     rng = np.random.default_rng(0)
     num_trials, by_cluster, by_pair = 400, 0, 0
     for trial in range(num_trials):
@@ -90,11 +90,11 @@ def test_interval_covers_the_truth_of_clustered_data_as_often_as_it_says() -> No
     assert by_pair / num_trials < 0.85
 
 
-def test_one_cluster_has_no_uncertainty_to_report() -> None:
+def test_one_cluster_has_no_uncertainty_to_report():
     assert cluster_bootstrap(np.array([[3.0, 4.0]]), mean, num_bootstrap=100, seed=0) == (Estimate(0.75, None, 1),)
 
 
-def test_resamples_without_what_is_counted_are_left_out() -> None:
+def test_resamples_without_what_is_counted_are_left_out():
     def share(totals: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):
             return totals[..., :1] / totals[..., 1:]

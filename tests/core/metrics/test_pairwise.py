@@ -54,7 +54,7 @@ def plain(chosen: list[float], rejected: list[float], **options: Any) -> Pairwis
     return evaluate_pairs(**{"beta": 1.0, "num_bootstrap": 0, "seed": 0, **columns, **options})
 
 
-def test_every_number_equals_a_count_pair_by_pair() -> None:
+def test_every_number_equals_a_count_pair_by_pair():
     columns = world()
     metrics = evaluated(columns)
     sums = dict.fromkeys(("right", "tied", "wrong", "margin", "square", "nll", "brier"), 0.0)
@@ -85,7 +85,7 @@ def test_every_number_equals_a_count_pair_by_pair() -> None:
     assert metrics.num_prompts == len(set(columns["prompt_ids"]))
 
 
-def test_matches_scikit_learn_on_hard_labels() -> None:
+def test_matches_scikit_learn_on_hard_labels():
     columns = world() | {"label": np.random.default_rng(1).integers(2, size=200).astype(np.float64)}
     metrics = evaluated(columns)
     p, y, w = expit(1.3 * (columns["chosen"] - columns["rejected"])), columns["label"], columns["weight"]
@@ -93,18 +93,18 @@ def test_matches_scikit_learn_on_hard_labels() -> None:
     assert metrics.brier.value == pytest.approx(brier_score_loss(y, p, sample_weight=w), rel=1e-12)
 
 
-def test_ties_count_one_half_and_are_reported() -> None:
+def test_ties_count_one_half_and_are_reported():
     metrics = plain([1.0, 0.0, 2.0, 3.0], [1.0, 1.0, 2.0, 0.0])
     assert metrics.accuracy.value == 0.5
     assert (metrics.tie_rate, metrics.negative_margin_rate) == (0.5, 0.25)
 
 
-def test_accuracy_is_what_is_neither_wrong_nor_half_of_a_tie() -> None:
+def test_accuracy_is_what_is_neither_wrong_nor_half_of_a_tie():
     metrics = evaluated(world())
     assert metrics.accuracy.value == pytest.approx(1 - metrics.negative_margin_rate - metrics.tie_rate / 2, rel=1e-12)
 
 
-def test_a_label_below_one_half_turns_the_pair_round() -> None:
+def test_a_label_below_one_half_turns_the_pair_round():
     columns = world()
     turned = columns | {
         "chosen": columns["rejected"],
@@ -119,7 +119,7 @@ def test_a_label_below_one_half_turns_the_pair_round() -> None:
             assert other[name] == pytest.approx(value, rel=1e-9), name
 
 
-def test_pairs_labeled_one_half_count_in_likelihood_only() -> None:
+def test_pairs_labeled_one_half_count_in_likelihood_only():
     metrics = plain([1.0, 2.0, 9.0], [0.0, 3.0, 0.0], label=np.array([1.0, 1.0, 0.5]))
     assert metrics.accuracy.value == 0.5
     assert metrics.mean_margin.value == 0.0
@@ -128,7 +128,7 @@ def test_pairs_labeled_one_half_count_in_likelihood_only() -> None:
     assert metrics.nll.value == pytest.approx((2 * decided_only.nll.value + undecided) / 3, rel=1e-12)
 
 
-def test_nothing_decided_has_no_accuracy_and_says_so() -> None:
+def test_nothing_decided_has_no_accuracy_and_says_so():
     metrics = plain([1.0, 2.0], [0.0, 0.0], label=np.array([0.5, 0.5]), num_bootstrap=100)
     assert math.isnan(metrics.accuracy.value)
     assert str(metrics.accuracy) == "n/a"
@@ -136,13 +136,13 @@ def test_nothing_decided_has_no_accuracy_and_says_so() -> None:
     assert math.isnan(PairwiseMetrics.from_json(metrics.to_json()).margin_std)
 
 
-def test_identical_to_the_last_bit_in_any_order() -> None:
+def test_identical_to_the_last_bit_in_any_order():
     columns = world()
     shuffled = taken(columns, np.random.default_rng(9).permutation(200))
     assert evaluated(shuffled) == evaluated(columns)
 
 
-def test_weight_is_repetition() -> None:
+def test_weight_is_repetition():
     columns = world()
     repeated = taken(columns, np.repeat(np.arange(200), columns["weight"].astype(int)))
     repeated["weight"] = np.ones(len(repeated["chosen"]))
@@ -160,7 +160,7 @@ def test_weight_is_repetition() -> None:
     assert by_copies.margin_quantiles == weighted.margin_quantiles
 
 
-def test_invariant_to_a_shift_of_all_rewards_of_a_prompt() -> None:
+def test_invariant_to_a_shift_of_all_rewards_of_a_prompt():
     columns = world()
     shift = np.array([64.0 * int(name.split("-")[1]) for name in columns["prompt_ids"]])
     moved = columns | {"chosen": columns["chosen"] + shift, "rejected": columns["rejected"] + shift}
@@ -171,7 +171,7 @@ def test_invariant_to_a_shift_of_all_rewards_of_a_prompt() -> None:
         )
 
 
-def test_a_group_has_the_metrics_of_its_own_pairs() -> None:
+def test_a_group_has_the_metrics_of_its_own_pairs():
     columns = world()
     metrics = evaluated(columns)
     for name in ("hh", "ukp", "toolrm"):
@@ -182,7 +182,7 @@ def test_a_group_has_the_metrics_of_its_own_pairs() -> None:
         assert metrics.flat()[f"source/{name}/accuracy"] == metrics.groups["source"][name].accuracy.value
 
 
-def test_intervals_hold_the_value_and_narrow_with_data() -> None:
+def test_intervals_hold_the_value_and_narrow_with_data():
     few, many = (evaluated(world(size, num_prompts=size), num_bootstrap=400) for size in (100, 10_000))
     for name in ("accuracy", "nll", "brier", "ece", "mean_margin"):
         small, large = getattr(few, name), getattr(many, name)
@@ -190,7 +190,7 @@ def test_intervals_hold_the_value_and_narrow_with_data() -> None:
         assert large.high - large.low < 0.3 * (small.high - small.low)
 
 
-def test_interval_of_the_calibration_error_covers_the_true_error() -> None:
+def test_interval_of_the_calibration_error_covers_the_true_error():
     # The model doubles the true logit, so its true error is the mean of |sigmoid(2 z) - sigmoid(z)|.
     rng = np.random.default_rng(0)
     z = rng.normal(scale=1.5, size=400_000)
@@ -205,7 +205,7 @@ def test_interval_of_the_calibration_error_covers_the_true_error() -> None:
     assert covered / num_trials >= 0.95 - 3 * 0.018
 
 
-def test_all_pairs_right_still_has_an_interval_with_width() -> None:
+def test_all_pairs_right_still_has_an_interval_with_width():
     metrics = plain([1.0] * 20, [0.0] * 20, num_bootstrap=100)
     assert metrics.accuracy.value == 1.0
     assert metrics.accuracy.low == pytest.approx(20 / (20 + 1.959963984540054**2))
@@ -213,7 +213,7 @@ def test_all_pairs_right_still_has_an_interval_with_width() -> None:
 
 
 @pytest.mark.parametrize("result", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)], ids=["right", "wrong", "tied"])
-def test_equal_results_of_every_prompt_still_have_an_interval_with_width(result: tuple[float, float]) -> None:
+def test_equal_results_of_every_prompt_still_have_an_interval_with_width(result: tuple[float, float]):
     metrics = plain([result[0]] * 4, [result[1]] * 4, num_bootstrap=100, length_gap=np.ones(4))
     for estimate in (metrics.accuracy, metrics.longer_wins, metrics.over_length):
         assert estimate.high - estimate.low > 0.4
@@ -222,19 +222,19 @@ def test_equal_results_of_every_prompt_still_have_an_interval_with_width(result:
     assert metrics.mean_margin.standard_error is None
 
 
-def test_one_right_and_one_wrong_pair_in_every_prompt_is_not_certainty() -> None:
+def test_one_right_and_one_wrong_pair_in_every_prompt_is_not_certainty():
     metrics = plain([1.0, 0.0] * 4, [0.0, 1.0] * 4, prompt_ids=list("aabbccdd"), num_bootstrap=200)
     assert (metrics.accuracy.low, metrics.accuracy.high) == pytest.approx((0.15, 0.85), abs=0.001)
     without_bootstrap = plain([1.0, 0.0] * 4, [0.0, 1.0] * 4, prompt_ids=list("aabbccdd"))
     assert without_bootstrap.accuracy.standard_error > 0.1
 
 
-def test_one_prompt_has_no_interval_even_if_others_have_undecided_pairs() -> None:
+def test_one_prompt_has_no_interval_even_if_others_have_undecided_pairs():
     metrics = plain([1.0] * 3, [0.0] * 3, label=np.array([1.0, 0.5, 0.5]), num_bootstrap=100)
     assert (metrics.accuracy.value, metrics.accuracy.low) == (1.0, None)
 
 
-def test_the_interval_of_mostly_equal_results_covers_the_truth() -> None:
+def test_the_interval_of_mostly_equal_results_covers_the_truth():
     rng = np.random.default_rng(0)
     covered, num_trials = 0, 200
     for trial in range(num_trials):  # two pairs a prompt: one right in nine prompts of ten, else both or none
@@ -247,7 +247,7 @@ def test_the_interval_of_mostly_equal_results_covers_the_truth() -> None:
     assert covered / num_trials >= 0.95 - 3 * 0.015
 
 
-def test_the_length_baseline_is_counted_as_the_accuracy_is() -> None:
+def test_the_length_baseline_is_counted_as_the_accuracy_is():
     metrics = plain(
         [1.0, 0.0, 1.0, 1.0],
         [0.0, 1.0, 0.0, 0.0],
@@ -260,21 +260,21 @@ def test_the_length_baseline_is_counted_as_the_accuracy_is() -> None:
     assert math.isnan(plain([1.0], [0.0]).longer_wins.value)
 
 
-def test_a_model_that_counts_characters_is_not_above_length() -> None:
+def test_a_model_that_counts_characters_is_not_above_length():
     gap = np.random.default_rng(0).normal(size=60)
     metrics = plain(gap.tolist(), [0.0] * 60, length_gap=gap, num_bootstrap=100)
     assert metrics.over_length.value == 0.0
     assert metrics.over_length.low < 0 < metrics.over_length.high
 
 
-def test_few_prompts_that_carry_half_of_the_weight_are_counted() -> None:
+def test_few_prompts_that_carry_half_of_the_weight_are_counted():
     prompts = ["big"] * 10 + [f"small {k}" for k in range(10)]
     metrics = plain([1.0] * 20, [0.0] * 20, prompt_ids=prompts)
     assert metrics.num_prompts_of_half == 1
     assert metrics.num_effective_prompts == pytest.approx(20**2 / (10**2 + 10))
 
 
-def test_the_macro_average_counts_each_source_alike() -> None:
+def test_the_macro_average_counts_each_source_alike():
     names = ["large"] * 8 + ["small"] * 2
     metrics = plain([1.0] * 8 + [0.0] * 2, [0.5] * 10, groups={"source": names})
     assert metrics.accuracy.value == 0.8
@@ -284,7 +284,7 @@ def test_the_macro_average_counts_each_source_alike() -> None:
     assert json.loads(metrics.to_json())["macro_accuracy"]["value"] == 0.5
 
 
-def test_no_bootstrap_gives_errors_without_intervals() -> None:
+def test_no_bootstrap_gives_errors_without_intervals():
     metrics = evaluated(world(), num_bootstrap=0)
     assert metrics.accuracy.standard_error is not None
     assert metrics.accuracy.low is None
@@ -293,21 +293,21 @@ def test_no_bootstrap_gives_errors_without_intervals() -> None:
     )
 
 
-def test_margins_of_ten_thousand_are_exact() -> None:
+def test_margins_of_ten_thousand_are_exact():
     metrics = plain([1e4, -1e4], [0.0, 0.0])
     assert metrics.nll.value == 5e3
     assert metrics.brier.value == 0.5
     assert metrics.ece.value == pytest.approx(0.5)
 
 
-def test_metrics_survive_json() -> None:
+def test_metrics_survive_json():
     metrics = evaluated(world())
     assert PairwiseMetrics.from_json(metrics.to_json()) == metrics
     json.loads(metrics.to_json(), parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("constant", [0.0, 5.5, -300.0])
-def test_constant_rewards_are_collapse_whatever_rounding_does(constant: float) -> None:
+def test_constant_rewards_are_collapse_whatever_rounding_does(constant: float):
     noise = np.random.default_rng(0).normal(scale=1e-7, size=(2, 50))
     metrics = plain((constant + noise[0]).tolist(), (constant + noise[1] - 1e-7).tolist())
     assert metrics.collapse.collapsed
@@ -316,14 +316,14 @@ def test_constant_rewards_are_collapse_whatever_rounding_does(constant: float) -
     assert metrics.flat()["collapsed"] == 1.0
 
 
-def test_rewards_that_depend_on_the_prompt_alone_are_collapse() -> None:
+def test_rewards_that_depend_on_the_prompt_alone_are_collapse():
     rewards = np.random.default_rng(0).normal(size=50).tolist()
     metrics = plain(rewards, rewards)
     assert metrics.collapse.reason.startswith("collapsed: 100% of pairs have tied rewards")
     assert metrics.temperature.temperature is None
 
 
-def test_a_model_that_ranks_is_not_collapse_however_weakly() -> None:
+def test_a_model_that_ranks_is_not_collapse_however_weakly():
     rng = np.random.default_rng(0)
     chosen, rejected = rng.normal(scale=0.01, size=(2, 500))
     weak = plain((chosen + 0.005).tolist(), rejected.tolist())
@@ -333,7 +333,7 @@ def test_a_model_that_ranks_is_not_collapse_however_weakly() -> None:
     assert not detect_collapse(np.ones(4), np.ones(4), np.ones(4), nll=2.0).collapsed
 
 
-def test_bad_columns_are_named() -> None:
+def test_bad_columns_are_named():
     good = world()
     bad = {
         "chosen": ({"chosen": np.full(200, np.nan)}, "chosen must be finite, got nan"),
@@ -351,7 +351,7 @@ def test_bad_columns_are_named() -> None:
         plain([], [])
 
 
-def test_estimates_name_the_prompts_behind_them() -> None:
+def test_estimates_name_the_prompts_behind_them():
     metrics = evaluated(world())
     assert isinstance(metrics.accuracy, Estimate)
     assert metrics.accuracy.num_samples == metrics.num_prompts

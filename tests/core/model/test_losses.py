@@ -42,13 +42,13 @@ def production() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"beta": 3.0}, {"label": torch.full((5,), 0.3)}])
-def test_equal_rewards_cost_log_2(options: dict[str, object]) -> None:
+def test_equal_rewards_cost_log_2(options: dict[str, object]):
     rewards = torch.full((5,), 2.5)
     assert bradley_terry_loss(rewards, rewards, **options).item() == pytest.approx(LOG2, rel=1e-6)
 
 
 @pytest.mark.parametrize("margin", [1.0, -1.0, 0.25])
-def test_loss_and_gradient_match_the_closed_form(margin: float) -> None:
+def test_loss_and_gradient_match_the_closed_form(margin: float):
     chosen = torch.tensor([margin], dtype=torch.float64, requires_grad=True)
     loss = bradley_terry_loss(chosen, torch.zeros(1, dtype=torch.float64))
     loss.backward()
@@ -59,7 +59,7 @@ def test_loss_and_gradient_match_the_closed_form(margin: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e3, 1e4])
-def test_huge_margins_are_finite_with_the_right_gradient(size: float, dtype: torch.dtype) -> None:
+def test_huge_margins_are_finite_with_the_right_gradient(size: float, dtype: torch.dtype):
     chosen = torch.tensor([size, -size], dtype=dtype, requires_grad=True)
     each = bradley_terry_pair_losses(chosen, torch.zeros(2, dtype=dtype))
     each.sum().backward()
@@ -69,7 +69,7 @@ def test_huge_margins_are_finite_with_the_right_gradient(size: float, dtype: tor
 
 
 @pytest.mark.parametrize("size", [1e3, 1e4, -1e4])
-def test_a_smoothed_label_pulls_back_at_huge_margins(size: float) -> None:
+def test_a_smoothed_label_pulls_back_at_huge_margins(size: float):
     chosen = torch.tensor([size], dtype=torch.float64, requires_grad=True)
     loss = bradley_terry_loss(chosen, torch.zeros(1, dtype=torch.float64), label_smoothing=0.1)
     loss.backward()
@@ -79,7 +79,7 @@ def test_a_smoothed_label_pulls_back_at_huge_margins(size: float) -> None:
     assert chosen.grad.item() == pytest.approx(wrong * math.copysign(1, size), rel=1e-12)
 
 
-def test_smoothing_mixes_the_loss_with_that_of_the_flipped_pair() -> None:
+def test_smoothing_mixes_the_loss_with_that_of_the_flipped_pair():
     chosen, rejected = pairs()
     straight = bradley_terry_pair_losses(chosen, rejected)
     flipped = bradley_terry_pair_losses(rejected, chosen)
@@ -87,7 +87,7 @@ def test_smoothing_mixes_the_loss_with_that_of_the_flipped_pair() -> None:
     torch.testing.assert_close(smoothed, 0.8 * straight + 0.2 * flipped)
 
 
-def test_a_soft_label_is_both_orders_weighted() -> None:
+def test_a_soft_label_is_both_orders_weighted():
     chosen, rejected = pairs()
     label = uniform()
     soft = bradley_terry_pair_losses(chosen, rejected, label=label)
@@ -97,13 +97,13 @@ def test_a_soft_label_is_both_orders_weighted() -> None:
     torch.testing.assert_close(soft, both)
 
 
-def test_label_0_is_the_pair_turned_round() -> None:
+def test_label_0_is_the_pair_turned_round():
     chosen, rejected = pairs()
     turned = bradley_terry_loss(rejected, chosen)
     torch.testing.assert_close(bradley_terry_loss(chosen, rejected, label=torch.zeros_like(chosen)), turned)
 
 
-def test_a_soft_label_is_least_at_its_own_log_odds() -> None:
+def test_a_soft_label_is_least_at_its_own_log_odds():
     label = torch.tensor([0.8], dtype=torch.float64)
     chosen = torch.logit(label).requires_grad_()
     loss = bradley_terry_loss(chosen, torch.zeros(1, dtype=torch.float64), label=label)
@@ -113,28 +113,28 @@ def test_a_soft_label_is_least_at_its_own_log_odds() -> None:
     assert abs(chosen.grad.item()) < 1e-15
 
 
-def test_margin_is_subtracted_inside_the_sigmoid() -> None:
+def test_margin_is_subtracted_inside_the_sigmoid():
     chosen, rejected = pairs()
     margin = uniform()
     shifted = bradley_terry_loss(chosen - margin, rejected, beta=2.0)
     torch.testing.assert_close(bradley_terry_loss(chosen, rejected, margin=margin, beta=2.0), shifted)
 
 
-def test_beta_scales_rewards() -> None:
+def test_beta_scales_rewards():
     chosen, rejected = pairs()
     torch.testing.assert_close(
         bradley_terry_loss(chosen, rejected, beta=2.5), bradley_terry_loss(2.5 * chosen, 2.5 * rejected)
     )
 
 
-def test_invariant_to_a_shared_shift() -> None:
+def test_invariant_to_a_shared_shift():
     chosen, rejected = pairs()
     torch.testing.assert_close(
         bradley_terry_loss(chosen + 64.0, rejected + 64.0), bradley_terry_loss(chosen, rejected), rtol=1e-13, atol=0
     )
 
 
-def test_weight_is_repetition_and_its_scale_is_free() -> None:
+def test_weight_is_repetition_and_its_scale_is_free():
     chosen, rejected = pairs(3)
     weight = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
     counts = weight.long()
@@ -146,7 +146,7 @@ def test_weight_is_repetition_and_its_scale_is_free() -> None:
         torch.testing.assert_close(weighted, repeated)
 
 
-def test_regularizers_are_added_in_closed_form() -> None:
+def test_regularizers_are_added_in_closed_form():
     chosen, rejected = pairs()
     plain = bradley_terry_loss(chosen, rejected, beta=2.0)
     regularized = bradley_terry_loss(chosen, rejected, beta=2.0, center_rewards=0.3, reward_l2=0.7)
@@ -154,7 +154,7 @@ def test_regularizers_are_added_in_closed_form() -> None:
     torch.testing.assert_close(regularized, expected)
 
 
-def test_pair_losses_of_any_split_add_up_to_the_whole() -> None:
+def test_pair_losses_of_any_split_add_up_to_the_whole():
     chosen, rejected = pairs(9)
     options = {"label_smoothing": 0.1, "center_rewards": 0.2, "reward_l2": 0.1}
     whole = bradley_terry_loss(chosen, rejected, **options)
@@ -162,7 +162,7 @@ def test_pair_losses_of_any_split_add_up_to_the_whole() -> None:
     torch.testing.assert_close(sum(parts) / 9, whole)
 
 
-def test_gradcheck_with_every_term() -> None:
+def test_gradcheck_with_every_term():
     chosen, rejected = (side.clone().requires_grad_() for side in pairs(4))
     margin, label, weight = (uniform(4, seed).requires_grad_() for seed in (2, 3, 4))
 
@@ -176,7 +176,7 @@ def test_gradcheck_with_every_term() -> None:
     assert torch.autograd.gradgradcheck(loss, inputs)
 
 
-def test_bfloat16_rewards_are_computed_in_float32_also_under_autocast() -> None:
+def test_bfloat16_rewards_are_computed_in_float32_also_under_autocast():
     chosen, rejected = (side.to(torch.bfloat16) for side in pairs())
     expected = bradley_terry_loss(chosen.float(), rejected.float())
     assert expected.dtype == torch.float32
@@ -185,7 +185,7 @@ def test_bfloat16_rewards_are_computed_in_float32_also_under_autocast() -> None:
         assert torch.equal(bradley_terry_loss(chosen, rejected), expected)
 
 
-def test_both_layouts_of_a_stacked_batch_give_the_same_pairs() -> None:
+def test_both_layouts_of_a_stacked_batch_give_the_same_pairs():
     chosen, rejected = pairs()
     interleaved = torch.stack([chosen, rejected], dim=1).flatten()
     for rewards, layout in ((interleaved, "interleaved"), (torch.cat([chosen, rejected]), "halves")):
@@ -194,7 +194,7 @@ def test_both_layouts_of_a_stacked_batch_give_the_same_pairs() -> None:
         assert torch.equal(r, rejected)
 
 
-def test_matches_a_linear_model_fitted_to_its_optimum() -> None:
+def test_matches_a_linear_model_fitted_to_its_optimum():
     # The logistic Hessian of the mean loss in the weights is X' diag(p (1 - p)) X / N.
     features = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     weights = torch.tensor([0.4, -0.3, 0.2], dtype=torch.float64)
@@ -209,26 +209,26 @@ def test_matches_a_linear_model_fitted_to_its_optimum() -> None:
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 3])
 @pytest.mark.parametrize("name", ["rejected", "margin", "label", "weight"])
-def test_a_trailing_axis_is_an_error_and_never_broadcast(production: ModuleType, name: str, num_pairs: int) -> None:
+def test_a_trailing_axis_is_an_error_and_never_broadcast(production: ModuleType, name: str, num_pairs: int):
     tensors = {"rejected": torch.zeros(num_pairs)} | {name: torch.zeros(num_pairs, 1)}
     with pytest.raises(ValueError, match=rf"{name} must have the shape of chosen, \({num_pairs},\), got"):
         production.bradley_terry_loss(torch.zeros(num_pairs), **tensors)
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1), (1, 3)])
-def test_rewards_that_are_not_one_axis_are_an_error(production: ModuleType, shape: tuple[int, ...]) -> None:
+def test_rewards_that_are_not_one_axis_are_an_error(production: ModuleType, shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"chosen must have shape \(pairs,\)"):
         production.bradley_terry_loss(torch.zeros(shape), torch.zeros(shape))
     with pytest.raises(ValueError, match=r"rewards must have shape \(2 \* pairs,\)"):
         production.split_rewards(torch.zeros(shape))
 
 
-def test_the_tests_import_hook_refuses_wrong_shapes() -> None:
+def test_the_tests_import_hook_refuses_wrong_shapes():
     with pytest.raises(TypeError):
         bradley_terry_loss(torch.zeros(3), torch.zeros(3, 1))
 
 
-def test_impossible_arguments_are_named(production: ModuleType) -> None:
+def test_impossible_arguments_are_named(production: ModuleType):
     zeros = torch.zeros(2)
     bad = {"beta": 0.0, "label_smoothing": 0.5, "center_rewards": -1.0, "reward_l2": math.nan}
     for name, value in bad.items():
@@ -244,7 +244,7 @@ def test_impossible_arguments_are_named(production: ModuleType) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_compiles_whole_with_dynamic_shapes_and_the_same_result(production: ModuleType) -> None:
+def test_compiles_whole_with_dynamic_shapes_and_the_same_result(production: ModuleType):
     def loss(chosen: Tensor, rejected: Tensor, margin: Tensor, weight: Tensor) -> Tensor:
         return production.bradley_terry_loss(
             chosen, rejected, margin=margin, weight=weight, label_smoothing=0.1, center_rewards=0.01

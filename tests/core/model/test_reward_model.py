@@ -41,7 +41,7 @@ RESPONSES = ("Hello.", "4", "d", "Go away, fox!", "naïve 日本 " * 9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_score_does_not_depend_on_what_is_scored_beside_it(family: str) -> None:
+def test_a_score_does_not_depend_on_what_is_scored_beside_it(family: str):
     model = tiny_reward_model(family)
     assert isinstance(model, Scorer)
     alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)])
@@ -53,7 +53,7 @@ def test_a_score_does_not_depend_on_what_is_scored_beside_it(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rewards_are_one_float32_for_each_sequence_also_under_autocast_and_in_half_weights(family: str) -> None:
+def test_rewards_are_one_float32_for_each_sequence_also_under_autocast_and_in_half_weights(family: str):
     model = tiny_reward_model(family)
     batch = model.tokenize(PROMPTS, RESPONSES)
     for rewards in (model(**batch), model.score(PROMPTS, RESPONSES), model.score([], [])):
@@ -68,7 +68,7 @@ def test_rewards_are_one_float32_for_each_sequence_also_under_autocast_and_in_ha
     assert model.double()(**batch).dtype is torch.float64
 
 
-def test_score_restores_the_mode_and_gives_tensors_that_can_be_trained_on() -> None:
+def test_score_restores_the_mode_and_gives_tensors_that_can_be_trained_on():
     model = tiny_reward_model("llama")
     for mode in (True, False):
         model.train(mode)
@@ -82,7 +82,7 @@ BEST_OF = tuple(f"{word} " * (3 * k + 1) for k, word in enumerate(("yes", "no", 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypatch: pytest.MonkeyPatch):
     model = tiny_reward_model(family)
     prompts = [PROMPTS[1], PROMPTS[4], (Message("user", PROMPTS[1]),), "Hi"] * 4
     responses = [BEST_OF[k % 7] for k in range(16)]
@@ -106,7 +106,7 @@ def pair_batches(model: BradleyTerryRM, folder: Path) -> tuple[PairBatch, Packed
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
-def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | None, tmp_path: Path) -> None:
+def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | None, tmp_path: Path):
     tokenizer = decoder_tokenizer(pad)
     model = BradleyTerryRM(tiny_model("llama"), tokenizer, max_length=96)
     plain, packed = pair_batches(model, tmp_path)
@@ -123,7 +123,7 @@ def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | 
 
 def test_prefix_parity_is_rounding_where_sharing_is_exact_and_large_where_it_is_not(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     model = tiny_reward_model("llama").train()
     pairs = [model.renderer.encode("What is it?", response).ids for response in ("An egg.", "A fox, a dog.")]
     groups = [[np.array(ids, dtype=np.int32) for ids in pairs]]
@@ -133,12 +133,12 @@ def test_prefix_parity_is_rounding_where_sharing_is_exact_and_large_where_it_is_
     assert model.prefix_parity(groups) > 1e-3
 
 
-def test_a_bidirectional_model_says_why_it_shares_no_prefix() -> None:
+def test_a_bidirectional_model_says_why_it_shares_no_prefix():
     assert tiny_reward_model("llama").supports_prefix_sharing() is None
     assert "not a causal decoder" in str(tiny_reward_model("bert").supports_prefix_sharing())
 
 
-def test_groups_have_the_rewards_of_their_responses() -> None:
+def test_groups_have_the_rewards_of_their_responses():
     model = tiny_reward_model("llama")
     several, none, one = model.score_groups(PROMPTS[:3], [RESPONSES[:3], (), RESPONSES[:1]])
     assert none.shape == (0,)
@@ -147,14 +147,14 @@ def test_groups_have_the_rewards_of_their_responses() -> None:
     assert model.score_groups([], []) == []
 
 
-def test_score_pair_is_the_margin() -> None:
+def test_score_pair_is_the_margin():
     model = tiny_reward_model("llama")
     a, b = model.score(["Hi", "Hi"], ["Hello.", "No."]).tolist()
     assert model.score_pair("Hi", "Hello.", "No.") == pytest.approx(a - b, abs=1e-6)
     assert model.score_pair("Hi", "Hello.", "No.") == -model.score_pair("Hi", "No.", "Hello.")
 
 
-def test_unequal_numbers_of_prompts_and_responses_are_refused() -> None:
+def test_unequal_numbers_of_prompts_and_responses_are_refused():
     with pytest.raises(ValueError, match="got 1 prompts and 2 responses"):
         tiny_reward_model("llama").score(["Hi"], ["a", "b"])
     with pytest.raises(ValueError, match="got 2 prompts and 1 groups"):
@@ -162,7 +162,7 @@ def test_unequal_numbers_of_prompts_and_responses_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compute_loss_is_the_loss_of_both_sides_forwarded_apart_and_so_is_its_gradient(family: str) -> None:
+def test_compute_loss_is_the_loss_of_both_sides_forwarded_apart_and_so_is_its_gradient(family: str):
     model = tiny_reward_model(family).double()
     chosen = model.tokenize(["Hi", "What is 2 + 2?"], ["Hello.", "It is 4, of course, as everyone knows."])
     rejected = model.tokenize(["Hi", "What is 2 + 2?"], ["No!", "5"])
@@ -184,14 +184,14 @@ def with_dropout(family: str, dropout: bool) -> BradleyTerryRM:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_training_passes_agree_exactly_unless_dropout_is_asked_for(family: str) -> None:
+def test_two_training_passes_agree_exactly_unless_dropout_is_asked_for(family: str):
     for dropout in (False, True):
         model = with_dropout(family, dropout).train()
         batch = model.tokenize(PROMPTS[:2], RESPONSES[:2])
         assert torch.equal(model(**batch), model(**batch)) is not dropout
 
 
-def test_every_kind_of_dropout_field_is_set_to_zero_and_nothing_else() -> None:
+def test_every_kind_of_dropout_field_is_set_to_zero_and_nothing_else():
     config = LlamaConfig(attention_dropout=0.3)
     config.resid_pdrop, config.layerdrop, config.hidden_dropout_prob, config.use_dropout = 0.1, 0.2, 1, True
     config.classifier_dropout = None
@@ -205,7 +205,7 @@ def test_every_kind_of_dropout_field_is_set_to_zero_and_nothing_else() -> None:
     assert config.rms_norm_eps == LlamaConfig().rms_norm_eps
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
+def test_gradient_checkpointing_changes_no_gradient():
     gradients = []
     for checkpointing in (False, True):
         model = fresh_reward_model("llama", gradient_checkpointing=checkpointing).train()
@@ -216,7 +216,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_the_seed_decides_every_weight_and_leaves_the_global_generator_alone() -> None:
+def test_the_seed_decides_every_weight_and_leaves_the_global_generator_alone():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     models = [fresh_reward_model("llama", seed=seed) for seed in (1, 1, 2)]
@@ -228,14 +228,14 @@ def test_the_seed_decides_every_weight_and_leaves_the_global_generator_alone() -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_head_parameter_names_are_this_modules_and_name_the_head(family: str) -> None:
+def test_head_parameter_names_are_this_modules_and_name_the_head(family: str):
     model = tiny_reward_model(family)
     parameters = dict(model.named_parameters())
     named = [parameters[name] for name in model.head_parameter_names()]
     assert {id(parameter) for parameter in named} == {id(parameter) for parameter in model.reward_head.parameters()}
 
 
-def test_unknown_architectures_and_fields_get_a_did_you_mean() -> None:
+def test_unknown_architectures_and_fields_get_a_did_you_mean():
     tokenizer = decoder_tokenizer()
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         BradleyTerryRM.from_config({"model_type": "lama"}, tokenizer, max_length=64, seed=0)
@@ -244,23 +244,23 @@ def test_unknown_architectures_and_fields_get_a_did_you_mean() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": 33}, {"hidden_size": "wide"}])
-def test_fields_that_do_not_fit_each_other_give_one_sentence(wrong: dict[str, object]) -> None:
+def test_fields_that_do_not_fit_each_other_give_one_sentence(wrong: dict[str, object]):
     with pytest.raises(ConfigError, match=r"model\.architecture does not describe a model: .*(multiple|int)") as caught:
         fresh_reward_model("llama", fields=wrong)
     assert "\n" not in str(caught.value)
 
 
-def test_a_type_without_a_classifier_is_refused() -> None:
+def test_a_type_without_a_classifier_is_refused():
     with pytest.raises(CheckpointError, match="no sequence classifier for mamba"):
         BradleyTerryRM.from_config({"model_type": "mamba"}, decoder_tokenizer(), max_length=64, seed=0)
 
 
-def test_an_encoder_decoder_is_refused() -> None:
+def test_an_encoder_decoder_is_refused():
     with pytest.raises(CheckpointError, match="encoder-decoder"):
         BradleyTerryRM.from_config({"model_type": "t5"}, decoder_tokenizer(), max_length=64, seed=0)
 
 
-def test_a_length_beyond_the_models_positions_is_refused() -> None:
+def test_a_length_beyond_the_models_positions_is_refused():
     with pytest.raises(ConfigError, match=r"model\.max_length must be at most 256.*got 257"):
         fresh_reward_model("gpt2", max_length=257)
     model = fresh_reward_model("roberta", max_length=257)
@@ -278,7 +278,7 @@ def spoken(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 def test_attention_falls_back_along_the_chain_and_says_so_once(
     spoken: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     llama = LlamaConfig(num_hidden_layers=1)
     for _ in range(2):
@@ -290,13 +290,13 @@ def test_attention_falls_back_along_the_chain_and_says_so_once(
     assert choose_attention(llama, "eager", torch.float32) == "eager"
 
 
-def test_a_model_without_sdpa_gets_eager(spoken: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_sdpa_gets_eager(spoken: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = CONFIG_MAPPING["gpt_neo"](num_layers=2, attention_types=[[["global", "local"], 1]])
     assert choose_attention(config, "sdpa", torch.float32) == "eager"
     assert spoken.messages == ["attention uses eager: sdpa: not supported by the model"]
 
 
-def test_an_unknown_attention_is_refused() -> None:
+def test_an_unknown_attention_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'sdpa'"):
         choose_attention(LlamaConfig(), "spda", torch.float32)

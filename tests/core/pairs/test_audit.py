@@ -37,7 +37,7 @@ def audit_of(*pairs: PreferencePair, max_length: int = 10) -> DataAudit:
     return audit_pairs({"train": PreferenceDataset.from_pairs(pairs)}, CharacterRenderer(max_length))
 
 
-def test_repeats_and_contradictions_are_counted() -> None:
+def test_repeats_and_contradictions_are_counted():
     pair, reverse = PreferencePair("p", "a", "b"), PreferencePair((Message("user", "p"),), "b", "a")
     copy = PreferencePair("p", "a", "b", metadata={"copy": 1})
     split = audit_of(pair, pair, reverse, copy, PreferencePair("q", "b", "a")).splits["train"]
@@ -45,14 +45,14 @@ def test_repeats_and_contradictions_are_counted() -> None:
     assert (split.num_duplicates, split.num_contradictions) == (1, 1)
 
 
-def test_labels_decide_the_order_that_contradicts() -> None:
+def test_labels_decide_the_order_that_contradicts():
     pair = PreferencePair("p", "a", "b")
     assert audit_of(pair, PreferencePair("p", "a", "b", label=0.2)).splits["train"].num_contradictions == 1
     assert audit_of(pair, PreferencePair("p", "b", "a", label=0.2)).splits["train"].num_contradictions == 0
     assert audit_of(pair, PreferencePair("p", "b", "a", label=0.5)).splits["train"].num_contradictions == 0
 
 
-def test_truncation_is_counted_by_pair() -> None:
+def test_truncation_is_counted_by_pair():
     split = audit_of(
         PreferencePair("p", "short", "brief"),
         PreferencePair("a long prompt", "short", "brief"),
@@ -63,7 +63,7 @@ def test_truncation_is_counted_by_pair() -> None:
     assert split.truncation_rate == 0.75
 
 
-def test_token_lengths_are_those_before_truncation() -> None:
+def test_token_lengths_are_those_before_truncation():
     pairs = [PreferencePair("p", "x" * i, "y") for i in range(1, 101)]
     split = audit_of(*pairs).splits["train"]
     assert len(QUANTILES) == len(split.chosen_tokens)
@@ -71,7 +71,7 @@ def test_token_lengths_are_those_before_truncation() -> None:
     assert split.rejected_tokens == (2.0,) * len(QUANTILES)
 
 
-def test_prompt_overlap_is_counted_between_each_two_splits() -> None:
+def test_prompt_overlap_is_counted_between_each_two_splits():
     def split(*prompts: str) -> PreferenceDataset:
         return PreferenceDataset.from_pairs(PreferencePair(prompt, "a", "b") for prompt in prompts)
 
@@ -83,20 +83,20 @@ def test_prompt_overlap_is_counted_between_each_two_splits() -> None:
     )
 
 
-def test_a_response_in_many_pairs_is_encoded_once() -> None:
+def test_a_response_in_many_pairs_is_encoded_once():
     renderer = CharacterRenderer(9)
     pairs = [PreferencePair("p", a, b) for a in "abcd" for b in "abcd" if a > b]
     audit_pairs({"train": PreferenceDataset.from_pairs(pairs)}, renderer)
     assert renderer.num_calls == 4
 
 
-def test_sources_are_listed_largest_first() -> None:
+def test_sources_are_listed_largest_first():
     pairs = [PreferencePair(str(i), "aa", "b", metadata={"source": "xyy"[i]}) for i in range(3)]
     sources = audit_of(*pairs, PreferencePair("3", "aa", "b")).splits["train"].sources
     assert [(name, source.num_pairs) for name, source in sources.items()] == [("y", 2), ("unnamed", 1), ("x", 1)]
 
 
-def test_the_length_baseline_counts_ties_half_and_follows_labels_and_weights() -> None:
+def test_the_length_baseline_counts_ties_half_and_follows_labels_and_weights():
     longer = PreferencePair("a", "long", "s")
     tie = PreferencePair("b", "x", "y")
     reversed_label = PreferencePair("c", "s", "long", label=0.2)
@@ -107,19 +107,19 @@ def test_the_length_baseline_counts_ties_half_and_follows_labels_and_weights() -
     assert baseline.num_samples == 4
 
 
-def test_the_length_baseline_has_the_textbook_error_on_independent_prompts() -> None:
+def test_the_length_baseline_has_the_textbook_error_on_independent_prompts():
     pairs = [PreferencePair(str(i), *(("long", "s") if i < 30 else ("s", "long"))) for i in range(100)]
     baseline = length_baseline(pairs)
     assert baseline.value == 0.3
     assert baseline.standard_error == pytest.approx((0.3 * 0.7 / 99) ** 0.5, rel=1e-9)
 
 
-def test_repeating_every_pair_of_a_prompt_does_not_shrink_the_error() -> None:
+def test_repeating_every_pair_of_a_prompt_does_not_shrink_the_error():
     pairs = [PreferencePair(str(i), *(("long", "s") if i < 30 else ("s", "long"))) for i in range(100)]
     assert length_baseline(pairs * 5).standard_error == pytest.approx(length_baseline(pairs).standard_error, rel=1e-9)
 
 
-def test_an_audit_survives_json() -> None:
+def test_an_audit_survives_json():
     margin = PreferencePair("p", "aa", "b", margin=1.0, metadata={"source": "s"})
     data = PreferenceDataset((margin, PreferencePair("q", "a", "b", label=0.5)), (SkippedRow("a.csv", 3, "bad"),))
     audit = audit_pairs({"train": data, "val": data}, CharacterRenderer(9))
@@ -128,7 +128,7 @@ def test_an_audit_survives_json() -> None:
     assert DataAudit.from_json(audit.to_json()) == audit
 
 
-def test_a_split_without_a_decided_pair_has_no_baseline() -> None:
+def test_a_split_without_a_decided_pair_has_no_baseline():
     audit = audit_of(PreferencePair("p", "aa", "b", label=0.5))
     assert format(audit.splits["train"].longer_wins) == "n/a"
     assert DataAudit.from_json(audit.to_json()).to_json() == audit.to_json()

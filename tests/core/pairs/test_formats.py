@@ -53,7 +53,7 @@ def compare(name: str, row: dict[str, Any], rule: KwiseRule = KwiseRule.all) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_recognizes_its_rows_and_reads_the_same_pair(name: str) -> None:
+def test_every_format_recognizes_its_rows_and_reads_the_same_pair(name: str):
     for row in EXAMPLES[name]:
         assert detect_format([row]) is FORMATS[name]
         (comparison,) = compare(name, row)
@@ -62,22 +62,22 @@ def test_every_format_recognizes_its_rows_and_reads_the_same_pair(name: str) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_format_takes_the_rows_of_another(name: str) -> None:
+def test_no_format_takes_the_rows_of_another(name: str):
     for row in EXAMPLES[name]:
         assert [other for other in FORMATS if FORMATS[other].fits(row)] == [name]
 
 
-def test_a_broken_first_row_does_not_hide_the_format() -> None:
+def test_a_broken_first_row_does_not_hide_the_format():
     assert detect_format([{"prompt": "Hi", "chosen": None, "rejected": None}, *EXAMPLES["explicit"]]).name == "explicit"
     assert detect_format([{"question": "Hi", "chosen": "a", "rejected": "b"}]) is None
 
 
-def test_an_unknown_format_gets_a_hint() -> None:
+def test_an_unknown_format_gets_a_hint():
     with pytest.raises(ConfigError, match=r"unknown data\.format 'kwize'; did you mean 'kwise'\?"):
         row_format("kwize")
 
 
-def test_the_prompt_of_a_transcript_is_everything_before_the_last_assistant_turn() -> None:
+def test_the_prompt_of_a_transcript_is_everything_before_the_last_assistant_turn():
     before = "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Sing:\n\none line"
     row = {"chosen": before + "\n\nAssistant: La\n\nla ", "rejected": before + "\n\nAssistant: No."}
     (comparison,) = compare("hh", row)
@@ -103,12 +103,12 @@ def test_the_prompt_of_a_transcript_is_everything_before_the_last_assistant_turn
         ({"rejected": None}, "rejected must be text, got nothing"),
     ],
 )
-def test_a_bad_transcript_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+def test_a_bad_transcript_is_refused_with_the_reason(change: dict[str, Any], reason: str):
     with pytest.raises(ValueError, match=reason):
         compare("hh", HH | change)
 
 
-def test_a_framed_prompt_is_the_same_prompt_as_the_messages_it_frames() -> None:
+def test_a_framed_prompt_is_the_same_prompt_as_the_messages_it_frames():
     framed = "Human: Hi\n\nAssistant: Hello!\n\nHuman: Bye\n\nAssistant:"
     messages = [USER, GOOD, {"role": "user", "content": "Bye"}]
     assert read_prompt(framed) == read_prompt("\n\n" + framed + " ") == read_prompt(messages)
@@ -117,18 +117,18 @@ def test_a_framed_prompt_is_the_same_prompt_as_the_messages_it_frames() -> None:
 
 
 @pytest.mark.parametrize("text", ["Human: Hi", "Why say 'Assistant:'", "Assistant:", "Text\n\nHuman: Hi\n\nAssistant:"])
-def test_text_that_is_no_framed_prompt_stays_as_it_is(text: str) -> None:
+def test_text_that_is_no_framed_prompt_stays_as_it_is(text: str):
     assert read_prompt(text) == text
 
 
-def test_turns_of_one_speaker_in_a_row_are_joined() -> None:
+def test_turns_of_one_speaker_in_a_row_are_joined():
     assert parse_transcript("Human: a\n\nHuman: b\n\nAssistant: c") == (
         Message("user", "a\n\nb"),
         Message("assistant", "c"),
     )
 
 
-def test_a_system_turn_stands_only_at_the_start() -> None:
+def test_a_system_turn_stands_only_at_the_start():
     assert [m.role for m in parse_transcript("System: a\n\nHuman: b\n\nSystem: c")] == ["system", "user"]
 
 
@@ -136,7 +136,7 @@ LINE = st.text(st.characters(codec="utf-8", exclude_characters="\r\n:"), min_siz
 
 
 @given(st.lists(LINE, min_size=1, max_size=5))
-def test_a_written_transcript_is_read_back(contents: list[str]) -> None:
+def test_a_written_transcript_is_read_back(contents: list[str]):
     roles = ("user", "assistant")
     messages = tuple(Message(roles[i % 2], content) for i, content in enumerate(contents))
     names = {"user": "Human", "assistant": "Assistant"}
@@ -161,13 +161,13 @@ def test_a_written_transcript_is_read_back(contents: list[str]) -> None:
         ({"prompt": [USER], "chosen": [{"role": "assistant", "content": 3}], "rejected": [BAD]}, "chosen: .* got int"),
     ],
 )
-def test_bad_messages_are_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
+def test_bad_messages_are_refused_with_the_reason(row: dict[str, Any], reason: str):
     with pytest.raises(ValueError, match=reason):
         compare("messages", row)
 
 
 @pytest.mark.parametrize("name", ["explicit", "kwise"])
-def test_a_prompt_that_is_a_number_is_refused(name: str) -> None:
+def test_a_prompt_that_is_a_number_is_refused(name: str):
     with pytest.raises(ValueError, match="prompt must be text or a list of messages, got int"):
         compare(name, EXAMPLES[name][0] | {"prompt": 7})
 
@@ -176,7 +176,7 @@ SCORES = st.lists(st.integers(0, 4).map(float), max_size=7)
 
 
 @given(SCORES)
-def test_all_pairs_are_those_with_different_scores_better_first(scores: list[float]) -> None:
+def test_all_pairs_are_those_with_different_scores_better_first(scores: list[float]):
     expected = {(i, j) for i, a in enumerate(scores) for j, b in enumerate(scores) if a > b}
     pairs = kwise_pairs(scores, KwiseRule.all)
     assert set(pairs) == expected
@@ -184,20 +184,20 @@ def test_all_pairs_are_those_with_different_scores_better_first(scores: list[flo
 
 
 @given(SCORES)
-def test_best_worst_is_one_pair_with_the_widest_gap(scores: list[float]) -> None:
+def test_best_worst_is_one_pair_with_the_widest_gap(scores: list[float]):
     pairs = kwise_pairs(scores, KwiseRule.best_worst)
     gaps = [scores[i] - scores[j] for i, j in pairs]
     assert gaps == ([max(scores) - min(scores)] if len(set(scores)) > 1 else [])
 
 
 @given(SCORES)
-def test_adjacent_gaps_add_up_to_the_widest_gap(scores: list[float]) -> None:
+def test_adjacent_gaps_add_up_to_the_widest_gap(scores: list[float]):
     pairs = kwise_pairs(scores, KwiseRule.adjacent)
     assert len(pairs) == max(0, len(set(scores)) - 1)
     assert sum(scores[i] - scores[j] for i, j in pairs) == (max(scores) - min(scores) if scores else 0)
 
 
-def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair() -> None:
+def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair():
     row = {
         "prompt": "Hi",
         "responses": ["a", "b", "a"],
@@ -218,12 +218,12 @@ def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair() -> None:
         ({"responses": ["a", None]}, "each of responses must be text, got nothing"),
     ],
 )
-def test_bad_kwise_rows_are_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+def test_bad_kwise_rows_are_refused_with_the_reason(change: dict[str, Any], reason: str):
     with pytest.raises(ValueError, match=reason):
         compare("kwise", EXAMPLES["kwise"][0] | change)
 
 
-def test_one_response_a_row_gathers_to_the_same_as_lists() -> None:
+def test_one_response_a_row_gathers_to_the_same_as_lists():
     rows = [
         (1, {"prompt": "Hi", "response": "No.", "score": "0", "model": "x", "subset": "s"}),
         (2, {"prompt": "Bye", "response": "So long.", "score": 1.0, "model": "x", "subset": "s"}),

@@ -28,21 +28,21 @@ def load(path: str, on_bad_row: OnBadRow = OnBadRow.error, **options: Any) -> So
     return load_source(DataSource(path, **options), kwise_rule=KwiseRule.all, on_bad_row=on_bad_row)
 
 
-def test_optional_columns_become_fields_and_the_rest_metadata(tmp_path: Path) -> None:
+def test_optional_columns_become_fields_and_the_rest_metadata(tmp_path: Path):
     extra = {"margin": 0.5, "label": 0.75, "weight": 2, "subset": "s", "tags": ["a", {"b": None}], "none": None}
     (pair,) = load(write(tmp_path / "a.jsonl", ROW | extra)).pairs
     assert (pair.margin, pair.label, pair.weight) == (0.5, 0.75, 2.0)
     assert pair.metadata == {"subset": "s", "tags": ["a", {"b": None}], "source": "a"}
 
 
-def test_empty_cells_are_missing_numbers(tmp_path: Path) -> None:
+def test_empty_cells_are_missing_numbers(tmp_path: Path):
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected,margin,label,source\nHi,a,b,,,\nHi,a,b,1.5,0.5,mine\n")
     first, second = load(str(tmp_path / "a.csv")).pairs
     assert (first.margin, first.label, first.weight, first.metadata["source"]) == (None, 1.0, 1.0, "a")
     assert (second.margin, second.label, second.weight, second.metadata["source"]) == (1.5, 0.5, 1.0, "mine")
 
 
-def test_what_json_cannot_say_stays_out_of_the_metadata(tmp_path: Path) -> None:
+def test_what_json_cannot_say_stays_out_of_the_metadata(tmp_path: Path):
     row = ROW | {"day": dt.date(2024, 7, 26), "raw": b"x", "nan": float("nan"), "margin": None, "ok": 1}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     (pair,) = load(str(tmp_path / "a.parquet")).pairs
@@ -50,7 +50,7 @@ def test_what_json_cannot_say_stays_out_of_the_metadata(tmp_path: Path) -> None:
     assert pair.metadata == {"ok": 1, "source": "a"}
 
 
-def test_pairs_written_as_dicts_are_read_back_equal(tmp_path: Path) -> None:
+def test_pairs_written_as_dicts_are_read_back_equal(tmp_path: Path):
     pairs = (
         PreferencePair("Hi", "a", "b", margin=1.0, metadata={"source": "s"}, label=0.5, weight=3.0),
         PreferencePair("Hi", "a", "c", metadata={"source": "t", "votes": [1, 2]}),
@@ -58,7 +58,7 @@ def test_pairs_written_as_dicts_are_read_back_equal(tmp_path: Path) -> None:
     assert load(write(tmp_path / "a.jsonl", *(pair.to_dict() for pair in pairs))).pairs == pairs
 
 
-def test_columns_are_mapped_even_when_names_swap(tmp_path: Path) -> None:
+def test_columns_are_mapped_even_when_names_swap(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", {"question": "Hi", "chosen": "No.", "rejected": "Hello!", "label": "kind"})
     columns = {"prompt": "question", "chosen": "rejected", "rejected": "chosen", "topic": "label"}
     (pair,) = load(path, columns=columns).pairs
@@ -66,7 +66,7 @@ def test_columns_are_mapped_even_when_names_swap(tmp_path: Path) -> None:
     assert pair.metadata == {"topic": "kind", "source": "a"}
 
 
-def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path) -> None:
+def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", {"question": "Hi", "chosen": "a", "rejected": "b"})
     with pytest.raises(
         DataError, match=r"data\.columns={prompt: qestion}: unknown column 'qestion'; did you mean 'question'\?"
@@ -77,7 +77,7 @@ def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["auto", "explicit"])
-def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Path) -> None:
+def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Path):
     path = write(tmp_path / "a.jsonl", {"Question": "Hi", "better": "a", "Rejected": "b"})
     with pytest.raises(DataError) as caught:
         load(path, format=form)
@@ -87,7 +87,7 @@ def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Pat
     assert message.endswith("did you mean data.columns={prompt: Question, chosen: better, rejected: Rejected}?")
 
 
-def test_a_format_asked_for_wants_its_columns(tmp_path: Path) -> None:
+def test_a_format_asked_for_wants_its_columns(tmp_path: Path):
     with pytest.raises(DataError, match=r"expected prompt, responses and scores lists, .*; got columns prompt"):
         load(write(tmp_path / "a.jsonl", ROW), format="kwise")
 
@@ -105,13 +105,13 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("change", "reason"), BAD_ROWS)
-def test_a_bad_row_names_file_line_and_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_a_bad_row_names_file_line_and_reason(change: dict[str, Any], reason: str, tmp_path: Path):
     path = write(tmp_path / "a.jsonl", ROW, ROW | change)
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {reason}; correct it, or set data\.on_bad_row=drop"):
         load(path)
 
 
-def test_dropped_rows_are_listed_in_order(tmp_path: Path) -> None:
+def test_dropped_rows_are_listed_in_order(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", ROW, *(ROW | change for change, _ in BAD_ROWS), ROW)
     loaded = load(path, OnBadRow.drop)
     assert len(loaded.pairs) == 2
@@ -120,7 +120,7 @@ def test_dropped_rows_are_listed_in_order(tmp_path: Path) -> None:
     assert str(loaded.skipped[0]) == f"{path}, line 2: chosen must not be empty"
 
 
-def test_a_broken_csv_line_stops_or_is_dropped(tmp_path: Path) -> None:
+def test_a_broken_csv_line_stops_or_is_dropped(tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_text("prompt,chosen,rejected\nHi,a,b\nHi,a\nHi,b,c\n")
     with pytest.raises(DataError, match=r"a\.csv, line 3: has 2 fields where the header has 3"):
@@ -129,7 +129,7 @@ def test_a_broken_csv_line_stops_or_is_dropped(tmp_path: Path) -> None:
     assert (len(loaded.pairs), [row.row for row in loaded.skipped]) == (2, [3])
 
 
-def test_a_file_without_a_pair_says_why(tmp_path: Path) -> None:
+def test_a_file_without_a_pair_says_why(tmp_path: Path):
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n")
     with pytest.raises(DataError, match=r"a\.csv: the file holds no rows"):
         load(str(tmp_path / "a.csv"))
@@ -138,7 +138,7 @@ def test_a_file_without_a_pair_says_why(tmp_path: Path) -> None:
         load(path, OnBadRow.drop)
 
 
-def test_kwise_rows_without_a_preference_are_listed_but_are_no_error(tmp_path: Path) -> None:
+def test_kwise_rows_without_a_preference_are_listed_but_are_no_error(tmp_path: Path):
     tied = {"prompt": "Hi", "responses": ["a", "b"], "scores": [1, 1]}
     loaded = load(write(tmp_path / "k.jsonl", tied, tied | {"scores": [0, 1]}))
     assert [row.row for row in loaded.skipped] == [1]
@@ -147,7 +147,7 @@ def test_kwise_rows_without_a_preference_are_listed_but_are_no_error(tmp_path: P
     assert pair.metadata == {"source": "k", "group": "k:2"}
 
 
-def test_a_table_of_single_responses_is_kwise(tmp_path: Path) -> None:
+def test_a_table_of_single_responses_is_kwise(tmp_path: Path):
     rows = [
         {"question": "Hi", "response": text, "score": score, "model": text.upper()}
         for text, score in [("a", 0.0), ("b", 2.0), ("c", 1.0)]
@@ -161,12 +161,12 @@ def test_a_table_of_single_responses_is_kwise(tmp_path: Path) -> None:
     assert loaded.pairs[0].metadata["chosen_model"] == loaded.pairs[0].chosen.upper()
 
 
-def test_a_source_of_ties_can_be_labeled_as_such(tmp_path: Path) -> None:
+def test_a_source_of_ties_can_be_labeled_as_such(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", ROW, ROW | {"label": 0.9})
     assert [pair.label for pair in load(path, label=0.5).pairs] == [0.5, 0.9]
 
 
-def test_an_option_names_one_source_or_many() -> None:
+def test_an_option_names_one_source_or_many():
     sources = parse_sources(
         [
             Path("a.csv"),
@@ -197,7 +197,7 @@ def test_an_option_names_one_source_or_many() -> None:
         ({"path": "a", "format": "hhh"}, "did you mean 'hh'?"),
     ],
 )
-def test_a_wrong_source_is_one_sentence(option: object, reason: str) -> None:
+def test_a_wrong_source_is_one_sentence(option: object, reason: str):
     with pytest.raises(ConfigError) as caught:
         parse_sources(option, format="auto", columns=None)
     assert reason in str(caught.value)
@@ -209,7 +209,7 @@ def source_of(name: str, num_pairs: int, weight: float) -> tuple[DataSource, Sou
 
 
 @pytest.mark.parametrize("weight", [0.25, 0.5, 1.0, 1.5, 2.0, 3.75])
-def test_a_weight_is_the_mean_number_of_times_a_pair_counts(weight: float) -> None:
+def test_a_weight_is_the_mean_number_of_times_a_pair_counts(weight: float):
     source, loaded = source_of("x", 40, weight)
     mixture = mixed([(source, loaded)], seed=0)
     counts = [sum(pair.prompt == original.prompt for pair in mixture) for original in loaded.pairs]
@@ -218,7 +218,7 @@ def test_a_weight_is_the_mean_number_of_times_a_pair_counts(weight: float) -> No
     assert len({(pair.prompt, pair.metadata.get("copy")) for pair in mixture}) == len(mixture)
 
 
-def test_a_mixture_depends_on_its_seed_alone() -> None:
+def test_a_mixture_depends_on_its_seed_alone():
     sources = [source_of("x", 40, 0.5), source_of("y", 40, 0.5)]
     assert mixed(sources, seed=1) == mixed(sources, seed=1)
     assert mixed(sources, seed=1) != mixed(sources, seed=2)

@@ -42,13 +42,13 @@ def written(folder: Path, items: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_a_refused_row_is_named_by_file_and_line(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_a_refused_row_is_named_by_file_and_line(tmp_path: Path, renderer: ConversationRenderer):
     data = PreferenceDataset.load(written(tmp_path, rows(10, (6,))))
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 7: .* role 'narrator'.*on_bad_row=\"drop\""):
         data.accepted_by(renderer)
 
 
-def test_refused_rows_are_dropped_and_listed(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_refused_rows_are_dropped_and_listed(tmp_path: Path, renderer: ConversationRenderer):
     items = rows(20, (6, 9))
     items[3]["chosen"] = 7
     data = PreferenceDataset.load(written(tmp_path, items), on_bad_row="drop").accepted_by(renderer)
@@ -58,9 +58,7 @@ def test_refused_rows_are_dropped_and_listed(tmp_path: Path, renderer: Conversat
 
 
 @pytest.mark.parametrize("refused", [5, 4])
-def test_rows_bad_in_reading_and_refused_count_together(
-    tmp_path: Path, renderer: ConversationRenderer, refused: int
-) -> None:
+def test_rows_bad_in_reading_and_refused_count_together(tmp_path: Path, renderer: ConversationRenderer, refused: int):
     items = rows(30, tuple(range(refused)))
     for item in items[20:22]:
         item["chosen"] = 7
@@ -72,14 +70,14 @@ def test_rows_bad_in_reading_and_refused_count_together(
         data.accepted_by(renderer)
 
 
-def test_the_rows_of_a_part_are_judged_among_themselves(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_the_rows_of_a_part_are_judged_among_themselves(tmp_path: Path, renderer: ConversationRenderer):
     data = PreferenceDataset.load(written(tmp_path, rows(60, (0, 1, 2, 3, 4))), on_bad_row="drop")
     with pytest.raises(DataError, match="5 of 8 rows are bad"):
         data[:8].accepted_by(renderer)
     assert len(data.accepted_by(renderer)) == 55
 
 
-def test_a_part_keeps_the_lines_of_its_pairs(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_a_part_keeps_the_lines_of_its_pairs(tmp_path: Path, renderer: ConversationRenderer):
     whole = PreferenceDataset.load({"path": written(tmp_path, rows(40, (11,))), "weight": 2})
     sides = whole.split_by_prompt(0.3, seed=1)
     for data in (whole, whole[10:], whole.subset(78, 0), PreferenceDataset.joined([whole[:11], whole[11:]]), *sides):
@@ -88,7 +86,7 @@ def test_a_part_keeps_the_lines_of_its_pairs(tmp_path: Path, renderer: Conversat
                 data.accepted_by(renderer)
 
 
-def test_a_row_of_many_pairs_is_dropped_once_and_its_good_pairs_stay(tmp_path: Path) -> None:
+def test_a_row_of_many_pairs_is_dropped_once_and_its_good_pairs_stay(tmp_path: Path):
     forgetting = ConversationRenderer(decoder_tokenizer(chat_template=FORGETTING), 64)
     responses = ["Four.", "<think>2 + 2</think>Four!", "Five."]
     items = [{"prompt": f"{i} + 2?", "responses": responses, "scores": [3, 2, 1]} for i in range(2)]
@@ -99,11 +97,11 @@ def test_a_row_of_many_pairs_is_dropped_once_and_its_good_pairs_stay(tmp_path: P
     assert len(data) == 4
 
 
-def test_pairs_of_no_source_are_named_by_their_place(renderer: ConversationRenderer) -> None:
+def test_pairs_of_no_source_are_named_by_their_place(renderer: ConversationRenderer):
     pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair((Message(**REFUSED),), "4", "5")]
     with pytest.raises(DataError, match=r"^pair 2: "):
         PreferenceDataset.from_pairs(pairs).accepted_by(renderer)
 
 
-def test_no_rows_join_to_none() -> None:
+def test_no_rows_join_to_none():
     assert PairRows.joined([]).places.shape == (0, 2)

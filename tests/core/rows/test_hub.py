@@ -39,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return make
 
 
-def test_an_unknown_name_is_refused_after_one_question(answer: Any, tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_after_one_question(answer: Any, tmp_path: Path):
     asked = answer(RepositoryNotFoundError("404", response=RESPONSE))
     with pytest.raises(
         CheckpointError, match=r"nothing of that name is here, and the hub has no public model nowhere/x"
@@ -67,7 +67,7 @@ def nothing_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_listens")
-def test_without_a_connection_a_name_that_is_not_cached_is_refused_at_once() -> None:
+def test_without_a_connection_a_name_that_is_not_cached_is_refused_at_once():
     with pytest.raises(CheckpointError, match=r"the hub cannot be reached \(.*Connection refused\)"):
         BradleyTerryRM.from_pretrained("owner/name")
     with pytest.raises(DataError, match="the hub cannot be reached"):
@@ -76,14 +76,14 @@ def test_without_a_connection_a_name_that_is_not_cached_is_refused_at_once() -> 
 
 
 @pytest.mark.usefixtures("nothing_listens")
-def test_without_a_connection_a_cached_name_goes_on_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_connection_a_cached_name_goes_on_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "hub" / "models--owner--name" / "snapshots").mkdir(parents=True)
     assert hub_obstacle("owner/name", "model") is None
     assert constants.HF_HUB_OFFLINE
     assert "owner/name is taken from the cache" in caplog.text
 
 
-def test_a_gated_model_says_where_to_ask_and_a_mirror_without_answers_is_let_pass(answer: Any) -> None:
+def test_a_gated_model_says_where_to_ask_and_a_mirror_without_answers_is_let_pass(answer: Any):
     answer(GatedRepoError("403", response=RESPONSE))
     assert "run hf auth login" in str(hub_obstacle("owner/name", "model"))
     answer(HfHubHTTPError("500", response=RESPONSE))

@@ -30,7 +30,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_prompt_is_the_same_messages_through_every_entrance(form: str, tmp_path: Path) -> None:
+def test_every_form_of_a_prompt_is_the_same_messages_through_every_entrance(form: str, tmp_path: Path):
     value = FORMS[form]
     pairs, responses = tmp_path / "pairs.jsonl", tmp_path / "responses.jsonl"
     pairs.write_text(json.dumps({"prompt": value, "chosen": "a", "rejected": "b"}))
@@ -42,12 +42,12 @@ def test_every_form_of_a_prompt_is_the_same_messages_through_every_entrance(form
 
 
 @pytest.mark.parametrize("role", ["human", "Human", "prompter", "USER"])
-def test_names_of_the_user_are_the_user(role: str) -> None:
+def test_names_of_the_user_are_the_user(role: str):
     assert Message(role, "Hi").role == "user"
 
 
 @pytest.mark.parametrize("role", ["gpt", "bot", "model", "Assistant", "ai"])
-def test_names_of_the_assistant_are_the_assistant(role: str) -> None:
+def test_names_of_the_assistant_are_the_assistant(role: str):
     assert Message(role, "Hi").role == "assistant"
 
 
@@ -60,7 +60,7 @@ BLANK_TURNS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", BLANK_TURNS)
-def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_path: Path) -> None:
+def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "chosen": "a", "rejected": "b"}))
     with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
@@ -75,22 +75,22 @@ def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_pa
 @pytest.mark.parametrize(
     "field", [{"tool_calls": [{"id": 1}]}, {"reasoning_content": "Hm."}, {"name": "Ann"}, {"notes": "a " * 20}]
 )
-def test_a_field_of_a_message_that_would_be_lost_is_refused(field: dict[str, Any]) -> None:
+def test_a_field_of_a_message_that_would_be_lost_is_refused(field: dict[str, Any]):
     with pytest.raises(ValueError, match=f"message 1 has {next(iter(field))}, which is not read"):
         read_messages("prompt", [{"role": "user", "content": "Hi"} | field])
 
 
 @pytest.mark.parametrize("field", [{"tool_calls": None}, {"name": ""}, {"weight": 1.0}, {"id": "a1"}, {"tools": []}])
-def test_empty_fields_and_numbers_of_a_message_are_passed_over(field: dict[str, Any]) -> None:
+def test_empty_fields_and_numbers_of_a_message_are_passed_over(field: dict[str, Any]):
     assert read_messages("prompt", [{"role": "user", "content": "Hi"} | field]) == (Message("user", "Hi"),)
 
 
-def test_text_that_merely_begins_like_json_stays_text() -> None:
+def test_text_that_merely_begins_like_json_stays_text():
     for text in ('["role"', '[1, 2, "role"]', '[{"role": "user"}] Why?', "[{}]"):
         assert read_prompt(text) == text
 
 
-def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt() -> None:
+def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt():
     assert in_context({"system": "Be kind."}, "Hi", {}) == (Message("system", "Be kind."), Message("user", "Hi"))
     own = (Message("system", "Be kind."), Message("user", "Hi"))
     assert in_context({"system": " Be kind. "}, own, {}) == own
@@ -99,7 +99,7 @@ def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt()
 
 
 @pytest.mark.parametrize("name", ["tools", "chat_template_kwargs", "context", "history", "input", "system_prompt"])
-def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp_path: Path) -> None:
+def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "Hi", "chosen": "a", "rejected": "b", name: "something"}))
     with pytest.raises(DataError, match=f"{name} is not read"):
@@ -109,7 +109,7 @@ def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp
         list(read_responses(path))
 
 
-def test_alpacas_input_follows_the_instruction(tmp_path: Path) -> None:
+def test_alpacas_input_follows_the_instruction(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"instruction": "Add.", "input": "1, 2", "chosen": "a", "rejected": "b", "system": "S"}))
     (pair,) = PreferenceDataset.load(path, columns={"prompt": "instruction"})

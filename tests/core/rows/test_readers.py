@@ -69,7 +69,7 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_file_gives_the_rows_that_were_written(name: str, tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_rows_that_were_written(name: str, tmp_path: Path):
     WRITERS[name](tmp_path / name, ROWS)
     read = rows_of(tmp_path / name)
     assert [row for _, row in read] == ROWS
@@ -77,51 +77,51 @@ def test_every_kind_of_file_gives_the_rows_that_were_written(name: str, tmp_path
     assert [number for number, _ in read] == [first, second]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path):
     for name in ("a.csv", "a.jsonl", "a.json"):
         WRITERS["A.CSV" if name == "a.csv" else name](tmp_path / name, ROWS)
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
         assert [row for _, row in rows_of(tmp_path / name)] == ROWS
 
 
-def test_nested_values_survive_parquet(tmp_path: Path) -> None:
+def test_nested_values_survive_parquet(tmp_path: Path):
     row = {"prompt": [{"role": "user", "content": "Hi"}], "scores": [1.0, 2.5]}
     pq.write_table(pa.Table.from_pylist([row] * 5000), tmp_path / "a.parquet")
     read = rows_of(tmp_path / "a.parquet")
     assert read[-1] == (5000, row)
 
 
-def test_a_csv_line_with_a_wrong_number_of_fields_is_reported_by_its_physical_line(tmp_path: Path) -> None:
+def test_a_csv_line_with_a_wrong_number_of_fields_is_reported_by_its_physical_line(tmp_path: Path):
     (tmp_path / "a.csv").write_text('a,b\n"two\nlines",1\n\n1,2,3\n4,5\n')
     assert reported(tmp_path / "a.csv") == ([2, 6], [(5, "has 3 fields where the header has 2")])
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])
-def test_another_separator_is_named(separator: str, tmp_path: Path) -> None:
+def test_another_separator_is_named(separator: str, tmp_path: Path):
     (tmp_path / "a.csv").write_text(f"prompt{separator}chosen\n1{separator}2\n")
     with pytest.raises(DataError, match=r"line 1: fields must be separated by commas"):
         rows_of(tmp_path / "a.csv")
 
 
-def test_one_json_object_is_one_row(tmp_path: Path) -> None:
+def test_one_json_object_is_one_row(tmp_path: Path):
     (tmp_path / "a.json").write_text(json.dumps(ROWS[0], indent=1))
     assert rows_of(tmp_path / "a.json") == [(1, ROWS[0])]
 
 
 @pytest.mark.parametrize("text", ['a,b\n1,2\n3,"four\n5,6\n', 'a,b\n1,2\n3,"four\n5,"six"\n'])
-def test_an_unclosed_quote_names_the_line_it_opens_on(text: str, tmp_path: Path) -> None:
+def test_an_unclosed_quote_names_the_line_it_opens_on(text: str, tmp_path: Path):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=r"a\.csv, line 3: a quoted field is not closed"):
         rows_of(tmp_path / "a.csv")
 
 
-def test_a_repeated_csv_column_is_refused(tmp_path: Path) -> None:
+def test_a_repeated_csv_column_is_refused(tmp_path: Path):
     (tmp_path / "a.csv").write_text("a,b,a\n1,2,3\n")
     with pytest.raises(DataError, match="names column 'a' twice"):
         rows_of(tmp_path / "a.csv")
 
 
-def test_bad_json_lines_are_reported_and_the_others_read(tmp_path: Path) -> None:
+def test_bad_json_lines_are_reported_and_the_others_read(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n\n{"a": \n[1]\n\xff\n{"a": 2}\n')
     numbers, bad = reported(tmp_path / "a.jsonl")
     assert numbers == [1, 6]
@@ -131,13 +131,13 @@ def test_bad_json_lines_are_reported_and_the_others_read(tmp_path: Path) -> None
     assert "not UTF-8" in bad[2][1]
 
 
-def test_a_json_syntax_error_names_the_line(tmp_path: Path) -> None:
+def test_a_json_syntax_error_names_the_line(tmp_path: Path):
     (tmp_path / "a.json").write_text('[\n{"a": 1},\n{"a": }\n]')
     with pytest.raises(DataError, match=r"a\.json, line 3: not valid JSON"):
         rows_of(tmp_path / "a.json")
 
 
-def test_a_json_array_named_jsonl_is_told_its_name(tmp_path: Path) -> None:
+def test_a_json_array_named_jsonl_is_told_its_name(tmp_path: Path):
     WRITERS["a.json"](tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DataError, match=r"line 1: .* name the file \.json"):
         rows_of(tmp_path / "a.jsonl")
@@ -145,7 +145,7 @@ def test_a_json_array_named_jsonl_is_told_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.json.gz"])
 @pytest.mark.parametrize("damage", ["torn", "replaced"])
-def test_a_torn_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
+def test_a_torn_file_is_named(name: str, damage: str, tmp_path: Path):
     path = tmp_path / name
     WRITERS[name](path, ROWS)
     path.write_bytes(path.read_bytes()[:-12] if damage == "torn" else b"not what the name says")
@@ -153,32 +153,32 @@ def test_a_torn_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
         rows_of(path)
 
 
-def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_named(tmp_path: Path):
     (tmp_path / "a.csv").write_bytes("prompt,chosen\nä,ö\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"a\.csv: the file is not UTF-8 text"):
         rows_of(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.jsonl", "a.csv"])
-def test_an_empty_file_is_named(name: str, tmp_path: Path) -> None:
+def test_an_empty_file_is_named(name: str, tmp_path: Path):
     (tmp_path / name).touch()
     with pytest.raises(DataError, match=f"{name}: the file is empty"):
         rows_of(tmp_path / name)
 
 
-def test_a_pipe_is_named_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_named_and_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl: expected a file, got a pipe or device"):
         rows_of(tmp_path / "a.jsonl")
 
 
-def test_an_unknown_ending_gets_a_hint(tmp_path: Path) -> None:
+def test_an_unknown_ending_gets_a_hint(tmp_path: Path):
     (tmp_path / "a.jsonlines").write_text("{}")
     with pytest.raises(DataError, match=r"unknown kind of file '\.jsonlines'; did you mean '\.jsonl'\?"):
         rows_of(tmp_path / "a.jsonlines")
 
 
-def test_a_missing_file_gets_the_nearest_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_gets_the_nearest_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "pairs_train.parquet").touch()
     monkeypatch.chdir(tmp_path)
@@ -191,13 +191,13 @@ def test_a_missing_file_gets_the_nearest_name_of_its_folder(tmp_path: Path, monk
         rows_of("wholly-different")
 
 
-def test_a_folder_that_is_no_data_set_lists_its_files(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_data_set_lists_its_files(tmp_path: Path):
     WRITERS["a.jsonl"](tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DataError, match=r"not written by datasets' save_to_disk; name one of its files: a\.jsonl"):
         rows_of(tmp_path)
 
 
-def test_a_saved_folder_of_splits_asks_for_one(tmp_path: Path) -> None:
+def test_a_saved_folder_of_splits_asks_for_one(tmp_path: Path):
     split = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"holds the splits train, test; name one, such as .*saved/train"):
@@ -205,7 +205,7 @@ def test_a_saved_folder_of_splits_asks_for_one(tmp_path: Path) -> None:
     assert [row for _, row in rows_of(tmp_path / "saved" / "test")] == ROWS
 
 
-def test_hub_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     assert all(map(is_hub_name, ("owner/name", "owner/name:config:train", "owner/name::train[:10%]", "a-b/c.d_e")))
@@ -213,7 +213,7 @@ def test_hub_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.Monke
     assert not any(map(is_hub_name, paths))
 
 
-def test_a_hub_name_goes_to_load_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_goes_to_load_dataset(monkeypatch: pytest.MonkeyPatch):
     split = datasets.Dataset.from_list(ROWS)
     asked: list[Any] = []
 
@@ -231,12 +231,12 @@ def test_a_hub_name_goes_to_load_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [("owner/name", None, None), ("owner/name", "config", "test"), ("owner/name", None, None)]
 
 
-def test_a_hub_name_that_cannot_be_had_is_one_sentence() -> None:
+def test_a_hub_name_that_cannot_be_had_is_one_sentence():
     with pytest.raises(DataError, match="no-such-owner/no-such-name: neither a file here nor a data set the hub gives"):
         rows_of("no-such-owner/no-such-name")
 
 
-def test_names_and_units_of_sources() -> None:
+def test_names_and_units_of_sources():
     assert [source_name(name) for name in ("x/a.b.csv", "saved", "o/n:c:s", "a.json.gz")] == [
         "a.b",
         "saved",
@@ -250,7 +250,7 @@ SURROGATE = '{"prompt": "Hi %s", "chosen": "a%s", "rejected": "b%s", "responses"
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_half_a_surrogate_pair_is_a_bad_row_with_its_line(place: int, tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_is_a_bad_row_with_its_line(place: int, tmp_path: Path):
     broken = SURROGATE % tuple("\\ud800" if i == place else "" for i in range(4))
     whole = SURROGATE % ("", "", "", "")
     path = tmp_path / "a.jsonl"
@@ -261,7 +261,7 @@ def test_half_a_surrogate_pair_is_a_bad_row_with_its_line(place: int, tmp_path: 
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_half_a_surrogate_pair_in_a_file_of_responses_names_its_line(place: int, tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_in_a_file_of_responses_names_its_line(place: int, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text(SURROGATE % tuple("\\ud800" if i == place else "" for i in range(4)))
     with pytest.raises(DataError, match=r"line 1: \w+ holds half of a UTF-16 surrogate pair"):
@@ -271,7 +271,7 @@ def test_half_a_surrogate_pair_in_a_file_of_responses_names_its_line(place: int,
 @pytest.mark.parametrize(
     ("value", "reason"), [("[" * 100_000 + "]" * 100_000, "nested too deeply"), ("1" * 5_000, "too many digits")]
 )
-def test_values_that_python_cannot_read_are_a_bad_row_with_its_line(value: str, reason: str, tmp_path: Path) -> None:
+def test_values_that_python_cannot_read_are_a_bad_row_with_its_line(value: str, reason: str, tmp_path: Path):
     row = '{"prompt": "Hi", "chosen": "a", "rejected": "b", "more": %s}'
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([row % 1] * 9 + [row % value]))
@@ -283,7 +283,7 @@ def test_values_that_python_cannot_read_are_a_bad_row_with_its_line(value: str, 
         PreferenceDataset.load(tmp_path / "a.json")
 
 
-def test_values_nested_below_the_limit_of_the_reader_are_read_or_told(tmp_path: Path) -> None:
+def test_values_nested_below_the_limit_of_the_reader_are_read_or_told(tmp_path: Path):
     row = '{"prompt": "Hi", "chosen": "a", "rejected": "b", "more": %s}'
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([row % 1] * 9 + [row % ("[" * 900 + "]" * 900)]))
@@ -291,14 +291,14 @@ def test_values_nested_below_the_limit_of_the_reader_are_read_or_told(tmp_path: 
     assert len(data) + len(data.skipped) == 10
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_refused(tmp_path: Path):
     table = pa.table([["Hi"], ["a"], ["b"], ["c"]], names=["prompt", "chosen", "rejected", "chosen"])
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: there are two columns 'chosen'"):
         PreferenceDataset.load(tmp_path / "a.parquet")
 
 
-def test_an_object_that_holds_the_rows_as_data_is_read(tmp_path: Path) -> None:
+def test_an_object_that_holds_the_rows_as_data_is_read(tmp_path: Path):
     rows = [{"prompt": "Hi", "chosen": "a", "rejected": "b"}]
     (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": rows}))
     assert len(PreferenceDataset.load(tmp_path / "a.json")) == 1

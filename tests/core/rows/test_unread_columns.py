@@ -54,7 +54,7 @@ def written(path: Path, columns: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", CONTENT)
-def test_content_that_is_not_read_is_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_content_that_is_not_read_is_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = written(tmp_path / "pairs.jsonl", METADATA | {name: CONTENT[name]})
     with caplog.at_level(logging.WARNING, "rm_optimizer"):
         data = PreferenceDataset.load(path)
@@ -65,11 +65,11 @@ def test_content_that_is_not_read_is_named(name: str, tmp_path: Path, caplog: py
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_is_not(name: str, tmp_path: Path) -> None:
+def test_metadata_is_not(name: str, tmp_path: Path):
     assert PreferenceDataset.load(written(tmp_path / "pairs.jsonl", {name: METADATA[name]})).notes == ()
 
 
-def test_a_command_says_it_once_a_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_command_says_it_once_a_source(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = tmp_path / "pairs"
     folder.mkdir()
     for part in "ab":
@@ -83,7 +83,7 @@ def test_a_command_says_it_once_a_source(tmp_path: Path, caplog: pytest.LogCaptu
     assert len(caplog.messages) == 1
 
 
-def test_a_run_notes_it_once_for_both_splits_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_notes_it_once_for_both_splits_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = written(tmp_path / "pairs.jsonl", {"persona": "a pirate", "document": TEXT})
     data = load_training_data(DataConfig(train=path, val_fraction=0.4))
     (note,) = data.notes(uses_margins=False)

@@ -34,7 +34,7 @@ TEMPLATE = (
 # transformers' DeBERTa calls torch.jit.script when it is imported.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
-def test_plain_transformers_scores_the_export_as_the_model_does(family: str, tmp_path: Path) -> None:
+def test_plain_transformers_scores_the_export_as_the_model_does(family: str, tmp_path: Path):
     model = reward_model(family)
     certificate = model.save_pretrained(tmp_path / "export")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
@@ -54,7 +54,7 @@ def test_plain_transformers_scores_the_export_as_the_model_does(family: str, tmp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_files_say_one_raw_reward(family: str, tmp_path: Path) -> None:
+def test_the_files_say_one_raw_reward(family: str, tmp_path: Path):
     model = reward_model(family)
     model.save_pretrained(tmp_path / "export", statistics={"mean": 0.25, "std": 1.5, "num_responses": 10})
     config = AutoConfig.from_pretrained(tmp_path / "export")
@@ -74,7 +74,7 @@ def test_the_files_say_one_raw_reward(family: str, tmp_path: Path) -> None:
     assert answer[0]["score"] == pytest.approx(logit, abs=1e-6), "a server that obeys problem_type applies no sigmoid"
 
 
-def test_a_pinned_chat_template_is_exported_as_it_was_used(tmp_path: Path) -> None:
+def test_a_pinned_chat_template_is_exported_as_it_was_used(tmp_path: Path):
     tokenizer = decoder_tokenizer(chat_template=TEMPLATE.replace("{# ", "").replace(" #}", ""))
     model = reward_model("llama", tokenizer)
     model.save_pretrained(tmp_path / "export")
@@ -87,19 +87,19 @@ def test_a_pinned_chat_template_is_exported_as_it_was_used(tmp_path: Path) -> No
     assert loaded.renderer.identity() == model.renderer.identity()
 
 
-def test_the_certificate_stands_in_the_folder(tmp_path: Path) -> None:
+def test_the_certificate_stands_in_the_folder(tmp_path: Path):
     certificate = reward_model("llama").save_pretrained(tmp_path / "export")
     assert stored_certificate(tmp_path / "export") == certificate
     assert any(isinstance(score.prompt, tuple) for score in certificate.scores)
 
 
-def test_a_probe_of_ones_own_is_used(tmp_path: Path) -> None:
+def test_a_probe_of_ones_own_is_used(tmp_path: Path):
     probe = [("Hi", "Hello."), ((Message("user", "a"), Message("assistant", "b"), Message("user", "c")), "d")]
     certificate = reward_model("llama").save_pretrained(tmp_path / "export", probe=probe)
     assert [(score.prompt, score.response) for score in certificate.scores] == probe
 
 
-def test_a_half_precision_export_stays_within_its_stated_tolerance(tmp_path: Path) -> None:
+def test_a_half_precision_export_stays_within_its_stated_tolerance(tmp_path: Path):
     model = reward_model("llama")
     model.bfloat16()
     certificate = model.save_pretrained(tmp_path / "export")
@@ -112,14 +112,14 @@ def test_a_half_precision_export_stays_within_its_stated_tolerance(tmp_path: Pat
         model.save_pretrained(tmp_path / "export")
 
 
-def test_a_float64_model_is_exported_exactly(tmp_path: Path) -> None:
+def test_a_float64_model_is_exported_exactly(tmp_path: Path):
     certificate = reward_model("llama").double().save_pretrained(tmp_path / "export")
     assert certificate.dtype == "float64"
     assert certificate.relative_difference <= 1e-9
 
 
 @pytest.mark.parametrize("reloaded", [1.0 + 2e-5, float("nan")])
-def test_a_certificate_beyond_its_tolerance_or_not_finite_fails(reloaded: float) -> None:
+def test_a_certificate_beyond_its_tolerance_or_not_finite_fails(reloaded: float):
     def compare(value: float) -> ParityCertificate:
         rewards = torch.tensor([1.0, 500.0], dtype=torch.float64)
         after = torch.tensor([value, 500.004], dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_a_certificate_beyond_its_tolerance_or_not_finite_fails(reloaded: float)
     assert not compare(reloaded).is_passed
 
 
-def test_a_model_that_does_not_reload_alike_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_model_that_does_not_reload_alike_is_refused_and_leaves_nothing(tmp_path: Path):
     model = reward_model("llama")
     model.model.base_model.norm.register_forward_hook(lambda module, args, output: 1.5 * output)
     with pytest.raises(CheckpointError, match=r"does not score as the model does.*nothing was written"):
@@ -139,7 +139,7 @@ def test_a_model_that_does_not_reload_alike_is_refused_and_leaves_nothing(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_is_replaced_whole_and_a_failed_one_keeps_the_earlier(tmp_path: Path) -> None:
+def test_an_export_is_replaced_whole_and_a_failed_one_keeps_the_earlier(tmp_path: Path):
     model = reward_model("llama")
     model.save_pretrained(tmp_path / "best")
     (tmp_path / "best" / "stale.txt").write_text("from the earlier export")
@@ -156,21 +156,21 @@ def test_an_export_is_replaced_whole_and_a_failed_one_keeps_the_earlier(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-def test_other_peoples_folders_are_never_replaced(tmp_path: Path) -> None:
+def test_other_peoples_folders_are_never_replaced(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("three years of work")
     with pytest.raises(CheckpointError, match="is not an export of ours"):
         reward_model("llama").save_pretrained(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "three years of work"
 
 
-def test_a_place_that_cannot_be_written_gives_one_sentence(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_gives_one_sentence(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="the model cannot be written to"):
         reward_model("llama").save_pretrained(tmp_path / "file" / "export")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="the superuser may write anywhere")
-def test_a_read_only_folder_gives_one_sentence(tmp_path: Path) -> None:
+def test_a_read_only_folder_gives_one_sentence(tmp_path: Path):
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="the model cannot be written to"):
         reward_model("llama").save_pretrained(tmp_path / "export")

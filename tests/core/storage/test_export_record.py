@@ -55,7 +55,7 @@ def one_row(weight: torch.Tensor) -> torch.Tensor:
     return weight + row
 
 
-def test_a_copied_export_loads_and_its_files_are_recorded(folder: Path) -> None:
+def test_a_copied_export_loads_and_its_files_are_recorded(folder: Path):
     record = json.loads((folder / "export.json").read_text())
     assert record["weights"] == weight_digests(folder)
     assert list(record["weights"]) == ["model.safetensors"]
@@ -69,7 +69,7 @@ def test_a_copied_export_loads_and_its_files_are_recorded(folder: Path) -> None:
 @pytest.mark.parametrize("is_run_folder", [True, False])
 def test_any_changed_weight_is_refused(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], is_run_folder: bool, folder: Path
-) -> None:
+):
     changed(folder / "model.safetensors", name, change)
     source = folder.parent if is_run_folder else folder
     for options in ({}, {"new_head": True}):
@@ -82,13 +82,13 @@ def test_any_changed_weight_is_refused(
         prepare_model(str(source), folder.parent / "work", "float32")
 
 
-def test_a_weight_file_that_was_added_or_divided_is_refused(folder: Path) -> None:
+def test_a_weight_file_that_was_added_or_divided_is_refused(folder: Path):
     save_file({"score.weight": torch.zeros(1, 32)}, folder / "model-00002-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors changed"):
         BradleyTerryRM.from_pretrained(folder)
 
 
-def test_chunks_in_another_order_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_in_another_order_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(export_record, "_CHUNK_BYTES", 4)
     found = set()
     for content in (b"aaaabbbbcc", b"bbbbaaaacc", b"aaaabbbbc", b"aaaabbbbccc", b""):
@@ -97,7 +97,7 @@ def test_chunks_in_another_order_have_another_digest(tmp_path: Path, monkeypatch
     assert len(found) == 5
 
 
-def test_an_export_without_digests_is_held_to_its_certified_rewards(folder: Path) -> None:
+def test_an_export_without_digests_is_held_to_its_certified_rewards(folder: Path):
     forget(folder, "weights")
     BradleyTerryRM.from_pretrained(folder)
     changed(folder / "model.safetensors", "score.weight", torch.neg)
@@ -105,7 +105,7 @@ def test_an_export_without_digests_is_held_to_its_certified_rewards(folder: Path
         BradleyTerryRM.from_pretrained(folder)
 
 
-def test_an_export_without_digests_and_without_its_head_is_refused_by_both_engines(folder: Path) -> None:
+def test_an_export_without_digests_and_without_its_head_is_refused_by_both_engines(folder: Path):
     forget(folder, "weights")
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("score.weight")
@@ -116,14 +116,14 @@ def test_an_export_without_digests_and_without_its_head_is_refused_by_both_engin
         prepare_model(str(folder), folder.parent / "work", "float32")
 
 
-def test_a_changed_configuration_is_seen_in_the_rewards(folder: Path) -> None:
+def test_a_changed_configuration_is_seen_in_the_rewards(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     with pytest.raises(CheckpointError, match=r"weights or config\.json were changed"):
         BradleyTerryRM.from_pretrained(folder)
 
 
-def test_a_changed_adapter_is_refused(exported: Path, tmp_path: Path) -> None:
+def test_a_changed_adapter_is_refused(exported: Path, tmp_path: Path):
     model = BradleyTerryRM.from_pretrained(exported)
     add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
     save_adapter(model, tmp_path / "adapter")
@@ -146,14 +146,14 @@ def snapshot(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("revision", [None, "v1"])
-def test_an_adapter_on_a_base_of_the_hub_records_its_commit(snapshot: Path, revision: str | None) -> None:
+def test_an_adapter_on_a_base_of_the_hub_records_its_commit(snapshot: Path, revision: str | None):
     model = BradleyTerryRM.from_pretrained("owner/name", revision=revision)
     add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
     assert (base_of(model.model).source, base_of(model.model).revision) == ("owner/name", "0" * 40)
     assert "_commit_hash" not in model.model.config.to_dict()
 
 
-def test_an_export_on_the_hub_keeps_its_identity_and_its_certificate(exported: Path, snapshot: Path) -> None:
+def test_an_export_on_the_hub_keeps_its_identity_and_its_certificate(exported: Path, snapshot: Path):
     loaded = BradleyTerryRM.from_pretrained("owner/name")
     assert loaded.max_length == 77
     assert loaded.identity() == BradleyTerryRM.from_pretrained(exported).identity()

@@ -49,7 +49,7 @@ def base_folder(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_run_folder_and_checkpoint_load_to_the_same_rewards(family: str, tmp_path: Path) -> None:
+def test_export_run_folder_and_checkpoint_load_to_the_same_rewards(family: str, tmp_path: Path):
     model = reward_model(family)
     rewards = model.score(PROMPTS, RESPONSES)
     model.save_pretrained(tmp_path / "run" / "best")
@@ -66,7 +66,7 @@ def test_export_run_folder_and_checkpoint_load_to_the_same_rewards(family: str, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_base_model_gets_a_fresh_seeded_head_and_keeps_its_backbone(family: str, tmp_path: Path) -> None:
+def test_a_base_model_gets_a_fresh_seeded_head_and_keeps_its_backbone(family: str, tmp_path: Path):
     folder = base_folder(family, tmp_path)
     first, again, other = (BradleyTerryRM.from_pretrained(folder, seed=seed, new_head=True) for seed in (1, 1, 2))
     assert first.head_init.startswith("normal")
@@ -80,7 +80,7 @@ def test_a_base_model_gets_a_fresh_seeded_head_and_keeps_its_backbone(family: st
     assert float(torch.nn.functional.softplus(margin.detach())) == pytest.approx(math.log(2), rel=0.3)
 
 
-def test_a_head_that_is_stored_is_not_drawn_again(tmp_path: Path) -> None:
+def test_a_head_that_is_stored_is_not_drawn_again(tmp_path: Path):
     tokenizer = tiny_tokenizer("llama")
     plain = tiny_model("llama", tokenizer)
     plain.save_pretrained(tmp_path)
@@ -90,7 +90,7 @@ def test_a_head_that_is_stored_is_not_drawn_again(tmp_path: Path) -> None:
     assert loaded.head_init == "from the checkpoint"
 
 
-def test_weights_are_float32_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_weights_are_float32_unless_asked_otherwise(tmp_path: Path):
     base_folder("llama", tmp_path, torch.bfloat16)
     whole = BradleyTerryRM.from_pretrained(tmp_path, new_head=True)
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
@@ -101,7 +101,7 @@ def test_weights_are_float32_unless_asked_otherwise(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path, dtype="bfloat61")
 
 
-def test_dropout_of_the_checkpoint_is_off_unless_kept(tmp_path: Path) -> None:
+def test_dropout_of_the_checkpoint_is_off_unless_kept(tmp_path: Path):
     base_folder("bert", tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).hidden_dropout_prob == 0.1
     for dropout in (False, True):
@@ -113,12 +113,12 @@ def test_dropout_of_the_checkpoint_is_off_unless_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["missing/", "./missing", "/nowhere/model", "~/nowhere", "a/b/c", "last.ckpt", "up/last.ckpt"]
 )
-def test_a_missing_path_is_said_to_be_missing_and_never_asked_of_the_hub(name: str) -> None:
+def test_a_missing_path_is_said_to_be_missing_and_never_asked_of_the_hub(name: str):
     with pytest.raises(CheckpointError, match="the path does not exist"):
         BradleyTerryRM.from_pretrained(name)
 
 
-def test_a_name_under_an_existing_folder_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_under_an_existing_folder_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_source("outputs/run").kind is SourceKind.HUB
     (tmp_path / "outputs").mkdir()
@@ -126,7 +126,7 @@ def test_a_name_under_an_existing_folder_is_a_path(tmp_path: Path, monkeypatch: 
         resolve_source("outputs/run")
 
 
-def test_a_hub_id_that_cannot_be_fetched_gives_one_sentence() -> None:
+def test_a_hub_id_that_cannot_be_fetched_gives_one_sentence():
     with pytest.raises(
         CheckpointError, match="no-such-owner/no-such-model cannot be loaded as a reward model"
     ) as caught:
@@ -134,7 +134,7 @@ def test_a_hub_id_that_cannot_be_fetched_gives_one_sentence() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_folders_and_files_without_a_model_are_refused(tmp_path: Path) -> None:
+def test_folders_and_files_without_a_model_are_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"expected config\.json"):
         BradleyTerryRM.from_pretrained(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
@@ -148,7 +148,7 @@ def test_folders_and_files_without_a_model_are_refused(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path)
 
 
-def test_torn_weights_give_one_sentence(tmp_path: Path) -> None:
+def test_torn_weights_give_one_sentence(tmp_path: Path):
     reward_model("llama").save_pretrained(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
@@ -179,7 +179,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sentence", DAMAGES)
-def test_the_file_that_is_torn_or_missing_is_named(sentence: str, whole: Path, tmp_path: Path) -> None:
+def test_the_file_that_is_torn_or_missing_is_named(sentence: str, whole: Path, tmp_path: Path):
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
     DAMAGES[sentence](folder)
     with pytest.raises(CheckpointError, match=sentence) as caught:
@@ -187,7 +187,7 @@ def test_the_file_that_is_torn_or_missing_is_named(sentence: str, whole: Path, t
     assert str(caught.value).endswith("export the model again")
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     tiny_tokenizer("llama").save_pretrained(tmp_path)
@@ -197,7 +197,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path)
 
 
-def test_a_classifier_with_two_labels_is_refused(tmp_path: Path) -> None:
+def test_a_classifier_with_two_labels_is_refused(tmp_path: Path):
     tokenizer = tiny_tokenizer("bert")
     config = tiny_config("bert", num_labels=2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
@@ -206,7 +206,7 @@ def test_a_classifier_with_two_labels_is_refused(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(tmp_path)
 
 
-def test_a_checkpoint_that_lacks_part_of_the_backbone_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_part_of_the_backbone_is_refused(tmp_path: Path):
     tokenizer = tiny_tokenizer("llama")
     model = tiny_model("llama", tokenizer)
     state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_lacks_part_of_the_backbone_is_refused(tmp_path: Path)
         BradleyTerryRM.from_pretrained(tmp_path)
 
 
-def test_foreign_and_torn_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_foreign_and_torn_checkpoints_are_refused(tmp_path: Path):
     model = reward_model("llama")
     foreign = lightning_checkpoint(model, tmp_path / "foreign.ckpt", **{PAYLOAD_KEY: None})
     with pytest.raises(CheckpointError, match="was not written by RM-Optimizer"):
@@ -237,7 +237,7 @@ def test_foreign_and_torn_checkpoints_are_refused(tmp_path: Path) -> None:
         BradleyTerryRM.from_pretrained(partial)
 
 
-def test_another_rendering_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
+def test_another_rendering_than_the_recorded_one_is_refused(tmp_path: Path):
     model = reward_model("llama")
     model.save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "tokenizer_config.json"
@@ -248,7 +248,7 @@ def test_another_rendering_than_the_recorded_one_is_refused(tmp_path: Path) -> N
         BradleyTerryRM.from_pretrained(tmp_path / "model")
 
 
-def test_a_model_trained_with_a_render_fn_needs_it_again(tmp_path: Path) -> None:
+def test_a_model_trained_with_a_render_fn_needs_it_again(tmp_path: Path):
     def shout(messages: tuple[Message, ...], response: str) -> str:
         return f"{messages[-1].content.upper()} -> {response}"
 
@@ -264,7 +264,7 @@ def test_a_model_trained_with_a_render_fn_needs_it_again(tmp_path: Path) -> None
         assert torch.equal(loaded.score(PROMPTS, RESPONSES), model.score(PROMPTS, RESPONSES))
 
 
-def test_the_pad_choice_survives_a_checkpoint(tmp_path: Path) -> None:
+def test_the_pad_choice_survives_a_checkpoint(tmp_path: Path):
     tokenizer = decoder_tokenizer(pad="</s>")
     model = tiny_reward_model("llama", tokenizer, max_length=64, spare_rows=3)
     assert model.pad_choice.token == "<|pad|>"
@@ -274,7 +274,7 @@ def test_the_pad_choice_survives_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("RM_OPT_MINILM" not in os.environ, reason="RM_OPT_MINILM names no folder with MiniLM's weights")
-def test_minilm_loads_starts_at_chance_and_reloads(tmp_path: Path) -> None:
+def test_minilm_loads_starts_at_chance_and_reloads(tmp_path: Path):
     model = BradleyTerryRM.from_pretrained(os.environ["RM_OPT_MINILM"], new_head=True)
     assert model.model.config.hidden_size == 384
     assert 256 <= model.max_length <= 512

@@ -150,7 +150,7 @@ def in_memory(files: list[Path], renderer: ConversationRenderer, cache: Path) ->
 
 def test_unshuffled_it_gives_the_pairs_of_memory_in_their_order(
     pool: InProcess | TokenizerPool, files: list[Path], renderer: ConversationRenderer, tmp_path: Path
-) -> None:
+):
     found = stream(pool, dataset(files), shuffle=False)
     assert len(found.order.blocks) > 10
     batches = epochs(found, 1)
@@ -159,7 +159,7 @@ def test_unshuffled_it_gives_the_pairs_of_memory_in_their_order(
     assert [batch.step for batch in batches] == list(range(11))
 
 
-def test_its_tally_is_the_report_of_memory(files: list[Path], renderer: ConversationRenderer, tmp_path: Path) -> None:
+def test_its_tally_is_the_report_of_memory(files: list[Path], renderer: ConversationRenderer, tmp_path: Path):
     data = PreferenceDataset.load([str(path) for path in files])
     expected = tokenize_pairs(data, renderer, tmp_path).report
     found = stream(InProcess(dataset(files), renderer), dataset(files))
@@ -173,7 +173,7 @@ def test_its_tally_is_the_report_of_memory(files: list[Path], renderer: Conversa
 
 def test_the_order_is_a_function_of_seed_and_epoch(
     pool: InProcess | TokenizerPool, files: list[Path], renderer: ConversationRenderer, tmp_path: Path
-) -> None:
+):
     data = dataset(files)
     first = contents(epochs(stream(pool, data), 2))
     assert first == contents(epochs(stream(InProcess(data, renderer), data), 2))
@@ -188,7 +188,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(
 @pytest.mark.parametrize("step", [1, 10, 11, 14])
 def test_it_resumes_at_a_step_with_the_rest_of_the_whole_stream(
     pool: InProcess | TokenizerPool, files: list[Path], step: int
-) -> None:
+):
     found = stream(pool, dataset(files))
     batches = iter(found)
     list(itertools.islice(batches, step))
@@ -205,13 +205,13 @@ def test_it_resumes_at_a_step_with_the_rest_of_the_whole_stream(
     assert [batch.step for batch in tail] == list(range(step, step + 6))
 
 
-def test_seeking_the_start_is_where_a_stream_begins(files: list[Path], renderer: ConversationRenderer) -> None:
+def test_seeking_the_start_is_where_a_stream_begins(files: list[Path], renderer: ConversationRenderer):
     found = stream(InProcess(dataset(files), renderer), dataset(files))
     found.seek(0)
     assert found.position == StreamPosition()
 
 
-def test_two_ranks_share_each_macro_batch(pool: InProcess | TokenizerPool, files: list[Path]) -> None:
+def test_two_ranks_share_each_macro_batch(pool: InProcess | TokenizerPool, files: list[Path]):
     data = dataset(files)
     whole = epochs(stream(pool, data), 1)
     shares = [epochs(stream(pool, data, rank=rank, world_size=2), 1) for rank in range(2)]
@@ -223,7 +223,7 @@ def test_two_ranks_share_each_macro_batch(pool: InProcess | TokenizerPool, files
         assert all((part.pair_index == batch.pair_index).all() for part in parts)
 
 
-def test_pair_index_names_file_and_row(files: list[Path], renderer: ConversationRenderer) -> None:
+def test_pair_index_names_file_and_row(files: list[Path], renderer: ConversationRenderer):
     data = dataset(files)
     assert data.num_rows == 71 + 90 + 16
     batches = epochs(stream(InProcess(data, renderer), data, shuffle=False), 1)
@@ -235,9 +235,7 @@ def test_pair_index_names_file_and_row(files: list[Path], renderer: Conversation
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 7, 30])
-def test_parts_of_a_row_group_join_to_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
-) -> None:
+def test_parts_of_a_row_group_join_to_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int):
     monkeypatch.setattr(ray_blocks, "_MOST_ROWS", rows_at_once)
     path = tmp_path / "groups.parquet"
     pq.write_table(pa.Table.from_pylist(rows(50, 8)), path, row_group_size=33)
@@ -247,7 +245,7 @@ def test_parts_of_a_row_group_join_to_its_rows(
 
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 10**6])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-def test_parts_of_a_file_of_lines_join_to_its_lines(tmp_path: Path, block_bytes: int, end: str) -> None:
+def test_parts_of_a_file_of_lines_join_to_its_lines(tmp_path: Path, block_bytes: int, end: str):
     path = json_lines(tmp_path / "lines.jsonl", rows(20, 9))
     path.write_text(path.read_text().rstrip("\n") + end)
     found = RayPreferenceDataset(str(path), block_bytes=block_bytes)
@@ -257,7 +255,7 @@ def test_parts_of_a_file_of_lines_join_to_its_lines(tmp_path: Path, block_bytes:
         assert len(found.blocks) >= 20
 
 
-def test_patterns_and_whole_weights_name_files_as_often_as_they_say(tmp_path: Path) -> None:
+def test_patterns_and_whole_weights_name_files_as_often_as_they_say(tmp_path: Path):
     for name in "yx":
         json_lines(tmp_path / f"{name}.jsonl", rows(3, ord(name)))
     data = RayPreferenceDataset({"path": str(tmp_path / "*.jsonl"), "weight": 2})
@@ -265,7 +263,7 @@ def test_patterns_and_whole_weights_name_files_as_often_as_they_say(tmp_path: Pa
     assert data.num_rows == 12
 
 
-def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, renderer: ConversationRenderer):
     items = rows(60, 5)
     items[55]["chosen"] = 7
     path = json_lines(tmp_path / "bad.jsonl", items)
@@ -284,7 +282,7 @@ def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, rende
     assert data.first_pairs(55).pairs == kept[:55]
 
 
-def test_dropped_rows_are_listed_once(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_dropped_rows_are_listed_once(tmp_path: Path, renderer: ConversationRenderer):
     items = rows(40, 6)
     items[30]["rejected"] = ""
     path = json_lines(tmp_path / "bad.jsonl", items)
@@ -294,7 +292,7 @@ def test_dropped_rows_are_listed_once(tmp_path: Path, renderer: ConversationRend
     assert [str(row) for row in found.tally.skipped] == [f"{path}, line 31: rejected must not be empty"]
 
 
-def test_a_held_out_prompt_stops_the_stream(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_a_held_out_prompt_stops_the_stream(tmp_path: Path, renderer: ConversationRenderer):
     items = rows(20, 7)
     path = json_lines(tmp_path / "pairs.jsonl", items)
     data = RayPreferenceDataset(str(path), held_out_prompts=[f" {items[12]['prompt'].upper()}\n"])
@@ -302,7 +300,7 @@ def test_a_held_out_prompt_stops_the_stream(tmp_path: Path, renderer: Conversati
         next(iter(stream(InProcess(data, renderer), data)))
 
 
-def test_a_row_that_the_template_refuses_is_bad_in_a_stream_too(tmp_path: Path) -> None:
+def test_a_row_that_the_template_refuses_is_bad_in_a_stream_too(tmp_path: Path):
     items: list[dict[str, Any]] = rows(40, 6)
     items[30]["prompt"] = [{"role": "narrator", "content": "Once."}, {"role": "user", "content": "Why?"}]
     path = json_lines(tmp_path / "bad.jsonl", items)
@@ -318,7 +316,7 @@ def test_a_row_that_the_template_refuses_is_bad_in_a_stream_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2])
-def test_a_share_of_bad_rows_stops_the_stream(tmp_path: Path, renderer: ConversationRenderer, share: float) -> None:
+def test_a_share_of_bad_rows_stops_the_stream(tmp_path: Path, renderer: ConversationRenderer, share: float):
     items = rows(40, 6)
     for item in items[::8]:
         item["rejected"] = ""
@@ -334,7 +332,7 @@ def test_a_share_of_bad_rows_stops_the_stream(tmp_path: Path, renderer: Conversa
 
 def test_the_share_of_bad_rows_is_judged_before_a_long_file_ends(
     tmp_path: Path, renderer: ConversationRenderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(ray_tally, "JUDGED_ROWS", 30)
     items = rows(80, 6)
     for item in items[:20]:
@@ -345,7 +343,7 @@ def test_the_share_of_bad_rows_is_judged_before_a_long_file_ends(
         contents(epochs(stream(InProcess(data, renderer), data, shuffle=False), 1))
 
 
-def test_kwise_rows_give_the_pairs_of_memory(tmp_path: Path) -> None:
+def test_kwise_rows_give_the_pairs_of_memory(tmp_path: Path):
     items = [
         {"prompt": f"q{i}", "responses": ["home", "far away", "a dog"], "scores": [i % 3, 1.0, 2.5]} for i in range(30)
     ]
@@ -355,7 +353,7 @@ def test_kwise_rows_give_the_pairs_of_memory(tmp_path: Path) -> None:
     assert found.first_pairs(1000).pairs == PreferenceDataset.load(str(path), kwise_rule="adjacent").pairs
 
 
-def test_a_stream_without_a_pair_ends_in_a_sentence(tmp_path: Path, renderer: ConversationRenderer) -> None:
+def test_a_stream_without_a_pair_ends_in_a_sentence(tmp_path: Path, renderer: ConversationRenderer):
     path = json_lines(tmp_path / "same.jsonl", [SAME_ONCE_CUT] * 5)
     data = RayPreferenceDataset(str(path))
     found = stream(InProcess(data, renderer), data)
@@ -373,12 +371,12 @@ def test_a_stream_without_a_pair_ends_in_a_sentence(tmp_path: Path, renderer: Co
         ("missing.jsonl", "no such file"),
     ],
 )
-def test_files_that_cannot_be_streamed_are_told(tmp_path: Path, source: str, problem: str) -> None:
+def test_files_that_cannot_be_streamed_are_told(tmp_path: Path, source: str, problem: str):
     with pytest.raises(DataError, match=problem):
         RayPreferenceDataset(str(tmp_path / source))
 
 
-def test_single_responses_and_fractions_need_memory(tmp_path: Path) -> None:
+def test_single_responses_and_fractions_need_memory(tmp_path: Path):
     path = json_lines(tmp_path / "single.jsonl", [{"prompt": "q", "response": "a", "score": 1.0}] * 3)
     with pytest.raises(DataError, match="one response a row"):
         RayPreferenceDataset(str(path))
@@ -388,12 +386,12 @@ def test_single_responses_and_fractions_need_memory(tmp_path: Path) -> None:
 
 def test_without_ray_the_extra_is_named(
     files: list[Path], renderer: ConversationRenderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"ray is not installed; pip install 'rm-optimizer\[ray\]'"):
         dataset(files).macro_batches(renderer, batch_size=1, micro_token_budget=1, seed=0)
 
 
-def test_core_does_not_import_ray() -> None:
+def test_core_does_not_import_ray():
     code = "import sys, rm_optimizer.core.streaming.dataset; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -80,7 +80,7 @@ def macro_batches(
 
 def test_an_order_visits_the_pairs_it_names_and_leaves_dropped_ones_out(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     orders = [list(range(24))[::-1], list(range(24)), [0] * 22 + [7, 5], [0] * 23 + [24], [0] * 24]
     order = PairOrder("mine", lambda epoch: orders[epoch])
     macro = MacroBatches(PairCollator(*data, PAD), batch_size=8, micro_token_budget=400, seed=3, order=order)
@@ -102,9 +102,7 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 300))
-def test_length_batches_take_each_sequence_once_within_the_budget_longest_first(
-    lengths: list[int], budget: int
-) -> None:
+def test_length_batches_take_each_sequence_once_within_the_budget_longest_first(lengths: list[int], budget: int):
     batches = length_batches(lengths, budget)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     flat = [lengths[i] for batch in batches for i in batch]
@@ -114,7 +112,7 @@ def test_length_batches_take_each_sequence_once_within_the_budget_longest_first(
 
 
 @given(lengths=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1), budget=st.integers(1, 400))
-def test_micro_batches_hold_whole_pairs_within_the_budget(lengths: list[tuple[int, int]], budget: int) -> None:
+def test_micro_batches_hold_whole_pairs_within_the_budget(lengths: list[tuple[int, int]], budget: int):
     chosen = list(range(0, len(lengths), 2))
     batches = micro_batches(np.array(lengths), chosen, budget)
     assert sorted(i for batch in batches for i in batch) == chosen
@@ -122,13 +120,13 @@ def test_micro_batches_hold_whole_pairs_within_the_budget(lengths: list[tuple[in
         assert len(batch) == 1 or 2 * len(batch) * max(max(lengths[i]) for i in batch) <= budget
 
 
-def test_a_batch_is_full_before_the_next_begins() -> None:
+def test_a_batch_is_full_before_the_next_begins():
     assert length_batches([5] * 7, 15) == [[0, 1, 2], [3, 4, 5], [6]]
     assert micro_batches(np.full((5, 2), 4), range(5), 16) == [[0, 1], [2, 3], [4]]
 
 
 @given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=9), budget=st.integers(1, 4000))
-def test_no_other_cut_of_the_sorted_sequences_costs_less(lengths: list[int], budget: int) -> None:
+def test_no_other_cut_of_the_sorted_sequences_costs_less(lengths: list[int], budget: int):
     def cost(batches: list[list[int]]) -> int:
         return sum(max(batch) * len(batch) + packing.PASS_TOKENS for batch in batches)
 
@@ -144,7 +142,7 @@ def test_no_other_cut_of_the_sorted_sequences_costs_less(lengths: list[int], bud
 
 @pytest.mark.parametrize("longest", [3, 40, 900])
 @pytest.mark.parametrize("budget", [1, 300, 4000, 10**6])
-def test_every_batch_of_many_sequences_is_the_largest_of_the_cheapest(longest: int, budget: int) -> None:
+def test_every_batch_of_many_sequences_is_the_largest_of_the_cheapest(longest: int, budget: int):
     lengths = sorted(np.random.default_rng(longest).integers(1, longest, size=400, endpoint=True).tolist())[::-1]
     sizes, cost = [0] * 400, [0] * 401
     for start in reversed(range(400)):
@@ -157,17 +155,17 @@ def test_every_batch_of_many_sequences_is_the_largest_of_the_cheapest(longest: i
     assert [len(batch) for batch in batches] == [sizes[batch[0]] for batch in batches]
 
 
-def test_no_sequences_make_no_batches() -> None:
+def test_no_sequences_make_no_batches():
     assert length_batches([], 10) == []
     assert pad_sequences([], PAD)[0].shape == (0, 0)
 
 
-def test_a_budget_below_one_is_refused() -> None:
+def test_a_budget_below_one_is_refused():
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
         length_batches([1], 0)
 
 
-def test_padding_stands_on_the_right_and_is_masked() -> None:
+def test_padding_stands_on_the_right_and_is_masked():
     ids, mask = pad_sequences([[5, 6, 7], [], [PAD]], pad_token_id=9)
     assert ids.tolist() == [[5, 6, 7], [9, 9, 9], [PAD, 9, 9]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
@@ -176,19 +174,19 @@ def test_padding_stands_on_the_right_and_is_masked() -> None:
 
 @settings(max_examples=30)
 @given(num=st.integers(1, 200), seed=st.integers(0, 2**32), epoch=st.integers(0, 50))
-def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch(num: int, seed: int, epoch: int) -> None:
+def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch(num: int, seed: int, epoch: int):
     order = epoch_order(num, seed, epoch)
     assert sorted(order.tolist()) == list(range(num))
     assert np.array_equal(order, epoch_order(num, seed, epoch))
 
 
-def test_epoch_order_never_changes_between_versions() -> None:
+def test_epoch_order_never_changes_between_versions():
     assert epoch_order(8, 0, 0).tolist() == STORED_ORDER
     orders = {tuple(epoch_order(8, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
 
-def test_epoch_order_is_uniform() -> None:
+def test_epoch_order_is_uniform():
     """Position of element 0 over 4,000 seeds: chi-squared with 4 degrees of freedom is below 23.5 with p = 0.9999."""
     positions = [int(np.flatnonzero(epoch_order(5, seed, 0) == 0)[0]) for seed in range(4000)]
     counts = np.bincount(positions, minlength=5)
@@ -201,7 +199,7 @@ def test_epoch_order_is_uniform() -> None:
 )
 def test_rank_shares_are_disjoint_complete_and_within_one_pair_of_balance(
     lengths: list[tuple[int, int]], world_size: int
-) -> None:
+):
     table = np.array(lengths)
     everyone = np.arange(len(lengths))
     shares = [rank_share(table.sum(axis=1), everyone, rank, world_size) for rank in range(world_size)]
@@ -213,7 +211,7 @@ def test_rank_shares_are_disjoint_complete_and_within_one_pair_of_balance(
 
 def test_rows_interleave_chosen_and_rejected_and_carry_each_pairs_numbers(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     tokenized, pairs = data
     batch = PairCollator(tokenized, pairs, PAD)([20, 3, 7])
     for row, position in enumerate([20, 3, 7]):
@@ -235,7 +233,7 @@ def test_rows_interleave_chosen_and_rejected_and_carry_each_pairs_numbers(
 
 def test_split_gives_the_rewards_of_each_side_and_refuses_other_shapes(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     batch = PairCollator(*data, PAD)([0, 1])
     chosen, rejected = batch.split(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert (chosen.tolist(), rejected.tolist()) == ([1.0, 3.0], [2.0, 4.0])
@@ -246,7 +244,7 @@ def test_split_gives_the_rewards_of_each_side_and_refuses_other_shapes(
 
 def test_packed_pairs_carry_the_same_numbers_and_count_shared_tokens_once(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     tokenized, _ = data
     positions = [20, 3, 7, 0]
     plain, packed = PairCollator(*data, PAD)(positions), PackedPairCollator(*data, PAD)(positions)
@@ -272,14 +270,14 @@ def test_packed_pairs_carry_the_same_numbers_and_count_shared_tokens_once(
 
 def test_packed_batches_keep_to_the_budget_unless_a_pair_alone_exceeds_it(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     for budget in (1, 150, 400, 10**6):
         for macro in (macro_batches(data, budget=budget, make=PackedPairCollator)[step] for step in range(3)):
             for micro in macro.micro:
                 assert micro.num_pairs == 1 or micro.num_padded_tokens <= budget
 
 
-def test_to_moves_every_tensor(data: tuple[TokenizedPairs, list[PreferencePair]]) -> None:
+def test_to_moves_every_tensor(data: tuple[TokenizedPairs, list[PreferencePair]]):
     macro = macro_batches(data)[0].to("meta")
     assert {tensor.device.type for micro in macro.micro for tensor in vars(micro).values()} == {"meta"}
     assert macro.step == 0
@@ -287,7 +285,7 @@ def test_to_moves_every_tensor(data: tuple[TokenizedPairs, list[PreferencePair]]
 
 def test_an_epoch_visits_every_kept_pair_once_with_a_short_last_batch(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     tokenized, _ = data
     batches = macro_batches(data)
     assert batches.steps_per_epoch == 3
@@ -300,7 +298,7 @@ def test_an_epoch_visits_every_kept_pair_once_with_a_short_last_batch(
     assert indices(batches[0]) != indices(batches[3])
 
 
-def test_a_step_is_the_same_whatever_was_asked_before(data: tuple[TokenizedPairs, list[PreferencePair]]) -> None:
+def test_a_step_is_the_same_whatever_was_asked_before(data: tuple[TokenizedPairs, list[PreferencePair]]):
     one = macro_batches(data)
     forward = [indices(one[step]) for step in range(7)]
     assert [indices(macro_batches(data)[step]) for step in reversed(range(7))] == forward[::-1]
@@ -311,7 +309,7 @@ def test_a_step_is_the_same_whatever_was_asked_before(data: tuple[TokenizedPairs
 @pytest.mark.parametrize("budget", [1, 400, 10**6])
 def test_a_macro_batch_holds_the_same_pairs_whatever_ranks_and_budget(
     data: tuple[TokenizedPairs, list[PreferencePair]], world_size: int, budget: int, make: type[PairCollator]
-) -> None:
+):
     whole = macro_batches(data)
     options = {"world_size": world_size, "budget": budget, "make": make}
     ranks = [macro_batches(data, rank=rank, **options) for rank in range(world_size)]
@@ -355,7 +353,7 @@ def step_gradient(ranks: Sequence[MacroBatch]) -> Tensor:
 @pytest.mark.parametrize("budget", [1, 300, 10**6])
 def test_the_gradient_of_a_step_depends_on_neither_budget_nor_ranks_nor_sharing(
     data: tuple[TokenizedPairs, list[PreferencePair]], world_size: int, budget: int, make: type[PairCollator]
-) -> None:
+):
     for step in (0, 2):
         expected = step_gradient([macro_batches(data, budget=10**6)[step]])
         options = {"world_size": world_size, "budget": budget, "make": make}
@@ -365,7 +363,7 @@ def test_the_gradient_of_a_step_depends_on_neither_budget_nor_ranks_nor_sharing(
 
 def test_evaluation_batches_are_complete_disjoint_long_first_and_alike_for_any_ranks(
     data: tuple[TokenizedPairs, list[PreferencePair]],
-) -> None:
+):
     tokenized, pairs = data
 
     def batches(rank: int, world_size: int) -> list[PairBatch]:
@@ -393,7 +391,7 @@ def loader_options(tmp_path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_loader_yields_the_run_and_resumes_it_at_any_step(tmp_path: Path, num_workers: int) -> None:
+def test_the_loader_yields_the_run_and_resumes_it_at_any_step(tmp_path: Path, num_workers: int):
     pairs, options = some_pairs(10), loader_options(tmp_path)
     whole = list(create_dataloader(pairs, renderer(), epochs=2, **options))
     assert [macro.step for macro in whole] == [0, 1, 2, 3, 4, 5]
@@ -406,7 +404,7 @@ def test_the_loader_yields_the_run_and_resumes_it_at_any_step(tmp_path: Path, nu
             assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
 
 
-def test_the_loader_shares_prefixes_when_told_to(tmp_path: Path) -> None:
+def test_the_loader_shares_prefixes_when_told_to(tmp_path: Path):
     options = loader_options(tmp_path) | {"num_workers": 1, "epochs": 1}
     plain = list(create_dataloader(some_pairs(6), renderer(), **options))
     packed = list(create_dataloader(some_pairs(6), renderer(), prefix_sharing=True, **options))
@@ -415,18 +413,18 @@ def test_the_loader_shares_prefixes_when_told_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 30), (0.1, 3), (0.5, 15), (0.51, 16), (2, 60)])
-def test_epochs_become_whole_steps(tmp_path: Path, epochs: float, steps: int) -> None:
+def test_epochs_become_whole_steps(tmp_path: Path, epochs: float, steps: int):
     loader = create_dataloader(some_pairs(118), renderer(), epochs=epochs, **loader_options(tmp_path))
     assert len(loader) == steps
 
 
-def test_num_steps_may_end_within_an_epoch(tmp_path: Path) -> None:
+def test_num_steps_may_end_within_an_epoch(tmp_path: Path):
     loader = create_dataloader(some_pairs(10), renderer(), num_steps=4, **loader_options(tmp_path))
     assert [macro.step for macro in loader] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("length", [{}, {"epochs": 1, "num_steps": 2}])
-def test_a_run_has_one_length(tmp_path: Path, length: dict[str, int]) -> None:
+def test_a_run_has_one_length(tmp_path: Path, length: dict[str, int]):
     with pytest.raises(ValueError, match="give either epochs or num_steps"):
         create_dataloader(some_pairs(3), renderer(), **length, **loader_options(tmp_path))
 
@@ -438,19 +436,19 @@ def test_a_run_has_one_length(tmp_path: Path, length: dict[str, int]) -> None:
         ({"rank": 2, "world_size": 2}, r"rank must lie in \[0, 2\), got 2"),
     ],
 )
-def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int], sentence: str) -> None:
+def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         create_dataloader(some_pairs(3), renderer(), epochs=1, **{**loader_options(tmp_path), **wrong})
 
 
-def test_no_pair_left_is_one_sentence(tmp_path: Path) -> None:
+def test_no_pair_left_is_one_sentence(tmp_path: Path):
     same = [PreferencePair("p", "x" * 200 + "a", "x" * 200 + "b")]
     with pytest.raises(DataError, match="no pair is left to train on"):
         create_dataloader(same, renderer(), epochs=1, **loader_options(tmp_path))
 
 
 @pytest.mark.slow
-def test_a_stalled_worker_is_named_instead_of_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_worker_is_named_instead_of_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     get = MacroBatches.__getitem__
 
     def stall(self: MacroBatches, step: int) -> MacroBatch:
@@ -470,7 +468,7 @@ def test_a_stalled_worker_is_named_instead_of_waited_for(tmp_path: Path, monkeyp
     assert time.monotonic() - began < 200
 
 
-def test_other_failures_in_a_worker_rise_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_in_a_worker_rise_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(self: MacroBatches, step: int) -> MacroBatch:
         raise RuntimeError("the disk is on fire")
 
@@ -480,14 +478,14 @@ def test_other_failures_in_a_worker_rise_as_they_are(tmp_path: Path, monkeypatch
         next(iter(loader))
 
 
-def test_workers_receive_the_batches_without_the_tokens(data: tuple[TokenizedPairs, list[PreferencePair]]) -> None:
+def test_workers_receive_the_batches_without_the_tokens(data: tuple[TokenizedPairs, list[PreferencePair]]):
     sent = pickle.dumps(macro_batches(data))
     assert b"cccc" not in sent
     assert len(sent) < 3000
     assert indices(pickle.loads(sent)[1]) == indices(macro_batches(data)[1])
 
 
-def test_a_million_pairs_are_ordered_and_batched_in_seconds() -> None:
+def test_a_million_pairs_are_ordered_and_batched_in_seconds():
     lengths = np.random.default_rng(0).integers(1, 500, size=(10**6, 2))
     began = time.process_time()
     order = epoch_order(10**6, 0, 0)

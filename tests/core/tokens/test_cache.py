@@ -35,7 +35,7 @@ def some_pairs(count: int) -> list[PreferencePair]:
     return [*pairs, PreferencePair((Message("system", "s"), Message("user", "u")), "yes", "no")]
 
 
-def test_tokens_are_the_renderers_for_every_pair_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_the_renderers_for_every_pair_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokens, "_CHUNK", 7)
     pairs, render = some_pairs(40), renderer()
     tokenized = tokenize_pairs(pairs, render, tmp_path)
@@ -54,7 +54,7 @@ def test_tokens_are_the_renderers_for_every_pair_across_chunks(tmp_path: Path, m
     assert tokenized.prompt_cut.any()
 
 
-def test_pairs_identical_after_cutting_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_pairs_identical_after_cutting_are_dropped_and_counted(tmp_path: Path):
     long = "same " * 30
     pairs = [PreferencePair("p", "a", "b"), PreferencePair("p", long + "x", long + "y"), PreferencePair("p", "c", "d")]
     tokenized = tokenize_pairs(pairs, renderer(), tmp_path)
@@ -63,7 +63,7 @@ def test_pairs_identical_after_cutting_are_dropped_and_counted(tmp_path: Path) -
     assert tuple(tokenized.chosen(1).tolist()) == renderer().encode("p", "c").ids
 
 
-def test_the_truncation_report_counts_every_pair_given(tmp_path: Path) -> None:
+def test_the_truncation_report_counts_every_pair_given(tmp_path: Path):
     long = "same " * 30
     pairs = [PreferencePair("p", "a", "b"), PreferencePair("p", long + "x", long + "y"), PreferencePair(long, "c", "d")]
     report = tokenize_pairs(pairs, renderer(), tmp_path).report
@@ -78,7 +78,7 @@ def test_the_truncation_report_counts_every_pair_given(tmp_path: Path) -> None:
     assert TruncationReport.from_json(report.to_json()) == report
 
 
-def test_a_second_run_opens_the_cache_and_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_opens_the_cache_and_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = tokenize_pairs(some_pairs(9), renderer(), tmp_path)
     monkeypatch.setattr(tokens, "_build", None)
     second = tokenize_pairs(some_pairs(9), renderer(), tmp_path)
@@ -95,7 +95,7 @@ def shout_but_for_long_responses(messages: tuple[Message, ...], response: str) -
     return shout(messages, response) if len(response) < 20 else f"{messages[-1].content} >> {response}"
 
 
-def test_whatever_the_tokens_depend_on_gives_a_cache_of_its_own(tmp_path: Path) -> None:
+def test_whatever_the_tokens_depend_on_gives_a_cache_of_its_own(tmp_path: Path):
     pairs = [PreferencePair("p", "a", "a response of some length")]
     lowered = byte_tokenizer()
     lowered.backend_tokenizer.normalizer = normalizers.Replace("length", "L")
@@ -115,7 +115,7 @@ def test_whatever_the_tokens_depend_on_gives_a_cache_of_its_own(tmp_path: Path) 
     assert len(folders) == len(renderers) + len(others)
 
 
-def test_margins_labels_and_padding_state_do_not_tokenize_anew(tmp_path: Path) -> None:
+def test_margins_labels_and_padding_state_do_not_tokenize_anew(tmp_path: Path):
     first = tokenize_pairs([PreferencePair("p", "a", "b")], renderer(), tmp_path)
     render = renderer()
     render.tokenizer(["x", "longer"], padding=True, truncation=True, max_length=3)
@@ -125,7 +125,7 @@ def test_margins_labels_and_padding_state_do_not_tokenize_anew(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["gone", "short", "altered", "empty"])
-def test_a_torn_or_altered_cache_is_built_anew(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_torn_or_altered_cache_is_built_anew(tmp_path: Path, name: str, damage: str):
     first = tokenize_pairs(some_pairs(5), renderer(), tmp_path)
     expected = [first.chosen(i).tolist() for i in range(len(first))]
     file = first.folder / name
@@ -140,7 +140,7 @@ def test_a_torn_or_altered_cache_is_built_anew(tmp_path: Path, name: str, damage
     assert [folder.name for folder in tmp_path.iterdir()] == [first.folder.name]
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_nothing(tmp_path: Path):
     template = (
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "{{ m['content'] }}{% endfor %}"
@@ -151,7 +151,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_killed_builds_left_behind_goes_after_a_day(tmp_path: Path) -> None:
+def test_what_killed_builds_left_behind_goes_after_a_day(tmp_path: Path):
     old, fresh = tmp_path / ".building-old", tmp_path / ".building-fresh"
     for folder in (old, fresh):
         folder.mkdir()
@@ -178,7 +178,7 @@ for name in ("new", "torn"):
 """
 
 
-def test_processes_that_start_together_leave_one_cache_and_agree(python: Path, tmp_path: Path) -> None:
+def test_processes_that_start_together_leave_one_cache_and_agree(python: Path, tmp_path: Path):
     alone = tokenize_pairs(some_pairs(1000), renderer(), tmp_path / "alone")
     torn = tmp_path / "torn" / alone.folder.name
     torn.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_processes_that_start_together_leave_one_cache_and_agree(python: Path, t
         assert [folder.name for folder in (tmp_path / name).iterdir()] == [alone.folder.name]
 
 
-def test_the_loser_of_a_race_uses_the_winners_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loser_of_a_race_uses_the_winners_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     build = tokens._build
     winners: list[TokenizedPairs] = []
 
@@ -213,20 +213,20 @@ def test_the_loser_of_a_race_uses_the_winners_cache(tmp_path: Path, monkeypatch:
     assert [folder.name for folder in tmp_path.iterdir()] == [loser.folder.name]
 
 
-def test_pickling_sends_the_folder_and_not_the_tokens(tmp_path: Path) -> None:
+def test_pickling_sends_the_folder_and_not_the_tokens(tmp_path: Path):
     tokenized = tokenize_pairs(some_pairs(300), renderer(), tmp_path)
     sent = pickle.dumps(tokenized)
     assert len(sent) < 1000
     assert pickle.loads(sent).chosen(7).tolist() == tokenized.chosen(7).tolist()
 
 
-def test_no_pairs_give_no_tokens(tmp_path: Path) -> None:
+def test_no_pairs_give_no_tokens(tmp_path: Path):
     tokenized = tokenize_pairs([], renderer(), tmp_path)
     assert len(tokenized) == 0
     assert tokenized.lengths.shape == (0, 2)
 
 
-def test_a_folder_that_cannot_be_written_gives_one_warning_and_the_same_tokens(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_gives_one_warning_and_the_same_tokens(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match=r"cannot be kept in .*set data.cache_dir") as caught:
         tokenized = tokenize_pairs(some_pairs(3), renderer(), tmp_path / "file" / "cache")
@@ -234,15 +234,13 @@ def test_a_folder_that_cannot_be_written_gives_one_warning_and_the_same_tokens(t
     assert tuple(tokenized.chosen(0).tolist()) == renderer().encode(some_pairs(1)[0].prompt, "good 0").ids
 
 
-def test_an_intact_cache_is_read_from_a_folder_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_intact_cache_is_read_from_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tokenize_pairs(some_pairs(3), renderer(), tmp_path)
     monkeypatch.setattr(tokens, "_writable", None)
     assert len(tokenize_pairs(some_pairs(3), renderer(), tmp_path)) == 4
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -252,7 +250,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_the_default_folder_is_the_variables_or_the_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_is_the_variables_or_the_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RM_OPT_CACHE", str(tmp_path / "mine"))
     assert default_cache_dir() == tmp_path / "mine"
     assert tokenize_pairs(some_pairs(1), renderer(), None).folder.parent == tmp_path / "mine"
@@ -269,7 +267,7 @@ def test_the_default_folder_is_the_variables_or_the_platforms(tmp_path: Path, mo
 
 def test_progress_is_shown_for_large_sets_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     tokenize_pairs(some_pairs(5), renderer(), tmp_path)
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(tokens, "_PROGRESS_FROM", 5)
@@ -278,7 +276,7 @@ def test_progress_is_shown_for_large_sets_only(
     assert "Tokenizing" in capfd.readouterr().err
 
 
-def test_the_cache_holds_no_text(tmp_path: Path) -> None:
+def test_the_cache_holds_no_text(tmp_path: Path):
     folder = tokenize_pairs(some_pairs(3), renderer(), tmp_path).folder
     meta = json.loads((folder / "meta.json").read_text())
     assert set(meta) == {"report", "checksums"}

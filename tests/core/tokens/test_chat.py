@@ -123,7 +123,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("max_length", [18, 200])
-def test_bos_and_eos_stand_exactly_once_on_any_sequence_cut_or_not(name: str, max_length: int) -> None:
+def test_bos_and_eos_stand_exactly_once_on_any_sequence_cut_or_not(name: str, max_length: int):
     build, first, last = TOKENIZERS[name]
     tokenizer = build()
     renderer = ConversationRenderer(tokenizer, max_length)
@@ -137,26 +137,26 @@ def test_bos_and_eos_stand_exactly_once_on_any_sequence_cut_or_not(name: str, ma
         assert tokens.count("<s>") + tokens.count("[CLS]") == (first is not None)
 
 
-def test_a_tokenizer_without_special_tokens_gets_none() -> None:
+def test_a_tokenizer_without_special_tokens_gets_none():
     tokenizer = byte_bpe()
     ids = ConversationRenderer(tokenizer, 100).encode("hello", "there").ids
     assert tokenizer.decode(ids) == "Prompt: hello\n\nResponse: there"
 
 
-def test_blank_tokens_after_the_templates_eos_stay_and_no_eos_is_added() -> None:
+def test_blank_tokens_after_the_templates_eos_stay_and_no_eos_is_added():
     tokenizer = chatml()
     renderer = ConversationRenderer(tokenizer, 100)
     text = tokenizer.decode(renderer.encode("hello", "there").ids)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthere<|im_end|>\n"
 
 
-def test_an_eos_that_the_response_brings_is_not_doubled() -> None:
+def test_an_eos_that_the_response_brings_is_not_doubled():
     tokenizer = byte_bpe(eos_token="</s>")
     renderer = ConversationRenderer(tokenizer, 100)
     assert renderer.encode("hello", "there</s>").ids == renderer.encode("hello", "there").ids
 
 
-def test_plain_rendering_of_text_and_of_messages() -> None:
+def test_plain_rendering_of_text_and_of_messages():
     renderer = ConversationRenderer(byte_bpe(eos_token="</s>"), 100)
     assert renderer.text("2 + 2?", "4") == "Prompt: 2 + 2?\n\nResponse: 4"
     assert renderer.text((Message("user", "2 + 2?"),), "4") == renderer.text("2 + 2?", "4")
@@ -165,7 +165,7 @@ def test_plain_rendering_of_text_and_of_messages() -> None:
     assert renderer.text(turns, "D") == expected
 
 
-def test_ids_are_those_of_transformers_own_chat_tokenization() -> None:
+def test_ids_are_those_of_transformers_own_chat_tokenization():
     tokenizer = llama()
     renderer = ConversationRenderer(tokenizer, 200)
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
@@ -173,7 +173,7 @@ def test_ids_are_those_of_transformers_own_chat_tokenization() -> None:
     assert list(renderer.encode("hello", "there").ids) == theirs
 
 
-def test_the_batch_gives_what_each_conversation_gives_alone() -> None:
+def test_the_batch_gives_what_each_conversation_gives_alone():
     renderer = ConversationRenderer(llama(), 60)
     prompts = ["hello", "what is two " * 20, (Message("system", "be"), Message("user", "x " * 70))]
     responses = ["there", "four", "it is " * 40]
@@ -182,7 +182,7 @@ def test_the_batch_gives_what_each_conversation_gives_alone() -> None:
     assert renderer.encode_batch([], []) == []
 
 
-def test_an_over_long_prompt_loses_its_left_end_and_the_response_nothing() -> None:
+def test_an_over_long_prompt_loses_its_left_end_and_the_response_nothing():
     tokenizer = byte_bpe(adds_bos=True, bos_token="<s>", eos_token="</s>")
     whole = ConversationRenderer(tokenizer, 1000).encode("x y z " * 50, " four two")
     cut = ConversationRenderer(tokenizer, 40).encode("x y z " * 50, " four two")
@@ -192,7 +192,7 @@ def test_an_over_long_prompt_loses_its_left_end_and_the_response_nothing() -> No
     assert cut.ids == whole.ids[:1] + whole.ids[-39:]
 
 
-def test_a_response_too_long_alone_loses_its_right_end_and_keeps_eos() -> None:
+def test_a_response_too_long_alone_loses_its_right_end_and_keeps_eos():
     tokenizer = byte_bpe(adds_bos=True, bos_token="<s>", eos_token="</s>")
     response = "".join(chr(ord("a") + i % 26) for i in range(200))
     cut = ConversationRenderer(tokenizer, 20).encode("hello", response)
@@ -206,7 +206,7 @@ def test_a_response_too_long_alone_loses_its_right_end_and_keeps_eos() -> None:
     assert cut.response_cut > 0
 
 
-def test_a_chat_response_too_long_keeps_eos_and_the_blank_after_it() -> None:
+def test_a_chat_response_too_long_keeps_eos_and_the_blank_after_it():
     tokenizer = chatml()
     text = tokenizer.decode(ConversationRenderer(tokenizer, 24).encode("hello", "b c d " * 50).ids)
     assert text.endswith("<|im_end|>\n")
@@ -219,7 +219,7 @@ def test_a_chat_response_too_long_keeps_eos_and_the_blank_after_it() -> None:
     response=st.text(min_size=1, max_size=80),
     limit=st.integers(8, 120),
 )
-def test_cutting_conserves_tokens_and_never_exceeds_the_limit(prompt: str, response: str, limit: int) -> None:
+def test_cutting_conserves_tokens_and_never_exceeds_the_limit(prompt: str, response: str, limit: int):
     whole = LONG.encode(prompt, response)
     LONG.max_length = limit
     try:
@@ -241,7 +241,7 @@ MACRO = '{%- set today = strftime_now( "%d %B %Y" ) -%}{{ today }}' + CHATML
 
 
 @pytest.mark.parametrize("template", [LLAMA, NOW, CALLER, MACRO], ids=["llama", "now", "caller", "set"])
-def test_a_sequence_is_the_same_whatever_day_it_is(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+def test_a_sequence_is_the_same_whatever_day_it_is(monkeypatch: pytest.MonkeyPatch, template: str):
     seen = set()
     for day in (datetime.datetime(2025, 1, 2), datetime.datetime(2031, 11, 30)):
         on_day(monkeypatch, day)
@@ -252,7 +252,7 @@ def test_a_sequence_is_the_same_whatever_day_it_is(monkeypatch: pytest.MonkeyPat
     assert len(seen) == 1
 
 
-def test_the_pin_is_tested_against_a_template_that_does_change_by_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pin_is_tested_against_a_template_that_does_change_by_the_day(monkeypatch: pytest.MonkeyPatch):
     seen = set()
     for day in (datetime.datetime(2025, 1, 2), datetime.datetime(2031, 11, 30)):
         on_day(monkeypatch, day)
@@ -261,7 +261,7 @@ def test_the_pin_is_tested_against_a_template_that_does_change_by_the_day(monkey
     assert len(seen) == 2
 
 
-def test_a_server_that_renders_with_the_pinned_template_agrees_even_if_it_passes_a_date() -> None:
+def test_a_server_that_renders_with_the_pinned_template_agrees_even_if_it_passes_a_date():
     tokenizer = byte_bpe(chat_template=CALLER, eos_token="<|im_end|>")
     text = ConversationRenderer(tokenizer, 200).text("hello", "there")
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
@@ -270,7 +270,7 @@ def test_a_server_that_renders_with_the_pinned_template_agrees_even_if_it_passes
 
 
 @pytest.mark.parametrize("template", [LLAMA, NOW, CALLER, MACRO, CHATML, "\n  {% if true %}x{% endif %}\n"])
-def test_pinning_twice_changes_nothing_and_white_space_stays(template: str) -> None:
+def test_pinning_twice_changes_nothing_and_white_space_stays(template: str):
     pinned = pin_dates(template)
     assert pin_dates(pinned) == pinned
     turns = [{"role": "user", "content": "hello"}]
@@ -285,7 +285,7 @@ def test_pinning_twice_changes_nothing_and_white_space_stays(template: str) -> N
     assert rendered(pin_dates(marked)) == rendered(marked).replace("DATE", PINNED_DATE)
 
 
-def test_the_pin_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pin_is_said_once(caplog: pytest.LogCaptureFixture):
     tokenizer = llama()
     with caplog.at_level("INFO", logger="rm_optimizer"):
         first = ConversationRenderer(tokenizer, 100)
@@ -296,12 +296,12 @@ def test_the_pin_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert first.identity() == second.identity()
 
 
-def test_a_date_that_cannot_be_pinned_is_refused() -> None:
+def test_a_date_that_cannot_be_pinned_is_refused():
     with pytest.raises(ConfigError, match="strftime_now with a computed format"):
         pin_dates("{{ strftime_now(format_of_the_day) }}")
 
 
-def test_each_of_several_named_templates_is_pinned() -> None:
+def test_each_of_several_named_templates_is_pinned():
     tokenizer = byte_bpe(eos_token="<|im_end|>")
     tokenizer.chat_template = {"default": NOW, "tool_use": LLAMA}
     renderer = ConversationRenderer(tokenizer, 100)
@@ -309,7 +309,7 @@ def test_each_of_several_named_templates_is_pinned() -> None:
     assert not any("strftime_now(" in text for text in tokenizer.chat_template.values())
 
 
-def test_a_conversation_the_template_refuses_is_one_clear_sentence() -> None:
+def test_a_conversation_the_template_refuses_is_one_clear_sentence():
     tokenizer = byte_bpe(chat_template=ALTERNATING, bos_token="<s>", eos_token="</s>")
     renderer = ConversationRenderer(tokenizer, 100)
     assert renderer.text("hello", "there") == "<s>[INST] hello [/INST]there</s>"
@@ -317,12 +317,12 @@ def test_a_conversation_the_template_refuses_is_one_clear_sentence() -> None:
         renderer.encode((Message("system", "be brief"), Message("user", "hello")), "there")
 
 
-def test_half_a_surrogate_pair_is_named() -> None:
+def test_half_a_surrogate_pair_is_named():
     with pytest.raises(DataError, match="half of a UTF-16 surrogate pair"):
         LONG.encode("a \ud83d b", "there")
 
 
-def test_template_hash_is_of_behavior() -> None:
+def test_template_hash_is_of_behavior():
     plain = ConversationRenderer(byte_bpe(eos_token="</s>"), 100)
     assert plain.template_hash == ConversationRenderer(byte_bpe(eos_token="</s>"), 50).template_hash
     others = [byte_bpe(eos_token="<|im_end|>"), byte_bpe(adds_bos=True, bos_token="<s>", eos_token="</s>"), chatml()]
@@ -333,7 +333,7 @@ def test_template_hash_is_of_behavior() -> None:
     assert ConversationRenderer(comment, 100).template_hash == ConversationRenderer(chatml(), 100).template_hash
 
 
-def test_identity_is_checked_when_a_model_is_loaded() -> None:
+def test_identity_is_checked_when_a_model_is_loaded():
     stored = ConversationRenderer(llama(), 100).identity()
     assert stored["kind"] == "chat_template"
     assert stored["pinned_date"] == PINNED_DATE
@@ -347,7 +347,7 @@ def shout(messages: tuple[Message, ...], response: str) -> str:
     return f"{messages[-1].content.upper()} >> {response}"
 
 
-def test_a_rendering_of_ones_own_is_used_cut_and_remembered() -> None:
+def test_a_rendering_of_ones_own_is_used_cut_and_remembered():
     tokenizer = chatml()
     renderer = ConversationRenderer(tokenizer, 20, render_fn=shout)
     assert renderer.text("hello", "there") == "HELLO >> there"
@@ -358,12 +358,12 @@ def test_a_rendering_of_ones_own_is_used_cut_and_remembered() -> None:
         ConversationRenderer(tokenizer, 20).check_identity(renderer.identity())
 
 
-def test_a_limit_without_room_is_refused() -> None:
+def test_a_limit_without_room_is_refused():
     with pytest.raises(ValueError, match="max_length must exceed the 2 special tokens"):
         ConversationRenderer(word_piece(), 2)
 
 
-def test_a_reward_sequence_depends_on_its_own_prompt_and_response_only() -> None:
+def test_a_reward_sequence_depends_on_its_own_prompt_and_response_only():
     renderer = ConversationRenderer(llama(), 60)
     prompt = "what is two " * 20
     alone = renderer.encode(prompt, "four")

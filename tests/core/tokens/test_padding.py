@@ -16,14 +16,14 @@ from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_model, tin
 TEXTS = ("Hi", "The quick brown fox jumps over the lazy dog.", "</s> in </s> the text")
 
 
-def test_an_own_pad_token_that_ends_nothing_is_kept() -> None:
+def test_an_own_pad_token_that_ends_nothing_is_kept():
     tokenizer = decoder_tokenizer()
     assert choose_pad_token(tokenizer, len(tokenizer)) == PadChoice("<pad>", 2, "the tokenizer's own pad token")
     tokenizer = encoder_tokenizer()
     assert choose_pad_token(tokenizer, len(tokenizer)).token == "[PAD]"
 
 
-def test_a_token_that_the_vocabulary_reserves_comes_first() -> None:
+def test_a_token_that_the_vocabulary_reserves_comes_first():
     tokenizer = decoder_tokenizer(pad=None)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|finetune_right_pad_id|>"]})
     choice = choose_pad_token(tokenizer, len(tokenizer) + 10)
@@ -31,7 +31,7 @@ def test_a_token_that_the_vocabulary_reserves_comes_first() -> None:
     assert tokenizer.pad_token_id == choice.token_id
 
 
-def test_the_unknown_token_serves_when_it_is_not_eos() -> None:
+def test_the_unknown_token_serves_when_it_is_not_eos():
     tokenizer = decoder_tokenizer(pad=None)
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
     assert choose_pad_token(tokenizer, len(tokenizer) + 10).token == "<unk>"
@@ -40,7 +40,7 @@ def test_the_unknown_token_serves_when_it_is_not_eos() -> None:
     assert choose_pad_token(tokenizer, len(tokenizer) + 10).token == "<|pad|>"
 
 
-def test_an_unused_embedding_row_gets_a_new_token() -> None:
+def test_an_unused_embedding_row_gets_a_new_token():
     tokenizer = decoder_tokenizer(pad="</s>")
     size = len(tokenizer)
     choice = choose_pad_token(tokenizer, size + 1)
@@ -49,7 +49,7 @@ def test_an_unused_embedding_row_gets_a_new_token() -> None:
     assert "unused row" in choice.reason
 
 
-def test_without_any_spare_token_the_highest_ordinary_one_serves_and_texts_keep_their_tokens(tmp_path: Path) -> None:
+def test_without_any_spare_token_the_highest_ordinary_one_serves_and_texts_keep_their_tokens(tmp_path: Path):
     tokenizer = decoder_tokenizer(pad="</s>")
     size = len(tokenizer)
     before = [tokenizer(text).input_ids for text in TEXTS]
@@ -64,19 +64,19 @@ def test_without_any_spare_token_the_highest_ordinary_one_serves_and_texts_keep_
     assert reloaded.pad_token_id == choice.token_id
 
 
-def test_a_pad_token_that_ends_rendered_sequences_is_replaced() -> None:
+def test_a_pad_token_that_ends_rendered_sequences_is_replaced():
     tokenizer = decoder_tokenizer()
     choice = choose_pad_token(tokenizer, len(tokenizer) + 1, last_ids=[tokenizer.pad_token_id])
     assert choice.token == "<|pad|>"
 
 
-def test_a_foreign_tokenizer_is_refused() -> None:
+def test_a_foreign_tokenizer_is_refused():
     tokenizer = decoder_tokenizer()
     with pytest.raises(CheckpointError, match="at most as many tokens as the embedding's 50 rows"):
         choose_pad_token(tokenizer, 50)
 
 
-def test_without_eos_no_token_that_text_can_hold_pads() -> None:
+def test_without_eos_no_token_that_text_can_hold_pads():
     tokenizer = decoder_tokenizer(pad=None)
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
     tokenizer.eos_token = None
@@ -90,14 +90,14 @@ def test_without_eos_no_token_that_text_can_hold_pads() -> None:
     assert model.pad_choice.token == "<|pad|>"
 
 
-def test_nested_configurations_get_the_pad_id_too() -> None:
+def test_nested_configurations_get_the_pad_id_too():
     model = tiny_model("llama", decoder_tokenizer())
     model.config.text_config = type(model.config)()
     set_pad_token_id(model, 9)
     assert model.config.pad_token_id == model.config.text_config.pad_token_id == 9
 
 
-def test_eos_embedding_is_trained_when_the_model_was_built_with_pad_equal_to_eos() -> None:
+def test_eos_embedding_is_trained_when_the_model_was_built_with_pad_equal_to_eos():
     tokenizer = decoder_tokenizer(pad="</s>")
     plain = tiny_model("llama", tokenizer)
     assert plain.get_input_embeddings().padding_idx == tokenizer.eos_token_id
@@ -113,7 +113,7 @@ def test_eos_embedding_is_trained_when_the_model_was_built_with_pad_equal_to_eos
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_plain_reload_of_a_pad_equals_eos_model_scores_alike_on_either_side(
     family: str, pad: str | None, side: str, tmp_path: Path
-) -> None:
+):
     tokenizer = decoder_tokenizer(pad=pad)
     rows = len(tokenizer)
     reward_model = tiny_reward_model(family, tokenizer, max_length=64)

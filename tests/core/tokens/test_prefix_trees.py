@@ -107,7 +107,7 @@ def exact(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> PreTrained
 @pytest.mark.parametrize("case", CASES)
 def test_rewards_and_gradients_equal_those_of_the_sequences_apart(
     case: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model = architecture(case)
     model.set_attn_implementation(kernel)
     assert sharing_obstacle(model) is None
@@ -116,27 +116,27 @@ def test_rewards_and_gradients_equal_those_of_the_sequences_apart(
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral with a window"])
-def test_in_float32_they_agree_to_its_rounding(case: str) -> None:
+def test_in_float32_they_agree_to_its_rounding(case: str):
     """2e-5 is about 200 roundings of 2^-24 a sum of 32 x 2 layers takes, rewards being of order one."""
     model = architecture(case).float()
     assert_same(model, packed_logits(model, packed()).squeeze(-1), apart(model), 2e-5)
 
 
-def test_a_window_left_out_of_the_mask_would_be_seen() -> None:
+def test_a_window_left_out_of_the_mask_would_be_seen():
     model = architecture("mistral with a window")
     expected = apart(model)
     model.config.sliding_window = None
     assert (packed_logits(model, packed()).squeeze(-1) - expected).abs().max() > 1e-3
 
 
-def test_gradient_checkpointing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_checkpointing_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     model = exact(architecture("llama"), monkeypatch).train()
     expected = apart(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same(model, packed_logits(model, packed()).squeeze(-1), expected, 1e-10)
 
 
-def test_a_lora_adapter_gets_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lora_adapter_gets_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
     peft = pytest.importorskip("peft")
     model = architecture("llama")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -148,7 +148,7 @@ def test_a_lora_adapter_gets_the_same_gradients(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_torch_compile_changes_no_reward_and_no_gradient() -> None:
+def test_torch_compile_changes_no_reward_and_no_gradient():
     """In float32: inductor fuses, so sums round in another order; tolerance as without it.
 
     The backbone is compiled, with the masks as its inputs: the tests' checks of shapes around it cannot be traced.
@@ -164,7 +164,7 @@ def test_torch_compile_changes_no_reward_and_no_gradient() -> None:
             torch.testing.assert_close(ours / scale, theirs / scale, rtol=2e-5, atol=2e-5)
 
 
-def test_every_branch_of_a_tree_of_many_has_its_own_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_branch_of_a_tree_of_many_has_its_own_reward(monkeypatch: pytest.MonkeyPatch):
     model = exact(architecture("qwen2 with windows"), monkeypatch)
     prompt = ids(*range(10, 22))
     responses = [np.concatenate([prompt, ids(*range(30 + k, 31 + 2 * k))]) for k in range(5)]
@@ -178,9 +178,7 @@ GROUPS = st.lists(st.lists(TOKENS, min_size=1, max_size=3), min_size=1, max_size
 
 @settings(max_examples=60, deadline=None)
 @given(groups=GROUPS, window=st.sampled_from([None, 1, 3]))
-def test_each_sequence_can_be_read_back_along_its_mask(
-    groups: list[list[NDArray[np.int32]]], window: int | None
-) -> None:
+def test_each_sequence_can_be_read_back_along_its_mask(groups: list[list[NDArray[np.int32]]], window: int | None):
     """What a sequence's last token sees, through every token that sees it in turn, is the sequence itself."""
     trees = packed(groups)
     mask, near = tree_mask(trees)[:, 0], tree_mask(trees, window)[:, 0]
@@ -200,14 +198,14 @@ def test_each_sequence_can_be_read_back_along_its_mask(
             assert trees.position_ids[row][near[row, query]].tolist() == list(range(first, position + 1))
 
 
-def test_no_token_sees_nothing() -> None:
+def test_no_token_sees_nothing():
     for window in (None, 1, 3):
         assert bool(tree_mask(packed(), window).any(dim=-1).all())
 
 
 @settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 50), max_size=60), budget=st.integers(1, 300))
-def test_batches_take_each_item_once_in_rows_within_the_budget(sizes: list[int], budget: int) -> None:
+def test_batches_take_each_item_once_in_rows_within_the_budget(sizes: list[int], budget: int):
     batches = row_batches(sizes, budget)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
     for batch in batches:
@@ -219,12 +217,12 @@ def test_batches_take_each_item_once_in_rows_within_the_budget(sizes: list[int],
     assert widths == sorted(widths, reverse=True)
 
 
-def test_a_budget_below_one_is_refused() -> None:
+def test_a_budget_below_one_is_refused():
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
         row_batches([1], 0)
 
 
-def test_groups_are_cut_where_their_tree_would_be_too_large() -> None:
+def test_groups_are_cut_where_their_tree_would_be_too_large():
     rows = [ids(1, 2, 3, 4, 10 + k, 11) for k in range(5)]
     assert tree_groups(rows, [[0, 1, 2, 3], [4]], most_tokens=8) == [[0, 1], [2, 3], [4]]
     assert tree_groups(rows, [[0, 1, 2, 3], [4]], most_tokens=1) == [[0], [1], [2], [3], [4]]
@@ -242,7 +240,7 @@ def moved_over_unique(sizes: NDArray[np.int64], batch_size: int, budget: int) ->
 
 
 @pytest.mark.parametrize(("batch_size", "budget"), [(32, 4096), (32, 8192), (64, 8192), (128, 16384)])
-def test_at_most_a_tenth_of_the_tokens_moved_is_padding_on_dialogues(batch_size: int, budget: int) -> None:
+def test_at_most_a_tenth_of_the_tokens_moved_is_padding_on_dialogues(batch_size: int, budget: int):
     """Trees as in HH-RLHF: log-normal with median 210 and mean 256 tokens; the real ones where they are at hand."""
     rng = np.random.default_rng(0)
     sizes = np.exp(rng.normal(np.log(210), 0.68, 2560)).astype(np.int64).clip(20, 1800)
@@ -259,7 +257,7 @@ def _common(a: list[str], b: list[str]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_three_thousand_pairs_are_packed_in_seconds() -> None:
+def test_three_thousand_pairs_are_packed_in_seconds():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 4000, 600).astype(np.int32)
     pairs = [(tokens[:n], np.append(tokens[: n // 2], tokens[:9])) for n in rng.integers(20, 600, 3000)]
@@ -271,7 +269,7 @@ def test_three_thousand_pairs_are_packed_in_seconds() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_block_mask_is_the_mask(window: int | None) -> None:
+def test_a_block_mask_is_the_mask(window: int | None):
     trees = packed()
     blocks = tree_block_mask(trees, window)
     rows, width = trees.input_ids.shape
@@ -279,7 +277,7 @@ def test_a_block_mask_is_the_mask(window: int | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_agrees_with_a_masked_softmax() -> None:
+def test_flex_attention_agrees_with_a_masked_softmax():
     trees = packed(EDGES)
     rows, width = trees.input_ids.shape
     generator = torch.Generator().manual_seed(0)
@@ -289,7 +287,7 @@ def test_flex_attention_agrees_with_a_masked_softmax() -> None:
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=tree_block_mask(trees, 4)), expected)
 
 
-def test_layers_of_two_kinds_get_a_mask_each() -> None:
+def test_layers_of_two_kinds_get_a_mask_each():
     model = architecture("qwen2 with windows")
     masks = attention_masks(packed(), model.config, torch.float64)
     assert set(masks) == set(LAYERS)
@@ -299,7 +297,7 @@ def test_layers_of_two_kinds_get_a_mask_each() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("case", ["llama", "qwen2 with windows", "mistral with a window"])
-def test_flex_attention_on_a_gpu_gives_the_rewards_and_gradients_of_a_dense_mask(case: str) -> None:
+def test_flex_attention_on_a_gpu_gives_the_rewards_and_gradients_of_a_dense_mask(case: str):
     """Float32 with matrix products in TF32 inside the kernel, of 10 bits: 2^-10 times a few."""
     family, fields = CASES[case]
     wide = fields | {"hidden_size": 64, "head_dim": 16}
@@ -322,7 +320,7 @@ def test_flex_attention_on_a_gpu_gives_the_rewards_and_gradients_of_a_dense_mask
 )
 def test_models_whose_tokens_depend_on_more_than_mask_and_position_are_named(
     family: str, fields: dict[str, Any], words: str
-) -> None:
+):
     config = AutoConfig.for_model(family, vocab_size=100, num_labels=1, pad_token_id=0, **fields)
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
@@ -330,7 +328,7 @@ def test_models_whose_tokens_depend_on_more_than_mask_and_position_are_named(
     assert re.search(words, obstacle)
 
 
-def test_a_kernel_without_masks_is_named() -> None:
+def test_a_kernel_without_masks_is_named():
     model = architecture("llama")
     model.config._attn_implementation = "flash_attention_2"
     assert sharing_obstacle(model) == "flash_attention_2 takes no mask; set model.attn_implementation to sdpa"

@@ -80,7 +80,7 @@ def scores(model: BradleyTerryRM) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "encoder", "gemma", "open"])
-def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_path: Path) -> None:
+def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_path: Path):
     model = BradleyTerryRM.from_pretrained(base(kind, tmp_path / "base"), new_head=True, max_length=96)
     with torch.no_grad():
         model.reward_head.weight.mul_(30)
@@ -95,7 +95,7 @@ def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_p
     assert last.endswith({"encoder": "[SEP]", "gemma": "<end_of_turn>\n"}.get(kind, "</s>"))
 
 
-def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Path) -> None:
+def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Path):
     model = fresh_reward_model("llama", max_length=96)
     model.save_pretrained(tmp_path)
     assert plain_rewards(tmp_path) == pytest.approx(scores(model), abs=1e-5)
@@ -107,20 +107,20 @@ def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Pa
     assert answer[0]["score"] == pytest.approx(model.score(["Hi"], ["Hello."]).item(), abs=1e-5)
 
 
-def test_an_eos_that_the_response_brings_is_not_doubled() -> None:
+def test_an_eos_that_the_response_brings_is_not_doubled():
     model = fresh_reward_model("llama", max_length=96)
     assert model.renderer.encode("Hi", "there</s>") == model.renderer.encode("Hi", "there")
 
 
 @pytest.mark.parametrize("kind", ["gemma", "open"])
-def test_a_reward_model_of_others_is_read_where_its_own_template_ends(kind: str, tmp_path: Path) -> None:
+def test_a_reward_model_of_others_is_read_where_its_own_template_ends(kind: str, tmp_path: Path):
     folder = base(kind, tmp_path, has_head=True)
     model = BradleyTerryRM.from_pretrained(folder, max_length=96)
     assert scores(model) == pytest.approx(plain_rewards(folder), abs=1e-5)
     assert model.renderer.encode("Hi", "Hello.").ids[-1] != model.tokenizer.eos_token_id
 
 
-def test_a_template_that_writes_everything_stays_as_it_is() -> None:
+def test_a_template_that_writes_everything_stays_as_it_is():
     chat = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n{% endfor %}"
     reader = decoder_tokenizer(chat_template=chat)
     fresh_reward_model("llama", reader, max_length=96)
@@ -129,7 +129,7 @@ def test_a_template_that_writes_everything_stays_as_it_is() -> None:
 
 def test_an_encoder_whose_template_writes_no_cls_is_framed_and_said_to_be(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     base("encoder", tmp_path, has_head=True)
     reader = encoder_tokenizer()
     reader.chat_template = OPEN
@@ -139,14 +139,14 @@ def test_an_encoder_whose_template_writes_no_cls_is_framed_and_said_to_be(
     assert "the chat template writes no [CLS]" in caplog.text
 
 
-def test_the_doctor_finds_no_fault_in_a_template_that_closes_its_own_turn(tmp_path: Path) -> None:
+def test_the_doctor_finds_no_fault_in_a_template_that_closes_its_own_turn(tmp_path: Path):
     model = BradleyTerryRM.from_pretrained(base("gemma", tmp_path), new_head=True, max_length=24)
     check = special_tokens(model, [model.renderer.encode("Hi", "Hello.").ids])
     assert check.status is Status.skipped
     assert "ends with '<end_of_turn>\\n'" in check.explanation
 
 
-def test_a_cut_conversation_keeps_what_its_template_ends_with(tmp_path: Path) -> None:
+def test_a_cut_conversation_keeps_what_its_template_ends_with(tmp_path: Path):
     model = BradleyTerryRM.from_pretrained(base("gemma", tmp_path), new_head=True, max_length=24)
     assert WRITTEN_MARK in model.tokenizer.chat_template
     for prompt, response in (("Hi", "b c d " * 40), ("b c d " * 40, "Hello.")):
@@ -157,7 +157,7 @@ def test_a_cut_conversation_keeps_what_its_template_ends_with(tmp_path: Path) ->
         assert text.endswith("<end_of_turn>\n")
 
 
-def test_a_date_that_is_pinned_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_date_that_is_pinned_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = base("gemma", tmp_path, has_head=True)
     template = folder / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }} " + template.read_text())
@@ -168,7 +168,7 @@ def test_a_date_that_is_pinned_is_said_once(tmp_path: Path, caplog: pytest.LogCa
 
 def test_an_export_of_an_earlier_version_keeps_its_frame_and_its_rewards(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     reader = tokenizer("gemma")  # to which earlier versions appended EOS, whatever the template wrote
     model = tiny_reward_model("llama", reader, max_length=96)
     model.save_pretrained(tmp_path)
@@ -182,7 +182,7 @@ def test_an_export_of_an_earlier_version_keeps_its_frame_and_its_rewards(
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_reward_model_of_text_pairs_is_read_as_its_tokenizer_makes_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     reader = encoder_tokenizer()
     tiny_model("deberta-v2", reader, type_vocab_size=0).save_pretrained(tmp_path / "theirs")
     reader.save_pretrained(tmp_path / "theirs")
@@ -209,6 +209,6 @@ def test_a_reward_model_of_text_pairs_is_read_as_its_tokenizer_makes_them(
         BradleyTerryRM.from_pretrained(tmp_path / "ours", input_form="pair")
 
 
-def test_text_pairs_that_need_token_types_are_refused(tmp_path: Path) -> None:
+def test_text_pairs_that_need_token_types_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="by token types"):
         BradleyTerryRM.from_pretrained(base("encoder", tmp_path, has_head=True), input_form="pair")

@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest) -> BradleyTerryRM:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_products_equal_those_with_the_dense_hessian(family: str) -> None:
+def test_products_equal_those_with_the_dense_hessian(family: str):
     known = dense(family)
     torch.testing.assert_close(known.hessian, known.hessian.T, **EXACT)
     with measuring(known.model, known.batches, EVERYTHING, params=INNER, dtype=torch.float64) as objective:
@@ -60,7 +60,7 @@ def test_products_equal_those_with_the_dense_hessian(family: str) -> None:
             torch.testing.assert_close(found, vectors @ known.hessian, **EXACT)
 
 
-def test_products_equal_finite_differences_of_the_gradient(model: BradleyTerryRM) -> None:
+def test_products_equal_finite_differences_of_the_gradient(model: BradleyTerryRM):
     with measuring(model, micro_batches(model), EVERYTHING, dtype=torch.float64) as objective:
         vector = random_vectors(objective.subset.num_parameters, 1)
         gradient = torch.func.grad(loss_of_vector(objective))
@@ -71,7 +71,7 @@ def test_products_equal_finite_differences_of_the_gradient(model: BradleyTerryRM
         assert (product - difference).norm() < 1e-6 * product.norm()  # rounding 1e-16 / 1e-5, curvature's change 1e-10
 
 
-def test_the_head_has_the_closed_form_of_logistic_regression() -> None:
+def test_the_head_has_the_closed_form_of_logistic_regression():
     model = reward_model("llama")
     loss = LossConfig(beta=1.5)
     batch = micro_batches(model, data=[replace(pair, label=1.0) for pair in pairs()])[0]
@@ -89,7 +89,7 @@ def test_the_head_has_the_closed_form_of_logistic_regression() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gauss_newton_and_fisher_equal_their_definitions(family: str) -> None:
+def test_gauss_newton_and_fisher_equal_their_definitions(family: str):
     known = dense(family)
     with measuring(known.model, known.batches, EVERYTHING, params=INNER, dtype=torch.float64) as objective:
         vectors = random_vectors(objective.subset.num_parameters)
@@ -101,7 +101,7 @@ def test_gauss_newton_and_fisher_equal_their_definitions(family: str) -> None:
 
 @pytest.mark.parametrize("budget", [1, 120, 100_000])
 @pytest.mark.parametrize("packed", [False, True])
-def test_invariant_to_split_padding_and_shared_prompts(budget: int, packed: bool) -> None:
+def test_invariant_to_split_padding_and_shared_prompts(budget: int, packed: bool):
     model = reward_model("llama")
     with measuring(model, micro_batches(model), EVERYTHING, dtype=torch.float64) as objective:
         vectors = random_vectors(objective.subset.num_parameters)
@@ -111,7 +111,7 @@ def test_invariant_to_split_padding_and_shared_prompts(budget: int, packed: bool
     torch.testing.assert_close(apart, together, **EXACT)
 
 
-def test_float32_products_are_within_its_rounding(model: BradleyTerryRM) -> None:
+def test_float32_products_are_within_its_rounding(model: BradleyTerryRM):
     batches = micro_batches(model)
     results = []
     for dtype in (torch.float32, torch.float64):
@@ -121,7 +121,7 @@ def test_float32_products_are_within_its_rounding(model: BradleyTerryRM) -> None
     assert (results[0] - results[1]).norm() < 1e-5 * results[1].norm()
 
 
-def test_weights_count_pairs_not_batches() -> None:
+def test_weights_count_pairs_not_batches():
     model = reward_model("bert")
     doubled = [pair for pair in pairs() for _ in range(int(pair.weight))]
     repeated = [replace(pair, weight=1.0) for pair in doubled]
@@ -144,7 +144,7 @@ CHANGES: dict[str, Callable[[BradleyTerryRM, PairBatch], object]] = {
 
 @pytest.mark.parametrize("product", PRODUCT_METHODS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_products_raises(product: str, change: str) -> None:
+def test_what_changes_between_products_raises(product: str, change: str):
     model = reward_model("bert")
     batches = micro_batches(model)
     with measuring(model, batches, PLAIN) as objective:
@@ -157,7 +157,7 @@ def test_what_changes_between_products_raises(product: str, change: str) -> None
             operator.apply(vector)
 
 
-def test_an_operator_ends_with_its_measurement() -> None:
+def test_an_operator_ends_with_its_measurement():
     model = reward_model("bert")
     with measuring(model, micro_batches(model), PLAIN, params="head") as objective:
         operator = HessianOperator(objective, product="reverse")
@@ -165,7 +165,7 @@ def test_an_operator_ends_with_its_measurement() -> None:
         operator.apply(torch.ones(1, operator.dimension))
 
 
-def test_the_way_to_multiply_is_measured_and_reported() -> None:
+def test_the_way_to_multiply_is_measured_and_reported():
     model = reward_model("bert")
     with measuring(model, micro_batches(model), PLAIN, params="head") as objective:
         choice = choose_product(objective)
@@ -180,7 +180,7 @@ def test_the_way_to_multiply_is_measured_and_reported() -> None:
             choose_product(objective, "revers")  # type: ignore[arg-type]
 
 
-def test_a_loss_that_is_not_finite_names_its_pairs() -> None:
+def test_a_loss_that_is_not_finite_names_its_pairs():
     model = reward_model("bert")
     with torch.no_grad():
         model.reward_head.weight.fill_(torch.nan)
@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_names_its_pairs() -> None:
         HessianOperator(objective, product="reverse").apply(torch.ones(1, objective.subset.num_parameters))
 
 
-def test_local_geometry_equals_its_definitions() -> None:
+def test_local_geometry_equals_its_definitions():
     model = reward_model("bert")
     with measuring(model, micro_batches(model, 150), EVERYTHING, dtype=torch.float64) as objective:
         loss = loss_of_vector(objective)
@@ -208,7 +208,7 @@ def test_local_geometry_equals_its_definitions() -> None:
     assert found.gradient_alignment == pytest.approx(float(cosine), rel=1e-9)
 
 
-def test_the_loss_elsewhere_leaves_the_weights() -> None:
+def test_the_loss_elsewhere_leaves_the_weights():
     model = reward_model("bert")
     with measuring(model, micro_batches(model), PLAIN) as objective:
         before = point(objective)
@@ -238,7 +238,7 @@ class NotBackwards(torch.autograd.Function):
         raise RuntimeError("derivative for a fused kernel is not implemented")
 
 
-def test_a_model_that_cannot_be_differentiated_twice_is_named() -> None:
+def test_a_model_that_cannot_be_differentiated_twice_is_named():
     model = reward_model("bert")
     embeddings = model.model.get_input_embeddings()
     embeddings.register_forward_hook(lambda module, inputs, output: OnceBackwards.apply(output))
@@ -247,7 +247,7 @@ def test_a_model_that_cannot_be_differentiated_twice_is_named() -> None:
         choose_product(objective)
 
 
-def test_released_graphs_are_built_again() -> None:
+def test_released_graphs_are_built_again():
     model = reward_model("llama")
     with measuring(model, micro_batches(model, 200), PLAIN) as objective:
         product = KeptGraph(objective)
@@ -257,7 +257,7 @@ def test_released_graphs_are_built_again() -> None:
         assert torch.equal(product(vector), first)
 
 
-def test_graphs_of_the_trial_are_freed_when_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_the_trial_are_freed_when_they_are_released(monkeypatch: pytest.MonkeyPatch):
     saved: list[weakref.ref[Tensor]] = []
 
     class Watched(saved_tensors_hooks):

@@ -73,7 +73,7 @@ def measure_everything(model: BradleyTerryRM, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_everything_is_as_it_was(family: str, attention: str) -> None:
+def test_everything_is_as_it_was(family: str, attention: str):
     model = in_the_middle_of_training(family, attention)
     before = state_of(model)
     for dtype in (torch.float32, torch.float64):
@@ -83,7 +83,7 @@ def test_everything_is_as_it_was(family: str, attention: str) -> None:
     assert_same(before, state_of(model))
 
 
-def test_everything_is_as_it_was_after_a_failure() -> None:
+def test_everything_is_as_it_was_after_a_failure():
     model = in_the_middle_of_training("bert", "eager")
     before = state_of(model)
     with pytest.raises(KeyboardInterrupt), measuring(model, micro_batches(model), PLAIN):
@@ -91,14 +91,14 @@ def test_everything_is_as_it_was_after_a_failure() -> None:
     assert_same(before, state_of(model))
 
 
-def test_dropout_is_off_while_measuring() -> None:
+def test_dropout_is_off_while_measuring():
     model = reward_model("bert", dropout=True).train()
     with measuring(model, micro_batches(model), PLAIN) as objective:
         assert torch.equal(objective.gradient(), objective.gradient())
 
 
 @pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode])
-def test_it_measures_inside_a_block_without_gradients(enter: Callable[[], Any]) -> None:
+def test_it_measures_inside_a_block_without_gradients(enter: Callable[[], Any]):
     model = reward_model("bert")
     batches = micro_batches(model)
     with measuring(model, batches, PLAIN) as objective:
@@ -107,7 +107,7 @@ def test_it_measures_inside_a_block_without_gradients(enter: Callable[[], Any]) 
         assert torch.equal(objective.gradient(), expected)
 
 
-def test_bfloat16_weights_are_measured_in_float32() -> None:
+def test_bfloat16_weights_are_measured_in_float32():
     model = reward_model("llama").to(torch.bfloat16)
     with measuring(model, micro_batches(model), PLAIN) as objective:
         assert objective.dtype == torch.float32
@@ -118,7 +118,7 @@ def test_bfloat16_weights_are_measured_in_float32() -> None:
     torch.testing.assert_close(product, expected)
 
 
-def test_attention_fixed_to_a_fused_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_fixed_to_a_fused_kernel_is_refused(monkeypatch: pytest.MonkeyPatch):
     model = reward_model("bert")
     kind = type(model.model)
     monkeypatch.setattr(kind, "_can_set_attn_implementation", classmethod(lambda cls: False))
@@ -130,7 +130,7 @@ def test_attention_fixed_to_a_fused_kernel_is_refused(monkeypatch: pytest.Monkey
         pass
 
 
-def test_nothing_to_measure_is_said_in_one_sentence() -> None:
+def test_nothing_to_measure_is_said_in_one_sentence():
     model = reward_model("bert")
     with pytest.raises(DataError, match="at least one pair"), measuring(model, [], PLAIN):
         pass
@@ -143,7 +143,7 @@ def test_nothing_to_measure_is_said_in_one_sentence() -> None:
         select_parameters(model)
 
 
-def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch):
     model = reward_model("bert")
     monkeypatch.setattr("rm_optimizer.landscape.operators.parameters.DTensor", nn.Parameter)
     assert DTensor is not nn.Parameter
@@ -151,7 +151,7 @@ def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         select_parameters(model)
 
 
-def test_subsets_are_those_named() -> None:
+def test_subsets_are_those_named():
     model = reward_model("bert")
     assert select_parameters(model, "head").names == tuple(model.head_parameter_names())
     layer = select_parameters(model, ["*.layer.0.attention.*", "*.classifier.bias"])
@@ -162,7 +162,7 @@ def test_subsets_are_those_named() -> None:
     assert sorted(named) == sorted(select_parameters(model).names)
 
 
-def test_vectors_and_parameters_convert_into_each_other() -> None:
+def test_vectors_and_parameters_convert_into_each_other():
     model = reward_model("llama")
     subset = select_parameters(model)
     parameters = subset.of(model)

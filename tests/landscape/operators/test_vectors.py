@@ -13,7 +13,7 @@ from rm_optimizer.landscape.solvers.reference import power_iteration
 MANY = 4_000_000  # where float32 terms added one after another lose 1e-4
 
 
-def test_lengths_and_products_are_those_of_float64() -> None:
+def test_lengths_and_products_are_those_of_float64():
     left, right = torch.randn(2, MANY, generator=torch.Generator().manual_seed(0))
     right += left
     assert length(left) == pytest.approx(float(left.double().norm()), rel=1e-6)
@@ -37,7 +37,7 @@ class Diagonal:
         return vectors * self.values
 
 
-def test_eigenvalues_of_many_parameters_are_right_to_six_digits() -> None:
+def test_eigenvalues_of_many_parameters_are_right_to_six_digits():
     # spread eigenvectors: a rotation by a Householder reflection along all ones
     class Spread(Diagonal):
         def apply(self, vectors: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from tests.landscape.worlds import tokenizer
 )
 def test_names_are_as_short_as_tells_the_models_apart(
     checkpoints: list[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path / "runs")
     for each in checkpoints:
@@ -42,7 +42,7 @@ def heads(count: int, **options: object) -> BradleyTerryRM:
     )
 
 
-def test_equal_shapes_of_another_function_differ_and_dropout_and_length_do_not() -> None:
+def test_equal_shapes_of_another_function_differ_and_dropout_and_length_do_not():
     model = heads(2)
     assert model.model.state_dict().keys() == heads(4).model.state_dict().keys()
     assert differing_settings(model, heads(4)) == ["head_dim", "num_attention_heads", "num_key_value_heads"]
@@ -50,7 +50,7 @@ def test_equal_shapes_of_another_function_differ_and_dropout_and_length_do_not()
     assert "tokenizer or template" in differing_settings(model, heads(2, tokenizer=tokenizer()))
 
 
-def test_a_model_that_computes_otherwise_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_model_that_computes_otherwise_is_refused_by_its_name(tmp_path: Path):
     folders = [tmp_path / name for name in ("two", "four", "again")]
     for folder, count in zip(folders, (2, 4, 2), strict=True):
         heads(count).save_pretrained(folder)

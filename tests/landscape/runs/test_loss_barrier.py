@@ -17,7 +17,7 @@ def sums(curve: np.ndarray, *, num_prompts: int = 60, seed: int = 0, noise: floa
     return np.column_stack([losses, np.ones(num_prompts)])
 
 
-def test_the_barrier_is_the_largest_loss_less_the_larger_end() -> None:
+def test_the_barrier_is_the_largest_loss_less_the_larger_end():
     exact = barrier_of(sums(0.2 * WAY * (1 - WAY) + 0.01 * WAY, noise=0.0), seed=0)
     assert exact.value == pytest.approx(0.2 * 0.25 + 0.005 - 0.01)
     assert (exact.low, exact.high) == pytest.approx((exact.value, exact.value))
@@ -25,7 +25,7 @@ def test_the_barrier_is_the_largest_loss_less_the_larger_end() -> None:
     assert (downhill.value, downhill.low, downhill.high) == (0.0, 0.0, 0.0)
 
 
-def test_the_interval_holds_a_barrier_that_the_sample_may_not_show() -> None:
+def test_the_interval_holds_a_barrier_that_the_sample_may_not_show():
     truth, draws = 0.01, [sums(0.04 * WAY * (1 - WAY), seed=seed) for seed in range(60)]
     found = [barrier_of(each, seed=1, num_bootstrap=100) for each in draws]
     held = [each.low <= truth <= each.high for each in found]

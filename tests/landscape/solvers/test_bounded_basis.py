@@ -29,7 +29,7 @@ def decaying(dtype: torch.dtype = torch.float64) -> MatrixOperator:
     return MatrixOperator(((basis * values) @ basis.T).to(dtype))
 
 
-def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where_too_small(caplog) -> None:
+def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where_too_small(caplog):
     analyzer = HessianAnalyzer(reward_model(), params=INNER, dtype=torch.float64)
     free = SpectrumOptions(which="largest", product="reverse", tolerance=1e-4)
     with caplog.at_level("INFO", logger="rm_optimizer"):
@@ -47,7 +47,7 @@ def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where
 
 def test_a_basis_without_a_limit_fits_into_half_of_the_free_memory_or_is_refused_before_a_product(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     analyzer = HessianAnalyzer(reward_model(), params=INNER, dtype=torch.float64)
     options = SpectrumOptions(which="largest", product="reverse", tolerance=1e-4)
     found = analyzer.compute_spectrum(pairs(), top_k=2, options=options)
@@ -65,7 +65,7 @@ def test_a_basis_without_a_limit_fits_into_half_of_the_free_memory_or_is_refused
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("top_k", "which", "most"), [(1, "largest", 5), (5, "magnitude", 10), (4, "both", 16)])
-def test_a_bounded_basis_finds_the_same_values(top_k: int, which: End, most: int, dtype: torch.dtype) -> None:
+def test_a_bounded_basis_finds_the_same_values(top_k: int, which: End, most: int, dtype: torch.dtype):
     operator, state = decaying(dtype), KrylovState()
     sizes: list[int] = []
     found = lanczos(
@@ -87,7 +87,7 @@ def test_a_bounded_basis_finds_the_same_values(top_k: int, which: End, most: int
     assert found.orthogonality_loss < 1e-6
 
 
-def test_a_basis_that_was_made_smaller_goes_on_from_its_file(tmp_path: Path) -> None:
+def test_a_basis_that_was_made_smaller_goes_on_from_its_file(tmp_path: Path):
     operator, file, state = decaying(), tmp_path / "state.json", KrylovState()
     whole = lanczos(operator, 5, max_basis=12)
 
@@ -109,7 +109,7 @@ def test_a_basis_that_was_made_smaller_goes_on_from_its_file(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exhausted_space_ends_within_the_bound() -> None:
+def test_an_exhausted_space_ends_within_the_bound():
     matrix = torch.zeros(50, 50, dtype=torch.float64)
     matrix[range(3), range(3)] = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
     state = KrylovState()
@@ -118,14 +118,14 @@ def test_an_exhausted_space_ends_within_the_bound() -> None:
     assert len(state.basis) <= 6
 
 
-def test_a_basis_too_small_for_the_values_is_refused() -> None:
+def test_a_basis_too_small_for_the_values_is_refused():
     with pytest.raises(
         ConfigError, match="max_basis must be at least 14 for 10 eigenvalues, got 13; raise it or lower"
     ):
         lanczos(decaying(), 5, which="both", max_basis=13)
 
 
-def test_a_spectrum_without_vectors_has_the_same_values() -> None:
+def test_a_spectrum_without_vectors_has_the_same_values():
     analyzer = HessianAnalyzer(reward_model("bert"), params=INNER)
     few = SpectrumOptions(which="magnitude", product="kept_graph", max_basis=12, keep_vectors=False, trace_products=3)
     found = analyzer.compute_spectrum(pairs()[:5], top_k=4, options=few)

@@ -38,7 +38,7 @@ def num_wrong(found: Eigenpairs, truth: Tensor, tolerance: float = 1e-3) -> int:
     return int((is_off & torch.tensor(found.converged)).sum())
 
 
-def test_a_value_between_two_close_eigenvalues_is_not_called_converged() -> None:
+def test_a_value_between_two_close_eigenvalues_is_not_called_converged():
     operator = of_values([1.6227, 1.5945, 0.293, 0.2287, -1.2546])
     for seed in SEEDS:
         found = lanczos(operator, 1, seed=seed)
@@ -61,7 +61,7 @@ def test_a_value_between_two_close_eigenvalues_is_not_called_converged() -> None
         ([10.0, 8.0, 6.0, -9.0, -9.0], 3, "magnitude"),
     ],
 )
-def test_copies_and_close_pairs_are_found_beside_the_iteration(values: list[float], top_k: int, which: End) -> None:
+def test_copies_and_close_pairs_are_found_beside_the_iteration(values: list[float], top_k: int, which: End):
     operator = of_values(values)
     truth = extreme(operator.matrix, top_k, which)
     num_found = 0
@@ -76,7 +76,7 @@ def test_copies_and_close_pairs_are_found_beside_the_iteration(values: list[floa
     assert num_found >= len(SEEDS) / 2
 
 
-def test_a_copy_near_the_edge_of_a_wide_bulk_is_found() -> None:
+def test_a_copy_near_the_edge_of_a_wide_bulk_is_found():
     values = torch.cat([torch.tensor([3.0, 1.05, 1.05], dtype=torch.float64), 10 * CLOUD[:297]])
     basis = torch.linalg.qr(torch.randn(300, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
     operator = MatrixOperator((basis * values) @ basis.T)
@@ -86,7 +86,7 @@ def test_a_copy_near_the_edge_of_a_wide_bulk_is_found() -> None:
         assert num_wrong(found, torch.tensor([3.0, 1.05, 1.05], dtype=torch.float64)) == 0
 
 
-def test_nothing_is_added_where_nothing_was_overlooked() -> None:
+def test_nothing_is_added_where_nothing_was_overlooked():
     operator = of_values([10.0, 8.0, 6.0, -3.0, -9.0])
     found = lanczos(operator, 2, which="both")
     checked = with_overlooked(operator, found, "both", tolerance=1e-3, seed=1)
@@ -95,7 +95,7 @@ def test_nothing_is_added_where_nothing_was_overlooked() -> None:
     assert checked.num_products <= found.num_products + max(8, found.num_products // 4)
 
 
-def test_zeros_that_only_rounding_tells_apart_are_no_copies() -> None:
+def test_zeros_that_only_rounding_tells_apart_are_no_copies():
     basis = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
     operator = MatrixOperator((basis[:, :2] * torch.tensor([0.15, 0.07])) @ basis[:, :2].T)
     for seed in SEEDS:
@@ -103,7 +103,7 @@ def test_zeros_that_only_rounding_tells_apart_are_no_copies() -> None:
         assert with_overlooked(operator, found, "both", tolerance=1e-3, seed=seed + 1).num_overlooked == 0
 
 
-def test_a_warm_start_sees_a_new_top_eigenvalue_at_right_angles_to_the_old() -> None:
+def test_a_warm_start_sees_a_new_top_eigenvalue_at_right_angles_to_the_old():
     for seed in SEEDS:
         moved = torch.diag(
             torch.cat([torch.tensor([20.0, 10.0, 6.0, 5.0, -4.0], dtype=torch.float64), 5 * CLOUD[:295]])
@@ -116,7 +116,7 @@ def test_a_warm_start_sees_a_new_top_eigenvalue_at_right_angles_to_the_old() -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_converged_values_of_dense_hessians_are_those_of_their_rank(family: str) -> None:
+def test_converged_values_of_dense_hessians_are_those_of_their_rank(family: str):
     operator = MatrixOperator(dense(family).hessian)
     for top_k, which in ((1, "largest"), (5, "magnitude"), (5, "both"), (12, "both")):
         truth = extreme(operator.matrix, top_k, which)
@@ -127,7 +127,7 @@ def test_converged_values_of_dense_hessians_are_those_of_their_rank(family: str)
             assert num_wrong(found, truth) == 0
 
 
-def test_a_spectrum_tells_whether_copies_were_looked_for() -> None:
+def test_a_spectrum_tells_whether_copies_were_looked_for():
     analyzer = HessianAnalyzer(reward_model("llama"), params=INNER)
     alone = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=2)
     assert alone.num_overlooked is None

@@ -34,7 +34,7 @@ def of_many_tokens(family: str) -> BradleyTerryRM:
 
 
 @pytest.mark.parametrize(("family", "packed"), [("bert", False), ("llama", False), ("llama", True)])
-def test_what_is_left_out_is_zero_in_every_product(family: str, packed: bool) -> None:
+def test_what_is_left_out_is_zero_in_every_product(family: str, packed: bool):
     model = reward_model(family)
     batches = micro_batches(model, 100, packed=packed, data=FEW)
     with measuring(model, batches, EVERYTHING, dtype=torch.float64) as objective:
@@ -55,7 +55,7 @@ def test_what_is_left_out_is_zero_in_every_product(family: str, packed: bool) ->
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_rows_of_pairs_hold_no_embeddings_that_no_pair_looks_up(blocks: int) -> None:
+def test_rows_of_pairs_hold_no_embeddings_that_no_pair_looks_up(blocks: int):
     model = of_many_tokens("llama")
     with measuring(model, micro_batches(model, data=FEW), PLAIN, dtype=torch.float64) as objective:
         rows_bytes = len(FEW) * 8 * support_of(objective, 0).dimension
@@ -66,7 +66,7 @@ def test_rows_of_pairs_hold_no_embeddings_that_no_pair_looks_up(blocks: int) -> 
 
 
 @pytest.mark.parametrize("use", ["in arithmetic", "unseen", "by its address"])
-def test_a_table_of_which_more_is_used_than_it_looks_up_stays_whole(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_which_more_is_used_than_it_looks_up_stays_whole(use: str, monkeypatch: pytest.MonkeyPatch):
     model = reward_model("llama")
     table = model.model.get_input_embeddings()
     rows = table.weight.detach().clone()
@@ -81,7 +81,7 @@ def test_a_table_of_which_more_is_used_than_it_looks_up_stays_whole(use: str, mo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_support_does_not_depend_on_micro_batches(family: str) -> None:
+def test_the_support_does_not_depend_on_micro_batches(family: str):
     model, found = reward_model(family), set()
     for budget in (1, 100_000):  # without padding, and with
         with measuring(model, micro_batches(model, budget, data=FEW), EVERYTHING) as objective:
@@ -89,7 +89,7 @@ def test_the_support_does_not_depend_on_micro_batches(family: str) -> None:
     assert len(found) == 1
 
 
-def test_a_process_without_pairs_looks_nothing_up() -> None:
+def test_a_process_without_pairs_looks_nothing_up():
     model = reward_model("llama")
     with measuring(model, micro_batches(model, data=FEW), EVERYTHING) as objective:
         nothing = PairObjective(objective.model, [], EVERYTHING, objective.subset, None)
@@ -98,7 +98,7 @@ def test_a_process_without_pairs_looks_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_zeros_that_are_wanted_are_found(family: str) -> None:
+def test_zeros_that_are_wanted_are_found(family: str):
     model = of_many_tokens(family)
     with measuring(model, micro_batches(model, data=FEW), PLAIN, params=TABLES[family]) as objective:
         assert support_of(objective).dimension < 0.5 * objective.subset.num_parameters
@@ -114,7 +114,7 @@ def test_zeros_that_are_wanted_are_found(family: str) -> None:
     assert top.eigenvectors.shape == (4, top.num_parameters)
 
 
-def test_a_state_holds_no_more_than_what_is_left_and_goes_on_for_another_top_k(tmp_path: Path) -> None:
+def test_a_state_holds_no_more_than_what_is_left_and_goes_on_for_another_top_k(tmp_path: Path):
     file = tmp_path / "lanczos.json"
 
     def stop(progress: Progress) -> None:
@@ -132,7 +132,7 @@ def test_a_state_holds_no_more_than_what_is_left_and_goes_on_for_another_top_k(t
     assert again.num_products == fresh.num_products  # those before the stop included, none of them repeated
 
 
-def test_a_start_from_other_pairs_is_no_start() -> None:
+def test_a_start_from_other_pairs_is_no_start():
     model = reward_model("llama")
     analyzer, options = HessianAnalyzer(model, dtype=torch.float64), SpectrumOptions(which="largest", product="reverse")
     first = analyzer.compute_spectrum(FEW, top_k=1, options=options)

@@ -34,7 +34,7 @@ def root(tmp_path_factory) -> Path:
 
 def test_questions_go_to_people_and_their_answers_come_back(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("COLUMNS", "200")
     ask, out = tmp_path / "questions.csv", tmp_path / "out"
     asked = run(
@@ -89,7 +89,7 @@ def test_questions_go_to_people_and_their_answers_come_back(
         ((), "--data must name labeled pairs, for"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_leaves_nothing(root: Path, tmp_path: Path, arguments, message) -> None:
+def test_a_mistake_is_one_sentence_and_leaves_nothing(root: Path, tmp_path: Path, arguments, message):
     refused = run(root / "model", *arguments, "--output", tmp_path / "out")
     assert refused.exit_code == 2
     assert message in refused.stderr
@@ -97,7 +97,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(root: Path, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_cannot_be_its_own_oracle(root: Path, tmp_path: Path) -> None:
+def test_a_model_cannot_be_its_own_oracle(root: Path, tmp_path: Path):
     refused = run(
         *(root / "model", "--data", root / "pairs.jsonl", "--policy", "world", "--gold", root / "model"),
         *("--output", tmp_path / "out", *SIZES),

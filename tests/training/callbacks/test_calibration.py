@@ -26,7 +26,7 @@ def evaluated(run_dir: Path, step: str) -> PairwiseMetrics:
 
 def test_the_numbers_are_those_of_the_evaluations_and_nothing_is_scored_again(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     scored: list[int] = []
     score = in_memory.score_pairs
     monkeypatch.setattr(in_memory, "score_pairs", lambda *a, **k: (scored.append(1), score(*a, **k))[1])
@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_the_evaluations_and_nothing_is_scored_again(
     ]
 
 
-def test_every_other_evaluation_means_the_first_every_second_and_the_last(small_config: Build, tmp_path: Path) -> None:
+def test_every_other_evaluation_means_the_first_every_second_and_the_last(small_config: Build, tmp_path: Path):
     options = ["training.calibration.enabled=true", "training.calibration.every=2", "training.evals_per_epoch=6"]
     config = small_config(tmp_path, *options, "training.max_steps=5")
     train_reward_model(config, callbacks=option_callbacks(config))
@@ -53,21 +53,19 @@ def test_every_other_evaluation_means_the_first_every_second_and_the_last(small_
     assert taken == ["0", "2", "4", "5"]
 
 
-def test_weights_are_those_of_a_run_that_is_not_watched(
-    small_config: Build, tmp_path: Path, finished_run: RunResult
-) -> None:
+def test_weights_are_those_of_a_run_that_is_not_watched(small_config: Build, tmp_path: Path, finished_run: RunResult):
     config = small_config(tmp_path, "training.calibration.enabled=true")
     train_reward_model(config, callbacks=option_callbacks(config))
     name = "best/model.safetensors"
     assert (tmp_path / name).read_bytes() == (Path(finished_run.run_dir) / name).read_bytes()
 
 
-def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
+def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"training\.calibration\.enabled needs a callback .*option_callbacks"):
         train_reward_model(small_config(tmp_path, "training.calibration.enabled=true"))
 
 
-def test_a_temperature_that_does_not_exist_is_left_out(finished_run: RunResult) -> None:
+def test_a_temperature_that_does_not_exist_is_left_out(finished_run: RunResult):
     values = calibration_values(finished_run.metrics)
     fit = finished_run.metrics.temperature
     assert ("calibration/temperature" in values) == (fit.temperature is not None)

@@ -130,7 +130,7 @@ def assert_measuring_changes_nothing(small_config: Build, tmp_path: Path, option
     return measure
 
 
-def test_a_run_with_dropout_takes_the_same_steps(small_config: Build, tmp_path: Path) -> None:
+def test_a_run_with_dropout_takes_the_same_steps(small_config: Build, tmp_path: Path):
     dropout = ["model.dropout=true", "+model.architecture.attention_dropout=0.1"]
     measure = assert_measuring_changes_nothing(
         small_config, tmp_path, [*dropout, "adapter=lora_r8", "adapter.dropout=0.1", "training.eval_at_start=false"]
@@ -142,7 +142,7 @@ def test_a_run_with_dropout_takes_the_same_steps(small_config: Build, tmp_path: 
 
 def test_an_optimizer_that_draws_takes_the_same_steps(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(
         lightning_module, "build_optimizer", lambda model, *args, **kwargs: NoisySGD(model.parameters(), lr=0.1)
     )
@@ -151,7 +151,7 @@ def test_an_optimizer_that_draws_takes_the_same_steps(
 
 def test_schedule_free_is_measured_at_its_averages(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     evaluated: list[Tensor] = []
     score = callbacks.PreferenceDataModule.score_validation
 
@@ -166,7 +166,7 @@ def test_schedule_free_is_measured_at_its_averages(
         assert torch.equal(seen, shown)
 
 
-def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_path: Path) -> None:
+def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_path: Path):
     config = small_config(tmp_path, *WATCHED)
     train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
     rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv")}
@@ -189,7 +189,7 @@ def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_p
 )
 def test_measurements_are_spaced_to_keep_to_a_tenth(
     num_steps: int, start: int, share: tuple[float, float], num_measurements: int
-) -> None:
+):
     plan, taken = MeasurementPlan(start, num_steps, due=start + 1), list[int]()
     for step in range(start + (start > 0), num_steps + 1):
         if step == plan.due or step == 0:
@@ -203,7 +203,7 @@ def test_measurements_are_spaced_to_keep_to_a_tenth(
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
 
 
-def test_a_gradient_of_few_tokens_counts_more_for_the_work_on_vectors_beside_it() -> None:
+def test_a_gradient_of_few_tokens_counts_more_for_the_work_on_vectors_beside_it():
     """With as many pairs as a step has, a measurement of 6 gradients over `VECTOR_TOKENS` tokens takes 12 steps."""
     measurement = CurvatureMeasurement(1.0, 0.1, Estimate(2.0, None, 3), 2, 32, VECTOR_TOKENS, 6.0, 4.5)
     assert costs_in_steps(measurement, 32) == (12.0, 9.0)
@@ -211,7 +211,7 @@ def test_a_gradient_of_few_tokens_counts_more_for_the_work_on_vectors_beside_it(
     assert costs_in_steps(replace(measurement, num_tokens=100 * VECTOR_TOKENS), 32)[0] == pytest.approx(6.06)
 
 
-def test_measurements_of_a_run_without_a_number_of_steps_are_at_its_ends(small_config: Build, tmp_path: Path) -> None:
+def test_measurements_of_a_run_without_a_number_of_steps_are_at_its_ends(small_config: Build, tmp_path: Path):
     config = small_config(tmp_path, "training.hessian.enabled=true", *WATCHED[1:])
     train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
     rows = read_rows(tmp_path / "metrics.csv")
@@ -221,7 +221,7 @@ def test_measurements_of_a_run_without_a_number_of_steps_are_at_its_ends(small_c
 @pytest.mark.parametrize(("seconds", "spent", "is_said"), [(3.0, 10.0, True), (3.0, 20.0, False), (1.0, 10.0, False)])
 def test_measurements_that_take_long_by_the_clock_name_the_spacing_that_does_not(
     small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch, seconds, spent, is_said
-) -> None:
+):
     """100 steps in 10 s, and 4 measurements that took 30 % of it, of which a short run's first are no surprise."""
     callback = HessianCallback(small_config(tmp_path).training.hessian, PowerIteration())
     callback._plan, callback.seconds, callback.num_measured = MeasurementPlan(0, 100, spent=spent), seconds, 4
@@ -232,7 +232,7 @@ def test_measurements_that_take_long_by_the_clock_name_the_spacing_that_does_not
 
 def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     options = [*WATCHED, "model.attn_implementation=sdpa", "training.checkpoint_every=1", "model.dropout=true"]
     whole, cut = (small_config(tmp_path / run, *options) for run in ("whole", "cut"))
     train_reward_model(whole, callbacks=option_callbacks(whole))
@@ -262,7 +262,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
     assert 2 <= products[0]["4"] < products[1]["4"]
 
 
-def test_the_run_the_analysis_and_the_analyzer_draw_the_same_pairs(small_config: Build, tmp_path: Path) -> None:
+def test_the_run_the_analysis_and_the_analyzer_draw_the_same_pairs(small_config: Build, tmp_path: Path):
     pairs = [PreferencePair(f"Number {i}?", f"Yes, {i}.", f"No {'no ' * (i % 5)}{i}.") for i in range(21)]
     pairs[3] = PreferencePair("Cut?", "so " * 300 + "yes", "so " * 300 + "no")  # equal after truncation
     file = tmp_path / "pairs.jsonl"
@@ -282,7 +282,7 @@ def test_the_run_the_analysis_and_the_analyzer_draw_the_same_pairs(small_config:
 @pytest.mark.parametrize("watching", [True, False])
 def test_schedule_free_weights_come_back_when_looking_at_them_fails(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watching: bool
-) -> None:
+):
     modes: list[bool] = []
 
     def fails(*args: object, **options: object) -> None:
@@ -309,19 +309,19 @@ def test_schedule_free_weights_come_back_when_looking_at_them_fails(
     assert modes == [False, True]
 
 
-def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path) -> None:
+def test_without_its_callback_the_option_is_refused(small_config: Build, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"training\.hessian needs a callback .*option_callbacks"):
         train_reward_model(small_config(tmp_path, *WATCHED))
 
 
 @pytest.mark.parametrize("option", ["hardware.compile=true", "hardware.strategy=fsdp"])
-def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str) -> None:
+def test_runs_whose_weights_cannot_be_copied_are_refused(small_config: Build, tmp_path: Path, option: str):
     config = small_config(tmp_path, *WATCHED, option)
     with pytest.raises(ConfigError, match=rf"training\.hessian cannot be combined with {option}"):
         train_reward_model(config, callbacks=option_callbacks(config))
 
 
-def test_generators_gradients_and_modes_come_back_also_after_an_error() -> None:
+def test_generators_gradients_and_modes_come_back_also_after_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[1].eval()
     gradient = torch.ones(2, 2)
@@ -345,9 +345,7 @@ def test_generators_gradients_and_modes_come_back_also_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["model.dropout=true", "optimizer=schedulefree", "schedule=constant"]])
-def test_the_command_s_own_measurement_changes_nothing_either(
-    small_config: Build, tmp_path: Path, options: list[str]
-) -> None:
+def test_the_command_s_own_measurement_changes_nothing_either(small_config: Build, tmp_path: Path, options: list[str]):
     watched = small_config(tmp_path / "watched", *WATCHED, "model.attn_implementation=sdpa", *options)
     train_reward_model(watched, callbacks=option_callbacks(watched))
     train_reward_model(small_config(tmp_path / "plain", "model.attn_implementation=sdpa", *WATCHED[3:], *options))

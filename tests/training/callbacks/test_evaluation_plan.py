@@ -33,18 +33,18 @@ def evaluated_steps(plan: EvaluationPlan, steps: int) -> int:
     return 1 + len({*range(plan.every, steps + 1, plan.every), steps})
 
 
-def test_a_small_validation_set_is_evaluated_ten_times_an_epoch() -> None:
+def test_a_small_validation_set_is_evaluated_ten_times_an_epoch():
     assert planned(10000, 400).every == 10
 
 
-def test_a_tenth_of_the_pairs_is_evaluated_as_often_as_a_fifth_of_the_work_allows() -> None:
+def test_a_tenth_of_the_pairs_is_evaluated_as_often_as_a_fifth_of_the_work_allows():
     plan = planned(18000, 2000)
     assert (plan.count, plan.pairs) == (5, 1760)
     plan = planned(36000, 2000)
     assert (plan.pairs, plan.share) == (2000, pytest.approx(0.2, abs=0.02))
 
 
-def test_the_user_s_number_wins() -> None:
+def test_the_user_s_number_wins():
     plan = planned(15320, 2518, per_epoch=10)
     assert (plan.every, plan.pairs) == (10, 2518)
     assert plan.share > 0.5
@@ -58,14 +58,14 @@ def test_the_user_s_number_wins() -> None:
 )
 def test_no_default_takes_more_than_a_fifth_but_the_evaluations_that_every_run_needs(
     train: int, val: int, steps: int, final: float
-) -> None:
+):
     plan = planned(train, val, steps=steps, final=final)
     assert plan.count == evaluated_steps(plan, steps)
     fewest = (2 * min(val, 256) + final * val) / (3 * train)
     assert plan.share <= max(0.2, fewest) + 1e-9
 
 
-def test_the_sample_is_fixed_and_of_the_size_planned() -> None:
+def test_the_sample_is_fixed_and_of_the_size_planned():
     plan = planned(18000, 6000)
     sample = plan.positions(3)
     assert sample is not None
@@ -78,7 +78,7 @@ def test_a_run_says_and_stores_its_plan_and_ends_with_all_pairs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     monkeypatch.setattr("rm_optimizer.training.callbacks.evaluation_plan.FEWEST_PAIRS", 5)
     config = small_config(tmp_path, "training.evals_per_epoch=null", "hardware.precision=bf16-mixed")
     with caplog.at_level(logging.INFO, "rm_optimizer"):
@@ -94,6 +94,6 @@ def test_a_run_says_and_stores_its_plan_and_ends_with_all_pairs(
 
 def test_a_number_of_the_user_s_that_takes_more_is_warned_about(
     small_config: Callable[..., TrainConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     train_reward_model(small_config(tmp_path, "training.max_steps=2"))
     assert "leave out training.evals_per_epoch for at most a fifth" in caplog.text

@@ -37,7 +37,7 @@ def wait_for_rows(path: Path, rows: int, process: subprocess.Popen[str]) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_says_where(
     python: Path, small_overrides: list[str], tmp_path: Path, number: int
-) -> None:
+):
     options = [
         *small_overrides,
         "training.max_steps=100000",
@@ -59,7 +59,7 @@ def test_a_signal_leaves_a_checkpoint_and_says_where(
     assert torch.isfinite(BradleyTerryRM.from_pretrained(newest).score(["Hi"], ["Hello"])).all()
 
 
-def test_the_second_signal_stops_at_once_and_handlers_come_back() -> None:
+def test_the_second_signal_stops_at_once_and_handlers_come_back():
     before = signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
@@ -111,7 +111,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_run_resumes_to_the_same_bytes
     evaluation: int,
     step: int,
     where: str,
-) -> None:
+):
     with monkeypatch.context() as patch:
         signaled_at(signal.SIGTERM, evaluation, patch)
         with pytest.raises(Interrupted, match=f"stopped after step {step} of 6.*{where}.*resume=auto") as caught:
@@ -126,7 +126,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_run_resumes_to_the_same_bytes
 
 def test_a_second_signal_in_an_evaluation_says_what_there_is(
     small_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     signaled_at(signal.SIGINT, 0, monkeypatch, times=2)
     with pytest.raises(Interrupted, match=r"stopped at once.*nothing was saved yet"):
         train_reward_model(small_config(tmp_path, *OPTIONS))
@@ -150,7 +150,7 @@ def test_a_signal_that_comes_while_the_processes_agree_is_not_lost(tmp_path):
 
 def test_a_signal_of_another_process_after_the_last_step_ends_all_of_them(
     small_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     asked: list[bool] = []
 
     def agree(strategy: SingleDeviceStrategy, decision: bool, all: bool = True) -> bool:

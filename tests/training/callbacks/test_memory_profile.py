@@ -43,12 +43,12 @@ def profiled(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
-def test_a_profiled_run_has_the_same_bytes(profiled: Path, finished_run: RunResult) -> None:
+def test_a_profiled_run_has_the_same_bytes(profiled: Path, finished_run: RunResult):
     for name in ("metrics.csv", "best/model.safetensors"):
         assert (profiled / name).read_bytes() == (Path(finished_run.run_dir) / name).read_bytes()
 
 
-def test_every_step_has_a_row_and_the_summary_its_medians(profiled: Path) -> None:
+def test_every_step_has_a_row_and_the_summary_its_medians(profiled: Path):
     rows = read_rows(profiled / "profile.csv")
     assert [row["step"] for row in rows] == [row["step"] for row in read_rows(profiled / "metrics.csv")][1:]
     summary = json.loads((profiled / "profile.json").read_text())
@@ -82,7 +82,7 @@ def macro(*micro: PairBatch | PackedPairBatch) -> MacroBatch:
     return MacroBatch(step=0, micro=micro, total_weight=1.0, pair_index=np.arange(1))
 
 
-def test_prompts_count_once_among_unique_tokens_and_padding_only_among_moved_ones() -> None:
+def test_prompts_count_once_among_unique_tokens_and_padding_only_among_moved_ones():
     rates = step_rates(macro(padded([6, 8, 5, 5], shared=4)), seconds=0.5)
     assert rates == {
         "tokens_per_second": 4 * 8 / 0.5,
@@ -93,7 +93,7 @@ def test_prompts_count_once_among_unique_tokens_and_padding_only_among_moved_one
     }
 
 
-def test_a_packed_batch_moves_shared_prompts_once() -> None:
+def test_a_packed_batch_moves_shared_prompts_once():
     rates = step_rates(macro(packed([6, 8, 5, 5], shared=4)), seconds=1.0)
     assert rates["real_tokens_per_second"] == 24
     assert rates["unique_tokens_per_second"] == 16
@@ -101,7 +101,7 @@ def test_a_packed_batch_moves_shared_prompts_once() -> None:
     assert rates["padding_share"] == pytest.approx(4 / 20)
 
 
-def test_a_rank_without_pairs_has_no_rates() -> None:
+def test_a_rank_without_pairs_has_no_rates():
     assert set(step_rates(macro(), seconds=1.0).values()) == {0}
 
 
@@ -121,7 +121,7 @@ sampler.stop()
 """
 
 
-def test_the_sampler_sees_memory_that_was_returned_and_forgets_it() -> None:
+def test_the_sampler_sees_memory_that_was_returned_and_forgets_it():
     # in a small process of its own: what a large one holds and does not use may be taken from it at any time
     done = subprocess.run([sys.executable, "-c", SAMPLING], capture_output=True, text=True, check=True)
     before, seen, after, restarted = map(int, done.stdout.split())
@@ -129,7 +129,7 @@ def test_the_sampler_sees_memory_that_was_returned_and_forgets_it() -> None:
     assert restarted < seen - 150_000_000
 
 
-def test_a_sample_taken_before_a_restart_is_not_written_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_taken_before_a_restart_is_not_written_after_it(monkeypatch: pytest.MonkeyPatch):
     sampler, taken = RssSampler(), threading.Event()
 
     def reading() -> int:
@@ -167,14 +167,14 @@ def formula(model: BradleyTerryRM, batch: PairBatch) -> float:
     return replace(flops, is_causal=False).of_batch(batch)
 
 
-def test_the_formula_counts_what_torch_runs_when_everything_trains() -> None:
+def test_the_formula_counts_what_torch_runs_when_everything_trains():
     model, batch = reward_model(), padded([48] * 4, shared=0)
     batch = replace(batch, input_ids=batch.input_ids % 200 + 3)
     # the head reads one token of each sequence, the formula gives it all: 32 of 55,328 weights
     assert formula(model, batch) == pytest.approx(counted(model, batch), rel=2e-3)
 
 
-def test_the_formula_counts_what_torch_runs_with_an_adapter() -> None:
+def test_the_formula_counts_what_torch_runs_with_an_adapter():
     model, batch = reward_model(), padded([48] * 4, shared=0)
     batch = replace(batch, input_ids=batch.input_ids % 200 + 3)
     add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=4, alpha=8, dropout=0.0), seed=0)
@@ -187,7 +187,7 @@ def test_the_formula_counts_what_torch_runs_with_an_adapter() -> None:
     assert flops.backward == flops.forward - 32 * 32  # all but the first matrix, which stands before the first factor
 
 
-def test_a_frozen_backbone_counts_its_forward_pass_alone() -> None:
+def test_a_frozen_backbone_counts_its_forward_pass_alone():
     model, batch = reward_model(), padded([48] * 4, shared=0)
     batch = replace(batch, input_ids=batch.input_ids % 200 + 3)
     for name, parameter in model.named_parameters():
@@ -195,7 +195,7 @@ def test_a_frozen_backbone_counts_its_forward_pass_alone() -> None:
     assert formula(model, batch) == pytest.approx(counted(model, batch), rel=5e-3)
 
 
-def test_keys_are_those_that_the_masks_show() -> None:
+def test_keys_are_those_that_the_masks_show():
     keys = ModelFlops(forward=0, backward=0, trained=0, attention=1, is_causal=True)
     tree = packed([6, 9], shared=4)
     assert keys.of_batch(tree) == 4 * int(tree_mask(tree.trees).sum())
@@ -204,7 +204,7 @@ def test_keys_are_those_that_the_masks_show() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"sliding_window": 16}, {"num_local_experts": 4}, {"layer_types": ["mamba"] * 6}])
-def test_models_that_the_formula_does_not_fit_have_no_count(fields: dict[str, object]) -> None:
+def test_models_that_the_formula_does_not_fit_have_no_count(fields: dict[str, object]):
     model = reward_model()
     for name, value in fields.items():
         setattr(model.model.config, name, value)
@@ -227,12 +227,12 @@ def test_models_that_the_formula_does_not_fit_have_no_count(fields: dict[str, ob
         ("AMD Instinct MI300X", None),
     ],
 )
-def test_chips_are_known_by_the_words_of_their_name(name: str, teraflops: float | None) -> None:
+def test_chips_are_known_by_the_words_of_their_name(name: str, teraflops: float | None):
     peak = peak_bf16_flops(name)
     assert (peak is None) if teraflops is None else (peak == pytest.approx(teraflops * 1e12))
 
 
-def test_a_resumed_profile_goes_on_in_the_same_file(small_config: Build, tmp_path: Path) -> None:
+def test_a_resumed_profile_goes_on_in_the_same_file(small_config: Build, tmp_path: Path):
     train_reward_model(small_config(tmp_path, "training.checkpoint_every=2"))
     (tmp_path / "checkpoints" / "step-00000006.ckpt").unlink()
     (tmp_path / "run.json").unlink()
@@ -241,7 +241,7 @@ def test_a_resumed_profile_goes_on_in_the_same_file(small_config: Build, tmp_pat
         assert [row["step"] for row in csv.DictReader(file)] == ["5", "6"]
 
 
-def test_a_run_that_fails_samples_no_more(small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_samples_no_more(small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 

@@ -13,7 +13,7 @@ from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.progress import ProgressLines
 
 
-def test_a_line_comes_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_comes_at_most_once_a_minute(caplog: pytest.LogCaptureFixture):
     now = 0.0
     lines = ProgressLines(clock=lambda: now)
     with caplog.at_level(logging.INFO, "rm_optimizer"):
@@ -30,7 +30,7 @@ def test_without_a_terminal_a_run_logs_steps_evaluations_and_where_its_metrics_a
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     monkeypatch.setattr("rm_optimizer.training.fitting.ProgressLines", lambda: ProgressLines(seconds=0.0))
     with caplog.at_level(logging.INFO, "rm_optimizer"):
         train_reward_model(small_config(tmp_path, "training.progress=true", "training.max_steps=2"))

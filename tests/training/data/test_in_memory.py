@@ -26,7 +26,7 @@ def module_of(config: TrainConfig) -> PreferenceDataModule:
 @pytest.mark.parametrize("pins", [False, True])
 def test_pinning_reaches_the_loader_and_the_transfer(
     pins: bool, small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     asked: list[Any] = []
 
     class Loader:
@@ -51,7 +51,7 @@ def test_pinning_reaches_the_loader_and_the_transfer(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Path) -> None:
+def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Path):
     module = module_of(small_config(tmp_path / "run", "hardware.pin_memory=true"))
     batch = next(module.steps(0, 1))
     assert all(micro.label.is_pinned() for micro in batch.micro)

@@ -73,7 +73,7 @@ def options(tmp_path: Path) -> list[str]:
 
 def test_a_streamed_run_counts_its_pairs_and_closes_its_workers(
     small_config: Build, tmp_path: Path, options: list[str], pools: list[InProcess]
-) -> None:
+):
     result = train_reward_model(small_config(tmp_path / "run", *options))
     assert (result.steps, result.data.train_pairs, result.data.val_pairs) == (9, 100, 30)
     assert result.data.truncation["train"]["num_pairs"] == 100
@@ -86,7 +86,7 @@ def test_a_streamed_run_counts_its_pairs_and_closes_its_workers(
 @pytest.mark.parametrize("step", [2, 6, 7])
 def test_a_resumed_streamed_run_ends_bitwise_equal(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], step: int
-) -> None:
+):
     train_reward_model(small_config(tmp_path / "whole", *options))
     stopped_after(step, small_config(tmp_path / "cut", *options), monkeypatch)
     train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"))
@@ -97,7 +97,7 @@ def test_a_resumed_streamed_run_ends_bitwise_equal(
 
 def test_the_pairs_read_so_far_are_on_disk_before_each_checkpoint(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
+):
     counts: list[int] = []
 
     def counted(run_dir: Path, keep: int) -> None:
@@ -120,14 +120,12 @@ def test_the_pairs_read_so_far_are_on_disk_before_each_checkpoint(
 )
 def test_what_streaming_needs_is_named(
     small_config: Build, tmp_path: Path, options: list[str], changes: list[str], option: str
-) -> None:
+):
     with pytest.raises(ConfigError, match=f"with data.streaming=ray, {option}"):
         train_reward_model(small_config(tmp_path / "run", *options, *changes))
 
 
-def test_a_prompt_of_validation_is_refused_where_it_stands(
-    small_config: Build, tmp_path: Path, options: list[str]
-) -> None:
+def test_a_prompt_of_validation_is_refused_where_it_stands(small_config: Build, tmp_path: Path, options: list[str]):
     with (tmp_path / "train-2.jsonl").open("a") as file:
         file.write((tmp_path / "val.jsonl").read_text().splitlines()[4] + "\n")
     with pytest.raises(DataError, match=r"train-2\.jsonl, line 41: its prompt also stands in data\.val"):
@@ -135,7 +133,7 @@ def test_a_prompt_of_validation_is_refused_where_it_stands(
     train_reward_model(small_config(tmp_path / "run", *options, "data.allow_prompt_overlap=true"))
 
 
-def test_rows_left_out_are_listed(small_config: Build, tmp_path: Path, options: list[str]) -> None:
+def test_rows_left_out_are_listed(small_config: Build, tmp_path: Path, options: list[str]):
     with (tmp_path / "train-2.jsonl").open("a") as file:
         file.write("{}\n")
     result = train_reward_model(small_config(tmp_path / "run", *options, "data.on_bad_row=drop"))

@@ -17,7 +17,7 @@ def record(folder: Path, steps: range, resume_step: int | None = None) -> Metric
     return recorder
 
 
-def test_one_row_a_step_holds_both_stages(tmp_path: Path) -> None:
+def test_one_row_a_step_holds_both_stages(tmp_path: Path):
     record(tmp_path, range(1, 5)).finalize("success")
     rows = read_rows(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
@@ -27,14 +27,14 @@ def test_one_row_a_step_holds_both_stages(tmp_path: Path) -> None:
     assert list(rows[0]) == ["step", "epoch", *COLUMNS.values()]
 
 
-def test_save_brings_the_present_step_to_disk(tmp_path: Path) -> None:
+def test_save_brings_the_present_step_to_disk(tmp_path: Path):
     recorder = record(tmp_path, range(1, 4))
     recorder.save()
     assert len(read_rows(tmp_path / "metrics.csv")) == 3
     recorder.finalize("success")
 
 
-def test_resuming_drops_rows_after_the_checkpoint_and_gives_the_uninterrupted_bytes(tmp_path: Path) -> None:
+def test_resuming_drops_rows_after_the_checkpoint_and_gives_the_uninterrupted_bytes(tmp_path: Path):
     record(tmp_path / "whole", range(1, 9)).finalize("success")
     record(tmp_path / "cut", range(1, 7)).finalize("failed")
     with (tmp_path / "cut" / "metrics.csv").open("a") as file:
@@ -43,13 +43,13 @@ def test_resuming_drops_rows_after_the_checkpoint_and_gives_the_uninterrupted_by
     assert (tmp_path / "cut" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
 
 
-def test_a_new_run_replaces_an_old_file(tmp_path: Path) -> None:
+def test_a_new_run_replaces_an_old_file(tmp_path: Path):
     record(tmp_path, range(1, 9)).finalize("success")
     record(tmp_path, range(1, 3)).finalize("success")
     assert len(read_rows(tmp_path / "metrics.csv")) == 2
 
 
-def test_what_a_saved_step_logs_later_joins_its_row(tmp_path: Path) -> None:
+def test_what_a_saved_step_logs_later_joins_its_row(tmp_path: Path):
     recorder = MetricsCSV(tmp_path)
     for step in (1, 2):
         recorder.log_metrics({"train/loss": 0.5}, step=step)
@@ -64,7 +64,7 @@ def test_what_a_saved_step_logs_later_joins_its_row(tmp_path: Path) -> None:
     ]
 
 
-def test_resuming_with_other_columns_keeps_both(tmp_path: Path) -> None:
+def test_resuming_with_other_columns_keeps_both(tmp_path: Path):
     first = MetricsCSV(tmp_path, None, {"a/x": "x"})
     first.log_metrics({"a/x": 1.0}, step=1)
     first.finalize("success")

@@ -66,7 +66,7 @@ def whole(
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_a_resumed_run_ends_bitwise_equal(
     small_config: Build, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+):
     folder, options = whole
     stopped_after(step, small_config(tmp_path, *options), monkeypatch)
     train_reward_model(small_config(tmp_path, *options, "resume=auto"))
@@ -75,7 +75,7 @@ def test_a_resumed_run_ends_bitwise_equal(
 
 def test_a_torn_checkpoint_is_skipped_for_the_one_before(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     common = ["training.checkpoint_every=1"]
     train_reward_model(small_config(tmp_path / "whole", *common))
     stopped_after(4, small_config(tmp_path / "cut", *common), monkeypatch)
@@ -86,22 +86,20 @@ def test_a_torn_checkpoint_is_skipped_for_the_one_before(
     assert_same_outcome(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_other_options_are_refused_by_name(finished_run: RunResult, small_config: Build, tmp_path: Path) -> None:
+def test_other_options_are_refused_by_name(finished_run: RunResult, small_config: Build, tmp_path: Path):
     folder = tmp_path / "copy"
     shutil.copytree(finished_run.run_dir, folder)
     with pytest.raises(ConfigError, match=r"loss\.beta was 1\.0, is 2\.0.*hydra\.run\.dir"):
         train_reward_model(small_config(folder, "loss.beta=2", "resume=auto"))
 
 
-def test_resume_without_a_checkpoint_starts(finished_run: RunResult, small_config: Build, tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts(finished_run: RunResult, small_config: Build, tmp_path: Path):
     train_reward_model(small_config(tmp_path, "resume=auto"))
     assert_same_outcome(Path(finished_run.run_dir), tmp_path)
 
 
 @pytest.mark.slow
-def test_kill_minus_nine_loses_nothing(
-    python: Path, small_overrides: list[str], small_config: Build, tmp_path: Path
-) -> None:
+def test_kill_minus_nine_loses_nothing(python: Path, small_overrides: list[str], small_config: Build, tmp_path: Path):
     options = [*small_overrides, "training.max_steps=40", "training.checkpoint_every=3", "resume=auto"]
     command = [python, "-m", "rm_optimizer.train", *options, f"hydra.run.dir={tmp_path}/cut"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
