@@ -237,13 +237,12 @@ def _draw_ends(axes: Axes, result: Evolution) -> None:
         for end, rank, index in _ranks(spectrum):
             point = (step, spectrum.eigenvalues[index], spectrum.error_bounds[index])
             by_place.setdefault((end, rank), []).append(point)
-    last = max((rank for _, rank in by_place), default=1)
-    others = "largest 2" if last == 2 else f"largest 2 to {last}"
+    most = max((rank for end, rank in by_place if end == "largest"), default=0)
+    below = "largest 2" if most == 2 else f"largest 2 to {most}"
     for (end, rank), points in by_place.items():
         color = VERMILION if end == "smallest" else BLUE
-        name = f"{end} {rank}" if rank == 1 else None
         fade = 1.0 if rank == 1 else 0.75 - 0.12 * rank
-        _draw_line(axes, points, color, name if rank < 2 else others if rank == 2 else None, fade)
+        _draw_line(axes, points, color, f"{end} 1" if rank == 1 else below if rank == 2 else None, fade)
     crossed = [(s, x.cross_fit.values[0]) for s, x, _ in _steps(result) if x.cross_fit is not None]
     if crossed:
         steps, estimates = zip(*crossed, strict=True)

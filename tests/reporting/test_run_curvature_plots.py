@@ -60,6 +60,7 @@ def test_captions_name_models_steps_pairs_and_what_is_missing():
 def test_the_cross_fitted_course_has_its_interval_in_picture_and_rows():
     result = Evolution((0, 10), (crossed(2), crossed(2, 3.0)), (None, 0.5), ())
     figure = plot_evolution(result)
+    assert "largest 2" in [each.get_label() for each in figure.axes[0].containers]
     [course] = [each for each in figure.axes[0].containers if each.get_label() == "largest 1, cross-fitted"]
     bars = [segment[:, 1].tolist() for segment in course.lines[2][0].get_segments()]
     assert bars == [pytest.approx([0.5, 2.0]), pytest.approx([1.5, 6.0])]
