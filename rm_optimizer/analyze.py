@@ -142,10 +142,11 @@ def analyze(options: AnalyzeConfig) -> Path:
 
 
 def _warn_of_ignored(config: LandscapeConfig) -> LandscapeConfig:
-    """The options without those that are not used, of which it warns."""
+    """The options without those that are not used; those that the user set are named in a warning."""
+    from rm_optimizer.schema.compose import preset_values
     from rm_optimizer.schema.landscape import ignored_options, without_ignored
 
-    ignored = ignored_options(config)
+    ignored = ignored_options(config, preset_values("landscape", config.type))
     if ignored:
         log.warning("landscape=%s (method=%s) does not use %s", config.type, config.method, ", ".join(ignored))
     return without_ignored(config)

@@ -166,18 +166,23 @@ class LandscapeConfig(Options, group="landscape"):
         require(is_counted, "landscape.which", f"be both or largest for {self.type.value}", self.which.value)
 
 
-def ignored_options(config: LandscapeConfig) -> list[str]:
-    """Options that differ from their defaults and are not used by the type, its method or its directions.
+def ignored_options(config: LandscapeConfig, preset: Mapping[str, Any]) -> list[str]:
+    """Options that the user set and that are not used by the type, its method or its directions.
+
+    Args:
+        config: the options.
+        preset: values of the type's preset by option. An unused value that the preset gave is not named.
 
     Example:
-        >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, top_k=7, num_points=5))
-        ['landscape.top_k=7', 'landscape.num_points=5']
+        >>> ignored_options(LandscapeConfig(type=AnalysisType.layers, top_k=7, num_points=5), {"num_points": 5})
+        ['landscape.top_k=7']
     """
-    return [f"landscape.{name}={getattr(config, name)}" for name in _unread_defaults(config)]
+    unread = {name: getattr(config, name) for name in _unread_defaults(config)}
+    return [f"landscape.{name}={value}" for name, value in unread.items() if preset.get(name) != value]
 
 
 def without_ignored(config: LandscapeConfig) -> LandscapeConfig:
-    """The same options with those of `ignored_options` at their defaults."""
+    """The same options with those that are not used at their defaults."""
     return replace(config, **_unread_defaults(config))
 
 
