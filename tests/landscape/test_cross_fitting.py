@@ -170,7 +170,7 @@ def test_few_prompts_are_not_cross_fitted_and_warned_of(caplog: pytest.LogCaptur
     found = analyzer.compute_spectrum(FOUR_PROMPTS[:4], top_k=1, options=SpectrumOptions(num_sampled=1))
     assert found.cross_fit is None
     assert found.not_cross_fitted == (
-        "largest 1: 2 prompts, and halves of halves take at least 4; smallest: only the largest are"
+        "largest 1: 2 prompts, and halves of halves need at least 4; smallest: only the largest are"
     )
     assert "eigenvalues of 2 prompts are far too large" in caplog.text
     again = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=1, options=SpectrumOptions(num_sampled=1))

@@ -123,7 +123,7 @@ def test_a_start_without_vectors_or_of_other_parameters_is_refused():
         analyzer().compute_spectrum(FIVE, top_k=1, start=HessianSpectrum.from_json(found.to_json()))
     with pytest.raises(ConfigError, match="give one of the same params"):
         analyzer(params="head").compute_spectrum(FIVE, top_k=1, start=found)
-    with pytest.raises(ConfigError, match="start is of method=lanczos, got full; leave it out"):
+    with pytest.raises(ConfigError, match="start needs method=lanczos, got full; leave it out"):
         analyzer().compute_spectrum(FIVE, "full", top_k=1, start=found)
 
 

@@ -94,5 +94,5 @@ def test_without_it_one_sentence_says_how_to_install_it(monkeypatch: pytest.Monk
 
 
 def test_it_is_of_the_hessian_alone():
-    with pytest.raises(ConfigError, match="method=pyhessian is of matrix=hessian, got fisher"):
+    with pytest.raises(ConfigError, match="method=pyhessian needs matrix=hessian, got fisher"):
         HessianAnalyzer(reward_model()).compute_spectrum(pairs(), "pyhessian", matrix="fisher")

@@ -175,7 +175,7 @@ def test_a_failure_ends_the_run_or_is_warned_of(base, tmp_path, caplog):
         run_publishing(options(tmp_path / "error", *overrides), recorder)
     with caplog.at_level(logging.WARNING, logger="rm_optimizer"):
         run_publishing(options(tmp_path / "warn", *overrides, "publish.on_failure=warn"), recorder)
-    assert "the server's reason; training goes on" in caplog.text
+    assert "the server's reason; training continues" in caplog.text
 
 
 def test_only_the_first_rank_connects():
@@ -224,7 +224,7 @@ def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     ("overrides", "message"),
     [
         (["publish.mode=lora"], "but adapter=none"),
-        (["publish.mode=head_only", "adapter=lora"], "leaves adapter=lora out"),
+        (["publish.mode=head_only", "adapter=lora"], "omits adapter=lora"),
         (["publish.mode=head_only", "hardware.strategy=fsdp2"], "fsdp2 can publish only with"),
     ],
 )

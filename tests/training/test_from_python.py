@@ -141,7 +141,7 @@ def test_a_run_in_memory_does_not_go_on_with_other_pairs(in_memory: RunResult, s
 @pytest.mark.parametrize(
     ("options", "given", "error", "message"),
     [
-        (["data.train=a.jsonl"], {}, ConfigError, r"brings the run's pairs, so data\.train must not be set"),
+        (["data.train=a.jsonl"], {}, ConfigError, r"gives the run's pairs, so data\.train must not be set"),
         (["data.max_pairs=4"], {}, ConfigError, r"so data\.max_pairs must not be set"),
         ([], {"data": DATA.train}, TypeError, "must be a TrainVal of two PreferenceDatasets"),
         ([], {"data": TrainVal(DATA.train, DATA.val[:0])}, DataError, "needs validation pairs, got none"),
