@@ -108,18 +108,25 @@ def analyze(options: AnalyzeConfig) -> Path:
         Interrupted: if the user stopped it; what was measured is there, labeled as partial.
         CheckpointError: if the model cannot be loaded.
         DataError: if the pairs cannot be used.
-        ConfigError: if an option does not fit the model, or the folder holds another analysis.
+        ConfigError: if an option does not fit the model, or the folder holds another analysis or is in use.
         TrainingDiverged: if the loss is not finite.
     """
-    from rm_optimizer.records.analysis_folder import results_folder
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
+    from rm_optimizer.records.analysis_folder import held, results_folder
     from rm_optimizer.training.loggers.building import require_wandb_key
 
     require_wandb_key(options.logger)
-    folder, kind = results_folder(options), options.landscape.type
-    options = replace(options, output_dir=str(folder))
-    used = replace(options, landscape=_warn_of_ignored(options.landscape))
+    folder = results_folder(options)
+    with held(folder):
+        _analyze_into(folder, replace(options, output_dir=str(folder)))
+    return folder
+
+
+def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
+    """Measure, print and write into a folder that this process holds."""
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
+
+    kind, used = options.landscape.type, replace(options, landscape=_warn_of_ignored(options.landscape))
     try:
         with _progress(options.progress) as on_progress:
             finding = _measured(used, folder, on_progress)
@@ -138,7 +145,6 @@ def analyze(options: AnalyzeConfig) -> Path:
         again = "goes on from them" if finding.is_kept else "starts anew"
         raise Interrupted(f"stopped; partial results, labeled so, are in {folder}; the same command {again}")
     print(f"JSON, pictures and Parquet: {folder}")
-    return folder
 
 
 def _warn_of_ignored(config: LandscapeConfig) -> LandscapeConfig:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.file_lock import UNSUPPORTED, locked
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import flat, options_of
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
 """Beside the results: the options, the versions and the machine that they come from."""
+log = logging.getLogger("rm_optimizer")
 _FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes", "logger.")
 """Options that change no result, or the beginnings of their names."""
 
@@ -35,6 +40,46 @@ def results_folder(options: AnalyzeConfig) -> Path:
         )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(other for other in numbered if _is_for(other, identity))
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder of an analysis for this process; a folder made for it is removed if nothing was written.
+
+    The folder itself is locked, so no file is left behind. If the file system has no locks, it logs a warning and
+    continues without one.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not _is_free(folder, descriptor):
+            raise ConfigError(
+                f"{folder} is in use: another process writes an analysis there; wait for it, stop it, or choose "
+                "another output_dir"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+        if is_new:
+            with suppress(OSError):  # it holds results
+                folder.rmdir()
+
+
+def _is_free(folder: Path, descriptor: int) -> bool:
+    """Lock an open folder; True also if the file system has no locks."""
+    try:
+        return locked(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        log.warning(
+            "the file system of %s has no locks (%s); do not start a second analysis in it", folder, error.strerror
+        )
+        return True
 
 
 def _is_for(folder: Path, identity: dict[str, Any]) -> bool:

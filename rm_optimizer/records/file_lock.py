@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
 from typing import IO, Any
 
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Error numbers of file systems without locks."""
 
-def locked(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed or the process ends; False if another process has it.
+
+def locked(file: IO[Any] | int) -> bool:
+    """Lock an open file or folder until it is closed or the process ends; False if another process has it.
 
     Raises:
         OSError: if the file system has no locks.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.analyze import completed
+from rm_optimizer.analyze import analyze, completed
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
-from rm_optimizer.records.analysis_folder import results_folder
+from rm_optimizer.records.analysis_folder import held, results_folder
 from rm_optimizer.records.run_folder import RunIdentity
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -71,6 +71,23 @@ def test_a_folder_of_the_users_own_is_not_overwritten(run_dir: Path, tmp_path: P
     assert results_folder(composed(run_dir, mine)) == tmp_path / "mine"
     with pytest.raises(ConfigError, match=r"results of another analysis \(checkpoint=.*run, landscape=hessian"):
         results_folder(composed(run_dir / "best", mine))
+
+
+def test_two_analyses_at_once_do_not_share_a_folder(run_dir: Path, tmp_path: Path):
+    folder = results_folder(composed(run_dir))
+    with held(folder):
+        with pytest.raises(ConfigError, match=r"hessian is in use: another process writes an analysis there; wait for"):
+            analyze(composed(run_dir, "seed=3"))
+        with held(tmp_path / "other"):
+            pass
+    assert not folder.exists()
+    assert not (tmp_path / "other").exists()
+    folder.mkdir()
+    with held(folder):
+        (folder / "hessian.json").touch()
+    with held(folder):
+        pass
+    assert folder.exists()
 
 
 def test_the_pairs_of_a_run_are_found_from_anywhere(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

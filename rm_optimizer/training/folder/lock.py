@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 from collections.abc import Iterator
@@ -12,12 +11,10 @@ from typing import TextIO
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.disk import writing
-from rm_optimizer.records.file_lock import locked, sign
+from rm_optimizer.records.file_lock import UNSUPPORTED, locked, sign
 
 LOCK_FILE = ".lock"
 """File in the run folder; it stays there, and only a living process holds its lock."""
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Error numbers of file systems without locks."""
 _RESERVED: set[Path] = set()
 log = logging.getLogger("rm_optimizer")
 
