@@ -1,4 +1,4 @@
-"""`rm-opt`: its commands and their groups. What a command needs is imported when it runs, so help is immediate."""
+"""`rm-opt`: commands and their groups. A command imports its dependencies when it runs, so that help is immediate."""
 
 from __future__ import annotations
 
@@ -62,15 +62,20 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Serve": [(serve, {})],
     "Look up": [(info, {}), (params, {})],
 }
-"""Commands under the headings of `rm-opt --help`, with their settings, `rm-opt data` and `ensemble` aside."""
+"""Commands with their settings, by heading of `rm-opt --help`; groups such as `rm-opt data` are added below."""
 
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)
-data_app = typer.Typer(cls=Commands, help="Look at preference data.", add_completion=False, **QUIET)
+data_app = typer.Typer(
+    cls=Commands, help="Check preference data, or remove wrong labels.", add_completion=False, **QUIET
+)
 data_app.command("check")(with_field_flags(data_check))
 data_app.command("clean")(with_field_flags(data_clean))
 app.add_typer(data_app, name="data", rich_help_panel="Data")
 ensemble_app = typer.Typer(
-    cls=Commands, help="Several reward models as one that knows its uncertainty.", add_completion=False, **QUIET
+    cls=Commands,
+    help="Join reward models into an ensemble that measures its uncertainty.",
+    add_completion=False,
+    **QUIET,
 )
 ensemble_app.command("train", **HYDRA)(ensemble_train)
 ensemble_app.command("join")(with_field_flags(ensemble_join))
@@ -89,7 +94,7 @@ compare_app.command(DEFAULT)(compare)
 compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
 compare_app.command(OF_HYPOTHESES)(compare_hypotheses)
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
-study_app = typer.Typer(cls=Commands, help="Studies of what rm-opt claims.", add_completion=False, **QUIET)
+study_app = typer.Typer(cls=Commands, help="Run a study that tests a claim of rm-opt.", add_completion=False, **QUIET)
 study_app.command("labels")(with_field_flags(study_labels))
 study_app.command("readiness")(study_readiness)
 study_app.command("cleaning")(with_field_flags(study_cleaning))

@@ -1,4 +1,4 @@
-"""Check a command line before it runs: every group, option and value, and the run folder. Imports no torch."""
+"""Check of a command line before it runs: every group, option and value, and the run folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def checked(
     sweeps: bool = False,
     job: int | None = None,
 ) -> ConfigT:
-    """The options that these overrides compose, every name and value checked.
+    """Compose the options of these overrides, and check every name and value.
 
     Args:
         overrides: overrides of the command line, in Hydra's grammar, without sweeps.
-        kind: the dataclass of the whole configuration.
-        name: main file.
+        kind: dataclass of the whole configuration.
+        name: name of the main configuration file.
         config_dir: folder of the user's presets, searched before the package's.
-        writable: also require that the run folder can be made.
-        sweeps: take presets of a sweep, which need --multirun to be more than their first value.
-        job: number of the job in a sweep, whose folder it then has; None is a run on its own.
+        writable: True also checks that the run folder can be made.
+        sweeps: True accepts presets that hold a sweep, of which only --multirun uses more than the first value.
+        job: number of the job in a sweep, which sets its folder; None for a single run.
 
     Raises:
-        ConfigError: in one sentence, whatever is wrong.
+        ConfigError: if anything is wrong; the text is one sentence.
     """
     try:
         with _hydra(overrides):
@@ -70,7 +70,7 @@ def checked(
 
 
 def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a preset that holds a sweep where one run is to start: it would run once, with none of its values."""
+    """Refuse a preset that holds a sweep for a single run, which would use none of the sweep's values."""
     if config.hydra.sweeper.get("params"):
         swept = ", ".join(map(str, config.hydra.sweeper.params))
         given = next((item for item in overrides if item.lstrip("+").startswith("experiment=")), "this preset")
@@ -78,7 +78,7 @@ def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:
-    """The value of `hydra.run.dir` for these overrides, times in it filled in.
+    """The value of `hydra.run.dir` for these overrides, with times filled in.
 
     Raises:
         ConfigError: if an override is wrong.
@@ -89,7 +89,7 @@ def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: st
 
 @contextmanager
 def _hydra(overrides: Sequence[str]) -> Iterator[None]:
-    """Let Hydra compose in the block; its errors become one sentence about the overrides."""
+    """Context in which Hydra composes; its errors become one sentence about the overrides."""
     register()
     try:
         with initialize_config_dir(config_root(), version_base="1.3"):
@@ -99,7 +99,7 @@ def _hydra(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
-    """The configuration with Hydra's own options, unchecked."""
+    """The configuration with Hydra's own options, not yet checked."""
     search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
     return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
 
@@ -109,9 +109,9 @@ class SweepPlan:
     """The jobs of a sweep.
 
     Args:
-        folder: the value of `hydra.sweep.dir`, times in it filled in.
-        jobs: overrides of each job, in the order of their numbers.
-        covering: numbers of jobs that together hold every value, one sweep varied at a time, ascending.
+        folder: the value of `hydra.sweep.dir`, with times filled in.
+        jobs: overrides of each job, in the order of the jobs' numbers.
+        covering: numbers of jobs that together hold every value, ascending; they vary one swept option at a time.
     """
 
     folder: Path
@@ -120,11 +120,11 @@ class SweepPlan:
 
 
 def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> SweepPlan:
-    """The jobs that Hydra makes of these overrides and of the sweeps in their presets, which come first.
+    """The jobs that Hydra makes from the overrides and the sweeps in their presets, which come first.
 
     Args:
         overrides: overrides of the command line, in Hydra's grammar.
-        name: main file.
+        name: name of the main configuration file.
         config_dir: folder of the user's presets, searched before the package's.
 
     Raises:
@@ -142,7 +142,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
 
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:
-    """Overrides of a sweep's runs, for each override."""
+    """For each override, the overrides of single runs that its values make."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
 
@@ -160,7 +160,7 @@ def _existing(folder: str) -> str:
 
 
 def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int | None) -> ConfigT:
-    """Fill in what Hydra itself fills in when a run starts, and build the dataclasses."""
+    """Fill in the values that Hydra sets when a run starts, and build the dataclasses."""
     with read_write(config), open_dict(config):
         folder, is_output = config.hydra.run.dir, "${output_dir}" in OmegaConf.to_yaml(config.hydra.run)
         if job is not None:
@@ -180,7 +180,7 @@ def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int 
 
 
 def _check_group_values(overrides: Sequence[str], loader: ConfigLoader) -> None:
-    """Refuse `training=1`, which Hydra meets with a bare ValueError."""
+    """Refuse values such as `training=1`, for which Hydra raises a bare ValueError."""
     for item in OverridesParser.create().parse_overrides(list(overrides)):
         options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
         if options and isinstance(item.value(), int | float):
@@ -188,7 +188,7 @@ def _check_group_values(overrides: Sequence[str], loader: ConfigLoader) -> None:
 
 
 def _check_known(config: DictConfig) -> None:
-    """Refuse options added with `+` that no dataclass declares: nothing would ever read them."""
+    """Refuse options added with `+` that no dataclass declares, since no code reads them."""
     declared = set(option_names(config))
     for option in all_names(config):
         if option not in declared:
@@ -196,7 +196,10 @@ def _check_known(config: DictConfig) -> None:
 
 
 def _check_writable(option: str, folder: Path) -> None:
-    """Refuse a run folder that cannot be made, before anything is loaded; permission bits alone do not tell."""
+    """Refuse a run folder that cannot be made, before anything is loaded.
+
+    A folder is made for the check, since permission bits are not enough to decide.
+    """
     parent = folder.absolute()
     while not os.path.lexists(parent):  # a link that leads nowhere cannot become a folder
         parent = parent.parent

@@ -1,6 +1,6 @@
-"""Tables of the manual that are made from the code: options with defaults and meanings, and the rooms of the package.
+"""Tables of the manual that are made from the code: options with defaults and meanings, and folders of the package.
 
-`python -m rm_optimizer.interfaces.describe` writes them into the files named here, between the two marks.
+`python -m rm_optimizer.interfaces.describe` writes them between two marks in the files listed here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def option_reference() -> str:
 
 
 def optimizer_reference() -> str:
-    """Table of each registered optimizer's own options, with the numbers of its preset and the memory it takes."""
+    """Tables of each registered optimizer's own options, with the values of its preset and the memory of its state."""
     from rm_optimizer.optim import optimizer_info  # needs torch
 
     parts = []
@@ -71,11 +71,11 @@ REFERENCES: Mapping[str, Callable[[], str]] = {
     "docs/options.md": option_reference,
     "docs/public-names.md": public_names,
 }
-"""Tables by the file that holds them."""
+"""Functions that make the tables, by file."""
 
 
 def write_references(root: Path) -> None:
-    """Replace what stands between the marks of each file below a checkout."""
+    """Replace the text between the marks in each file of a checkout."""
     for name, reference in REFERENCES.items():
         before, _, rest = (root / name).read_text(encoding="utf-8").partition(BEGIN)
         text = f"{before}{BEGIN}\n{reference()}\n{END}{rest.partition(END)[2]}"
@@ -110,7 +110,7 @@ def _optimizer_rows(name: str, kind: type) -> Iterator[tuple[str, ...]]:
 
 
 def _preset_value(value: object) -> str:
-    """A preset's number as a reader takes it: what it scales, and what it is with an adapter."""
+    """A preset's value in words: the option that a factor scales, and the value with an adapter."""
     scaled = SCALED.fullmatch(str(value))
     if scaled is None:
         return _shown(value)

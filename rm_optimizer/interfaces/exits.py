@@ -1,4 +1,4 @@
-"""The one way out of every command: a sentence on stderr and a documented exit code, no traceback for a mistake."""
+"""Common exit of all commands: one sentence on stderr and a documented exit code, no traceback for a user's mistake."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 from rm_optimizer.errors import DataStalled, DiskError, Interrupted, RMOptimizerError
 
 CLOSED_OUTPUT = 141
-"""Exit code where the reader of standard output went away: 128 + SIGPIPE, as shells have it."""
+"""Exit code if the reader of standard output has closed it: 128 + SIGPIPE, as in shells."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 @contextmanager
 def one_exit() -> Iterator[None]:
-    """End the process with a sentence and its exit code where the block fails for a reason that a user can mend.
+    """End the process with a sentence and an exit code if the block fails for a reason that a user can fix.
 
-    A mistake in options, data or model, a file that the system does not let us write, Ctrl-C and a closed standard
-    output are such reasons. Everything else rises: it is a bug, and keeps its traceback.
+    Such reasons are a mistake in options, data or model, a file that cannot be written, Ctrl-C and a closed standard
+    output. Other exceptions are bugs and pass through with their traceback.
 
     Raises:
         SystemExit: with the exit code.
@@ -33,7 +33,7 @@ def one_exit() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(report(Interrupted("stopped")))
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # rich and click end the process by themselves
+        if isinstance(stop.__context__, BrokenPipeError):  # rich and click exit on their own then
             sys.exit(_output_closed())
         raise
     except Exception as error:
@@ -45,8 +45,8 @@ def one_exit() -> Iterator[None]:
 def report(error: RMOptimizerError) -> int:
     """Write the error's sentence to stderr and return the exit code.
 
-    Every process of a distributed run meets the same mistake, so only the first speaks; a stalled data loader is met
-    by one process alone, which then speaks for itself.
+    In a distributed run every process fails with the same mistake, so only the first one writes it. A stalled data
+    loader may affect one process only, so each process writes its own.
     """
     if rank() == 0 or isinstance(error, DataStalled):
         print(f"error: {error}", file=sys.stderr)
@@ -54,12 +54,12 @@ def report(error: RMOptimizerError) -> int:
 
 
 def rank() -> int:
-    """This process's number in a distributed run, as torchrun, Lightning and SLURM tell it."""
+    """Number of this process in a distributed run, from the variables of torchrun, Lightning and SLURM."""
     return int(next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), 0))
 
 
 def _system_refusal(error: Exception) -> int | None:
-    """The exit code where the system refused a file or the standard output, after the sentence; None for a bug."""
+    """Report that a file or standard output cannot be written, and return the exit code; None for a bug."""
     refused = _output_refusal() if isinstance(error, OSError) and error.filename is None else None
     if isinstance(refused, BrokenPipeError):
         return _output_closed()
@@ -73,7 +73,7 @@ def _system_refusal(error: Exception) -> int | None:
 
 
 def _output_refusal() -> OSError | None:
-    """Error of one more line break on standard output, since errors of streams do not name the stream."""
+    """Error of writing one more line break to standard output; the first error does not name its stream."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")
@@ -90,13 +90,13 @@ def _output_closed() -> int:
 
 
 def _discard_output() -> None:
-    """Point standard output at nothing, so that Python's own last flush does not fail once more."""
+    """Redirect standard output to the null device, so that Python's last flush does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replace_what_a_terminal_cannot_show() -> None:
-    """Print a question mark for a character that the streams' encoding lacks, instead of failing over it."""
+    """Let the streams print a question mark for a character that their encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if not (stream.encoding or "").lower().replace("-", "").startswith("utf") and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

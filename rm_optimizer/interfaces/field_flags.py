@@ -1,4 +1,4 @@
-"""Options of a command that stand in a dataclass."""
+"""Options of a command that are fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, get_type_hints
 
 
 def with_field_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command, in place of each parameter that is a dataclass, an option for each of its fields.
+    """Replace each parameter of a command that is a dataclass by one option for each field.
 
     Args:
-        command: a function as typer takes it, whose dataclasses' fields are annotated as such parameters are.
+        command: function for typer; the fields of its dataclasses are annotated like parameters of such a function.
     """
     own = signature(command, eval_str=True)
     kinds: dict[str, Any] = {
@@ -36,7 +36,7 @@ def with_field_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameters(kind: Any) -> list[Parameter]:
-    """A parameter for each field, with its default."""
+    """One parameter for each field, with its default."""
     hints = get_type_hints(kind, include_extras=True)
     found = []
     for field in fields(kind):

@@ -1,4 +1,4 @@
-"""Hydra's flags on a command line, read with its own parser before it sees them. Imports no torch."""
+"""Hydra's flags on a command line, read with Hydra's parser before Hydra runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rm_optimizer.errors import ConfigError, did_you_mean
 
 
 def parse_flags(arguments: Sequence[str], kind: type) -> argparse.Namespace:
-    """Hydra's flags and the overrides among them.
+    """Parse Hydra's flags and the overrides.
 
     Args:
         arguments: arguments of the command line, without the program's name.
-        kind: the dataclass of the whole configuration, for the hint where an option was written with dashes.
+        kind: dataclass of the whole configuration, for the hint if an option was written with dashes.
 
     Raises:
         ConfigError: if a flag is unknown or lacks its value.
@@ -35,11 +35,11 @@ def parse_flags(arguments: Sequence[str], kind: type) -> argparse.Namespace:
 
 
 def flags_first(arguments: Sequence[str], kind: type) -> list[str]:
-    """The same command line with Hydra's flags before the overrides: its parser takes overrides in one run only.
+    """Move Hydra's flags before the overrides, since its parser accepts only one uninterrupted series of overrides.
 
     Args:
         arguments: arguments of the command line, without the program's name.
-        kind: the dataclass of the whole configuration, as `parse_flags` takes it.
+        kind: dataclass of the whole configuration, as in `parse_flags`.
 
     Raises:
         ConfigError: if a flag is unknown or lacks its value.
@@ -59,7 +59,7 @@ def flags_first(arguments: Sequence[str], kind: type) -> list[str]:
 
 
 def require_given_once(overrides: Sequence[str]) -> None:
-    """Refuse an option that is set twice, of which Hydra takes the last without a word.
+    """Refuse an option that is set twice; Hydra would silently use the last value.
 
     Raises:
         ConfigError: naming the option and both values.
@@ -79,7 +79,7 @@ def only_tells(flags: argparse.Namespace) -> bool:
 
 
 def _unknown_flag(flag: str, kind: type, known: Sequence[str]) -> str:
-    """Did-you-mean among the flags, unless the flag is the name of an option that is set without dashes."""
+    """Sentence about an unknown flag: an option that is set without dashes, or the most similar flag."""
     name = flag.partition("=")[0].lstrip("-").replace("-", "_")
     options = list(_options("", kind))
     meant = [option for option in options if option.rpartition(".")[2] == name]
@@ -90,7 +90,7 @@ def _unknown_flag(flag: str, kind: type, known: Sequence[str]) -> str:
 
 
 def _options(prefix: str, kind: type) -> Iterator[str]:
-    """Dotted names of all options; of the optimizer, those that every optimizer has."""
+    """Dotted names of all options; for the optimizer, only those that all optimizers share."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         yield f"{prefix}{field.name}"

@@ -1,4 +1,4 @@
-"""Command groups that answer a user's mistake with one sentence and an exit code."""
+"""Command groups that report a user's mistake in one sentence and exit with a code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rm_optimizer.interfaces.exits import one_exit
 
 HYDRA_SHORT = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-sc": "--shell-completion"}
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
-"""Click's `UsageError`; recent versions of typer bring a click of their own."""
+"""Click's `UsageError`; recent versions of typer contain their own copy of click."""
 
 
 class Commands(TyperGroup):
-    """A group whose commands stand under headings, and whose unknown ones get a suggestion."""
+    """A group that lists its commands under headings and suggests a name for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first argument names.
+        """Find the command named by the first argument.
 
         Raises:
             ConfigError: if there is none.
@@ -31,7 +31,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands under the headings that they were given."""
+        """List the commands under their headings."""
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
         limit = formatter.width - 6 - max(map(len, commands))
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -44,27 +44,27 @@ class Commands(TyperGroup):
 
 
 DEFAULT = "side-by-side"
-"""Command of `rm-opt compare` that runs where none is named."""
+"""Command of `rm-opt compare` that runs if none is named."""
 OF_OPTIMIZERS = "optimizers"
-"""Command of `rm-opt compare` that runs where none is named and `--optimizers` is given."""
+"""Command of `rm-opt compare` that runs if none is named and `--optimizers` is given."""
 
 
 OF_HYPOTHESES = "hypotheses"
-"""Command of `rm-opt compare` that runs where none is named and `experiment=hypotheses` is given."""
+"""Command of `rm-opt compare` that runs if none is named and `experiment=hypotheses` is given."""
 
 
 def _unnamed(args: list[str]) -> str:
-    """Command of `rm-opt compare` that these words mean without naming it."""
+    """Command of `rm-opt compare` for arguments that name none."""
     if any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args):
         return OF_OPTIMIZERS
     return OF_HYPOTHESES if any(word.startswith("experiment=") for word in args) else DEFAULT
 
 
 class DefaultCommands(Commands):
-    """A group whose command may be left out: `compare RUN RUN`, and `compare --optimizers A,B`."""
+    """A group whose command may be omitted: `compare RUN RUN`, and `compare --optimizers A,B`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the command where none is named.
+        """Insert the command if none is named.
 
         Raises:
             ConfigError: if the first word is a command and also a folder here.
@@ -77,7 +77,7 @@ class DefaultCommands(Commands):
 
 
 class RootCommands(Commands):
-    """The group of `rm-opt` itself: every command begins and ends here."""
+    """The group of `rm-opt` itself, in which every command starts and ends."""
 
     def main(self, *args: Any, **options: Any) -> NoReturn:
         """Run the command line and end the process with the exit code; a user's mistake becomes one sentence.

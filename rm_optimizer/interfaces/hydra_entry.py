@@ -1,4 +1,4 @@
-"""The start of a program whose options Hydra composes."""
+"""Entry of a program whose options Hydra composes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rm_optimizer.interfaces.exits import one_exit
 def launch(run: Callable[[Any], object], main_file: str) -> None:
     """Compose the configuration of the command line with Hydra, and run it.
 
-    A failure inside `run` ends the process there with its sentence and exit code. Hydra lets that pass, where it would
-    first announce an error in a line of its own.
+    A failure inside `run` ends the process there with its sentence and exit code. Hydra lets an exit pass, but would
+    print a line of its own before an exception.
     """
     import hydra
 

@@ -1,4 +1,4 @@
-"""The option `--json` of commands that print a table: the same result as JSON, in a file or on standard output."""
+"""Option `--json` of commands that print a table: the result as JSON, in a file or on standard output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rm_optimizer.records.files import write_text
 
 @contextmanager
 def printed_beside(json_file: Path | None) -> Iterator[None]:
-    """Print on standard error what the block prints, if the JSON goes to standard output."""
+    """Redirect the block's output to standard error if the JSON goes to standard output."""
     if json_file is None or not _is_standard_output(json_file):
         yield
         return
@@ -30,7 +30,7 @@ def _is_standard_output(path: Path) -> bool:
 
 
 def write_json(path: Path | None, text: str) -> None:
-    """Write JSON text, if the option names a file.
+    """Write JSON text if the option names a file.
 
     Raises:
         ConfigError: if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Flags of a command as overrides, and the program that it becomes. Imports neither Hydra nor torch."""
+"""Flags of a command as overrides, and the program that replaces it. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import NoReturn
 from rm_optimizer.records.quoting import in_quotes
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
-"""Text that Hydra's grammar reads as itself, without quotes."""
+"""Text that needs no quotes in Hydra's grammar."""
 
 RESERVED = frozenset({"null", "true", "false", "nan", "inf"})
 
 
 def as_overrides(given: Mapping[str, str | None]) -> list[str]:
-    """Overrides of the options that were given, in Hydra's grammar.
+    """Overrides for the given options, in Hydra's grammar.
 
     Example:
         >>> as_overrides({"checkpoint": "runs/a", "landscape": None, "landscape.params": "*.layers.0.*"})
@@ -49,7 +49,7 @@ def names_data(value: str) -> bool:
 
 
 def quoted(value: str) -> str:
-    r"""Write text so that Hydra's grammar gives the same text back; numbers stay numbers.
+    r"""Quote text so that Hydra's grammar reads the same text; numbers stay numbers.
 
     Example:
         >>> quoted("pairs.jsonl"), quoted("3"), quoted("my file.csv")
@@ -61,10 +61,10 @@ def quoted(value: str) -> str:
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m module arguments…`, whose command line distributed children repeat."""
+    """Replace this process by `python -m module arguments…`; the processes of a distributed run repeat this line."""
     command = [sys.executable, "-m", module, *arguments]
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # -m would import a datasets.py of the user's folder as the library
-    if os.name == "nt":  # there, execv returns to the shell before the new program ends
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # else -m imports a user's datasets.py as the library
+    if os.name == "nt":  # on Windows, execv returns to the shell before the new program ends
         sys.exit(subprocess.run(command, check=False).returncode)
     sys.stdout.flush()
     os.execv(sys.executable, command)

@@ -1,4 +1,4 @@
-"""The folder that a command writes its results into."""
+"""Folder for the results of a command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def made_folder(folder: Path) -> Path:
     """Make the folder of `--output`.
 
     Args:
-        folder: the folder; it may be there already.
+        folder: the folder, which may exist already.
 
     Raises:
         ConfigError: if it cannot be written, or holds a run or a model.

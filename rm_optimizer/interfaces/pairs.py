@@ -23,31 +23,31 @@ _log = logging.getLogger("rm_optimizer")
 
 @dataclass(frozen=True)
 class PairOptions:
-    """The options of every command that reads pairs, each with its flag and help."""
+    """Options of every command that reads pairs, each with its flag and help."""
 
     format: Annotated[
         str, Option("--format", help="Row format: auto, explicit, hh, messages, lists, winner or kwise.")
     ] = "auto"
-    columns: Annotated[list[str], Option("--columns", metavar="OURS=THEIRS", help="Map columns; may be repeated.")] = (
-        field(default_factory=list)
-    )
-    on_bad_row: Annotated[str, Option("--on-bad-row", help="What a bad row does: error or drop.")] = "error"
+    columns: Annotated[
+        list[str], Option("--columns", metavar="OURS=THEIRS", help="Map a column name; may be repeated.")
+    ] = field(default_factory=list)
+    on_bad_row: Annotated[str, Option("--on-bad-row", help="Action for a bad row: error or drop.")] = "error"
     winner: Annotated[
         str | None,
-        Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | between equal ones."),
+        Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | separates alternatives."),
     ] = None
     max_bad_share: Annotated[
-        float, Option("--max-bad-share", min=0, max=1, help="Most bad rows to drop, as a share of a file's rows.")
+        float, Option("--max-bad-share", min=0, max=1, help="Largest share of a file's rows to drop as bad.")
     ] = MAX_BAD_SHARE
     kwise_rule: Annotated[
-        str, Option("--kwise-rule", help="Pairs of a list of responses: all, best_worst or adjacent.")
+        str, Option("--kwise-rule", help="Pairs to make of a list of responses: all, best_worst or adjacent.")
     ] = "all"
     label: Annotated[
-        float, Option("--label", min=0, max=1, help="P(chosen > rejected) of rows without a label; 0.5 for ties.")
+        float, Option("--label", min=0, max=1, help="P(chosen > rejected) for rows without a label; 0.5 for ties.")
     ] = 1.0
 
     def _require_known(self) -> None:
-        """Refuse a word that is no choice of its flag."""
+        """Refuse a value that is not among its flag's choices."""
         choices = {"--on-bad-row": (self.on_bad_row, OnBadRow), "--kwise-rule": (self.kwise_rule, KwiseRule)}
         for flag, (value, kind) in choices.items():
             if value not in (known := [choice.value for choice in kind]):
@@ -56,8 +56,8 @@ class PairOptions:
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set.
 
-        A source is what `PreferenceDataset.load` takes, a pattern such as `sets/*.parquet`, or a folder of files, which
-        are then one source under the folder's name. Files of one name get their paths as the pairs' source.
+        A source is an argument of `PreferenceDataset.load`, a pattern such as `sets/*.parquet`, or a folder of files.
+        Files of a folder are one source, named after the folder. Files with equal names are named by their paths.
 
         Raises:
             ConfigError: if a flag's value is unknown.
@@ -73,7 +73,7 @@ class PairOptions:
         for label, path, own in found:
             for file in own:
                 part = self._part(file, path if shared[label] > 1 else label)
-                notes = tuple(note.replace(file, path, 1) for note in part.notes)  # once for a folder
+                notes = tuple(note.replace(file, path, 1) for note in part.notes)  # one note for all files of a folder
                 parts.append(replace(part, notes=notes))
         data = PreferenceDataset.joined(parts)
         for note in data.notes:
@@ -81,7 +81,7 @@ class PairOptions:
         return data
 
     def load_splits(self, sources: Sequence[str], named: str) -> dict[str, PreferenceDataset]:
-        """Read each source as a data set, under its file name, or under the whole source where two names are equal.
+        """Read each source as a data set, keyed by its file name, or by the whole source if two names are equal.
 
         Raises:
             ConfigError: if a source is named twice.
@@ -93,7 +93,7 @@ class PairOptions:
         return dict(zip(keys, map(self.load, sources), strict=True))
 
     def _part(self, file: str, label: str) -> PreferenceDataset:
-        """The pairs of one file, those without a source of their own under `label`."""
+        """The pairs of one file; pairs without a source get `label`."""
         from rm_optimizer.core.pairs.dataset import PreferenceDataset
         from rm_optimizer.core.rows.readers import source_name
 
@@ -117,7 +117,7 @@ class PairOptions:
         return replace(part, pairs=tuple(pairs))
 
     def column_mapping(self) -> dict[str, str | None] | None:
-        """`{ours: theirs}`, or None where no column is mapped; `OURS=null` leaves a column out.
+        """Mapping `{ours: theirs}`, or None if no column is mapped; `OURS=null` leaves a column out.
 
         Raises:
             ConfigError: if an item is not `OURS=THEIRS`.
@@ -130,7 +130,7 @@ class PairOptions:
 
 
 def _sources(source: str) -> list[tuple[str, str, list[str]]]:
-    """Short name, path and files of what `--data` names: a file, a hub name, a folder of files or a pattern."""
+    """Short name, path and files of each part of a source: a file, a hub name, a folder of files or a pattern."""
     from rm_optimizer.core.rows.readers import data_files, is_saved_folder, source_name
 
     path = Path(source).expanduser()

@@ -11,7 +11,7 @@ from rm_optimizer import PUBLIC_MODULES
 
 
 def public_names() -> str:
-    """A table of the names of `rm_optimizer` with what they are; of the other modules, one of the names they add."""
+    """Table of the names of `rm_optimizer` with meanings, and for each other module a table of its further names."""
     described: set[str] = set()
     parts = []
     for module in PUBLIC_MODULES:
@@ -25,7 +25,7 @@ def public_names() -> str:
 
 
 def _meaning(value: Any) -> str:
-    """First sentence of a docstring; of a table, its keys."""
+    """First sentence of a docstring; for a dictionary, its keys."""
     if isinstance(value, Mapping):
         return ", ".join(f"`{key}`" for key in value)
     paragraph = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())

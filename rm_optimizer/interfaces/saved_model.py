@@ -1,4 +1,4 @@
-"""The model that a command scores with, and the options that say which and how."""
+"""The model that a command scores with, and its options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The options of a saved reward model, each with its flag and help."""
+    """Options of a saved reward model, each with its flag and help."""
 
     checkpoint: Annotated[str, Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")]
-    max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None
+    max_length: Annotated[
+        int | None, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
+    ] = None
     input_form: Annotated[
-        str | None, Option("--input-form", help="Input of a model of others without a chat template: plain or pair.")
+        str | None,
+        Option("--input-form", help="Input form of a third-party model without a chat template: plain or pair."),
     ] = None
 
     def load(self, seed: int = 0) -> BradleyTerryRM:
@@ -28,7 +31,7 @@ class SavedModel:
 
         Raises:
             CheckpointError: if the model cannot be loaded.
-            ConfigError: if the model cannot read so many tokens, or the input form is unknown or not for it.
+            ConfigError: if the model cannot read so many tokens, or the input form is unknown or does not apply.
         """
         import torch
 
@@ -52,7 +55,7 @@ class SavedModel:
 
 
 def length_note(model: BradleyTerryRM) -> str | None:
-    """Sentence about a default length limit; None if the user or the model's training chose it."""
+    """Sentence about a default length limit; None if the user or the model's training set the limit."""
     if not model.has_default_length:
         return None
     return (
@@ -62,20 +65,20 @@ def length_note(model: BradleyTerryRM) -> str | None:
 
 
 def notes_on(model: BradleyTerryRM, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
-    """Sentences on what a model's rewards do not see; counts as for `cut_notes`."""
+    """Sentences about text that a model's rewards leave out; counts as in `cut_notes`."""
     notes = cut_notes(f"{model.max_length} tokens", num, num_prompt_cut, num_response_cut)
     note = length_note(model)
     return notes if note is None else [*notes, note]
 
 
 def cut_notes(where: str, num: int, num_prompt_cut: int, num_response_cut: int) -> list[str]:
-    """Sentence on what was cut; none if nothing was.
+    """List of one sentence about cut sequences; empty if none was cut.
 
     Args:
-        where: lengths that sequences were cut at, in words.
-        num: responses.
-        num_prompt_cut: responses whose prompt lost tokens.
-        num_response_cut: responses that lost tokens themselves.
+        where: description of the lengths at which sequences were cut.
+        num: number of responses.
+        num_prompt_cut: number of responses whose prompt lost tokens.
+        num_response_cut: number of responses that lost tokens themselves.
     """
     if not num_prompt_cut and not num_response_cut:
         return []

@@ -1,4 +1,4 @@
-"""The jobs of a `--multirun` sweep: what each came to, as a table at the end and as `sweep.json` after each."""
+"""The jobs of a `--multirun` sweep and their outcomes: a table at the end, and `sweep.json` after each job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rm_optimizer.errors import CheckpointError, ConfigError, Interrupted, RMOptimizerError, TrainingDiverged
 
 SWEEP_FILE = "sweep.json"
-"""In the folder of the sweep."""
+"""Name of the file of jobs, in the folder of the sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,11 @@ class Job:
     """One job of a sweep.
 
     Args:
-        overrides: its own options.
+        overrides: options of the job.
         status: finished, diverged, stopped or failed.
-        objective: validation NLL; None where the job has none.
-        folder: its run folder.
-        error: the sentence that ended it.
+        objective: validation NLL; None without one.
+        folder: run folder.
+        error: text of the error that ended the job.
         exit_code: exit code of the error; 0 for a finished job.
     """
 
@@ -36,7 +36,7 @@ class Job:
 
 
 def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
-    """The job that an error ended; a bug, which is none of our errors, has exit code 1."""
+    """The job that an error ended; a bug, which is no `RMOptimizerError`, has exit code 1."""
     status = "failed"
     if isinstance(error, TrainingDiverged | Interrupted):
         status = "diverged" if isinstance(error, TrainingDiverged) else "stopped"
@@ -47,7 +47,7 @@ def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Overrides of each job that not all jobs share, as one text.
+    """For each job, the overrides that not all jobs share, as one text.
 
     Example:
         >>> own_overrides([["model=tiny", "seed=0"], ["model=tiny", "seed=1"]])
@@ -59,11 +59,11 @@ def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def naming_sweep_folder() -> Iterator[None]:
-    """Name the option of a sweep's folder where a refusal names that of one run.
+    """Replace the option of a run's folder in an error message by the option of a sweep's folder.
 
     Raises:
         ConfigError: if the block raises one, with the sweep's option in its text.
-        CheckpointError: likewise.
+        CheckpointError: if the block raises one, with the sweep's option in its text.
     """
     try:
         yield
@@ -79,8 +79,8 @@ class Sweep:
     jobs: list[Job] = field(default_factory=list)
 
     def add(self, job: Job, folder: Path) -> None:
-        """Take in a job, and write all of them."""
-        from rm_optimizer.records.files import write_text  # needs torch, which a mistyped option does not wait for
+        """Add a job, and write all jobs."""
+        from rm_optimizer.records.files import write_text  # imports torch, so only after options are checked
 
         self.folder = folder
         self.jobs.append(job)
@@ -88,11 +88,11 @@ class Sweep:
 
     @property
     def exit_code(self) -> int:
-        """The code of the first job that did not finish; 0 where all did."""
+        """The code of the first job that did not finish; 0 if all finished."""
         return next((job.exit_code for job in self.jobs if job.exit_code), 0)
 
     def table(self) -> str:
-        """The jobs by line: number, status, objective, folder, the options in which they differ, and the sentence."""
+        """One line for each job: number, status, objective, folder, the options that differ, and the error message."""
         own = own_overrides([job.overrides for job in self.jobs])
         rows = [("job", "status", "val/nll", "folder", "options")]
         rows += [

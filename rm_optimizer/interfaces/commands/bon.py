@@ -1,4 +1,4 @@
-"""`rm-opt bon`: best-of-n responses of a policy by a reward model, and what choosing among more of them gains."""
+"""`rm-opt bon`: best-of-n responses of a policy by a reward model, and the reward gained by each n."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
 WORLD_PROMPTS = 64
-"""Prompts of the synthetic world where no number is given."""
+"""Default number of prompts of the synthetic world."""
 FEWEST_POINTS = 4
-"""Values of n, and prompts, from which an over-optimization curve is fitted."""
+"""Least number of values of n, and of prompts, to fit an over-optimization curve."""
 
 
 def bon(
     saved: SavedModel,
-    out_file: Annotated[Path, Argument(help="JSON Lines of prompts with their ranked responses.")],
+    out_file: Annotated[Path, Argument(help="JSON Lines file for the prompts with their ranked responses.")],
     responses: PolicyOptions,
-    n: Annotated[int, Option("--n", min=1, help="Responses to each prompt.")] = 16,
+    n: Annotated[int, Option("--n", min=1, help="Responses for each prompt.")] = 16,
     gold: Annotated[
-        str | None, Option("--gold", help="Reward model that judges the selection, or `world`: its gold reward.")
+        str | None, Option("--gold", help="Reward model that judges the selection, or `world` for its gold reward.")
     ] = None,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the responses and of the intervals.")] = 0,
-    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
     server: Annotated[
-        str | None, Option("--server", help="Reward server with CHECKPOINT's weights, to score by it.")
+        str | None, Option("--server", help="Score with this reward server, which has CHECKPOINT's weights.")
     ] = None,
 ) -> None:
-    """Rank responses of a policy by a reward model, and estimate the best of n for every n up to their number.
+    """Rank responses of a policy by a reward model, and estimate the reward of the best of 1, 2, 4, … responses.
 
-    A stopped command goes on when repeated. OUT.curve.json and OUT.curve.png hold the curve; with
-    --gold, OUT.overoptimization.json and its picture say where more selection makes responses worse.
+    Repeat a stopped command to continue it. OUT.curve.json and OUT.curve.png hold the curve. With --gold,
+    OUT.overoptimization.json and its picture show from which n on more selection makes responses worse.
     """
     responses.check()
     policy, completions = responses.policy, responses.completions
@@ -85,7 +85,7 @@ def bon(
 
 
 def _notes(model: BradleyTerryRM, counts: ScoredFile, ranked: Sequence[RankedResponses]) -> list[str]:
-    """Sentences on what the rewards do not see; a server does not count what it cuts, so its model's copy here does."""
+    """Notes on text that was cut; a server does not count it, so the local copy of its model does."""
     from rm_optimizer.evaluation.score_file import cut_counts
 
     prompts_cut, responses_cut = counts.num_prompt_cut, counts.num_response_cut
@@ -148,7 +148,7 @@ def _print(curve: BestOfNCurve) -> None:
 
 @contextmanager
 def _scorer(saved: SavedModel, server: str | None) -> Iterator[tuple[BradleyTerryRM, Scorer]]:
-    """The model, and what scores: itself, or a client of the server that has its weights."""
+    """The model, and its scorer: the model itself, or a client of the server with its weights."""
     model = saved.load()
     if server is None:
         yield model, model

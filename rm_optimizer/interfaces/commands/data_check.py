@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
 
 TINY_VOCABULARY = 2048
-"""Tokens of the tokenizer that is trained when none is named; that of `model=tiny`."""
+"""Vocabulary size of the tokenizer that is trained if none is named; the same as for `model=tiny`."""
 
 
 def data_check(
-    paths: Annotated[list[str], Argument(help="Files, folders or hub names; each is one split.")],
+    paths: Annotated[list[str], Argument(help="Files, folders or hub names of pairs; each is one split.")],
     pair_options: PairOptions,
-    tokenizer: Annotated[str | None, Option("--tokenizer", help="Hub id or folder of a tokenizer.")] = None,
-    max_length: Annotated[int, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = 512,
-    json_file: Annotated[Path | None, Option("--json", help="Also write the audit here.")] = None,
+    tokenizer: Annotated[
+        str | None, Option("--tokenizer", help="Hub id or folder of a tokenizer; default: one trained on the data.")
+    ] = None,
+    max_length: Annotated[
+        int, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
+    ] = 512,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the audit to this JSON file.")] = None,
 ) -> None:
     """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
@@ -37,7 +41,7 @@ def data_check(
 
 
 def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | None, max_length: int) -> DataAudit:
-    """The audit of the splits, once it is printed."""
+    """Print the audit of the splits, and return it."""
     from rm_optimizer.core.pairs.audit import audit_pairs
     from rm_optimizer.core.pairs.dataset import label_note
     from rm_optimizer.core.tokens.chat import ConversationRenderer
@@ -63,7 +67,7 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
 
 
 def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
-    """Agreement of the annotators of each split whose pairs have votes."""
+    """Print the agreement of annotators for each split whose pairs have votes."""
     from rm_optimizer.data_efficiency.cleaning.votes import votes_of
     from rm_optimizer.reporting.label_studies.votes import agreement_rows
     from rm_optimizer.reporting.tables import output_console, summary_table

@@ -1,4 +1,4 @@
-"""`rm-opt doctor`: a model, and the pairs it is trained on, checked for what breaks reward models."""
+"""`rm-opt doctor`: checks of a model and its training pairs for common defects of reward models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 def doctor(
     saved: SavedModel,
     pair_options: PairOptions,
-    sources: Annotated[list[str], Option("--data", "-d", help="Pairs, each one split; may be repeated.")] = [],  # noqa: B006
-    json_file: Annotated[Path | None, Option("--json", help="Also write the diagnosis here.")] = None,
-    show_all: Annotated[bool, Option("--all", help="Also print the checks that are ok.")] = False,
-    max_pairs: Annotated[int, Option("--max-pairs", min=1, help="Pairs, over all splits, to score.")] = 256,
-    token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 8192,
+    sources: Annotated[list[str], Option("--data", "-d", help="Pairs of one split; may be repeated.")] = [],  # noqa: B006
+    json_file: Annotated[Path | None, Option("--json", help="Also write the diagnosis to this JSON file.")] = None,
+    show_all: Annotated[bool, Option("--all", help="Also print the checks that passed.")] = False,
+    max_pairs: Annotated[int, Option("--max-pairs", min=1, help="Most pairs to score, over all splits.")] = 256,
+    token_budget: Annotated[
+        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+    ] = 8192,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
 ) -> None:
-    """Check what breaks reward models, in a model and its pairs; exits with 4 if a check fails, 0 on warnings."""
+    """Check a model and its pairs for common defects; exit with 4 if a check fails, with 0 on warnings only."""
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
@@ -50,7 +52,7 @@ def doctor(
 
 
 def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
-    """Leave the diagnosis of a run's exported model in the run folder, and name its findings in the model's card."""
+    """Write the diagnosis of a run's exported model into the run folder, and its findings into the model's card."""
     from rm_optimizer.records.files import write_text
     from rm_optimizer.records.locations import resolve_source
     from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder

@@ -1,4 +1,4 @@
-"""`rm-opt ensemble`: several reward models, trained or given, made into one scorer that knows how far they disagree."""
+"""`rm-opt ensemble`: one scorer from several reward models, trained or given, that measures their disagreement."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 Output = Annotated[Path, Option("--output", help="Folder of the ensemble.")]
 Rate = Annotated[
-    float, Option("--false-positive-rate", help="Share of reference responses flagged as uncertain, at most.")
+    float, Option("--false-positive-rate", help="Largest share of reference responses to flag as uncertain.")
 ]
 
 
 def ensemble_train(
     ctx: Context,
     output: Output,
-    seeds: Annotated[int, Option("--seeds", min=2, help="Members, trained with seed=0, 1, ….")] = 5,
+    seeds: Annotated[int, Option("--seeds", min=2, help="Number of members, trained with seed=0, 1, ….")] = 5,
     false_positive_rate: Rate = 0.05,
 ) -> None:
-    """Train one reward model a seed and join them; a stopped command goes on when repeated.
+    """Train one reward model for each seed and join them; repeat a stopped command to continue it.
 
-    Options of the runs are written name=value, as for `rm-opt train`. Every run has the same pairs and differs in the
-    seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N. With adapter=lora and
-    model.path=MODEL the members are adapters, OUTPUT/seed-N/adapter, which share that model in memory.
+    Options of the runs are written name=value, as for `rm-opt train`. All runs have the same pairs and differ only in
+    the seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N. With adapter=lora and
+    model.path=MODEL the members are the adapters OUTPUT/seed-N/adapter, which share that model in memory.
     """
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.records.quoting import in_quotes
@@ -66,14 +66,16 @@ def ensemble_train(
 def ensemble_join(
     models: Annotated[list[str], Argument(help="Reward models: hub ids, folders, run folders or .ckpt files.")],
     sources: Annotated[
-        list[str], Option("--data", "-d", help="Reference pairs, best unseen in training; may be repeated.")
+        list[str], Option("--data", "-d", help="Reference pairs, preferably not trained on; may be repeated.")
     ],
     output: Output,
     pair_options: PairOptions,
     false_positive_rate: Rate = 0.05,
-    max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
+    max_length: Annotated[
+        int | None, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
+    ] = None,
 ) -> None:
-    """Join reward models into an ensemble, with scales and a threshold of uncertainty from reference pairs."""
+    """Join reward models into an ensemble; reference pairs set their scales and the threshold of uncertainty."""
     _require_rate(false_positive_rate)
     if len(models) < 2:
         raise ConfigError(f"MODELS must name at least 2 models, got {len(models)}")
@@ -84,7 +86,7 @@ def ensemble_join(
 
 
 def _member(run: Path, config: TrainConfig) -> str:
-    """Path of a run's model: its adapter alone, if the base can be loaded again, else the whole."""
+    """Path of a run's adapter if its base can be loaded again, else of the whole model."""
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.storage.export import save_adapter
     from rm_optimizer.core.storage.export_record import read_record

@@ -1,4 +1,4 @@
-"""`rm-opt evaluate`: a saved model on preference pairs."""
+"""`rm-opt evaluate`: metrics of a saved model on preference pairs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ if TYPE_CHECKING:
     from rm_optimizer.evaluation.saved_model import Evaluation
 
 RESULTS = Path("outputs", "evaluate")
-"""Folder of the results of evaluations for which none is named."""
+"""Default folder of results."""
 
 
 def evaluate(
     saved: SavedModel,
-    sources: Annotated[list[str], Option("--data", "-d", help="Pairs: file, folder, pattern; may be repeated.")],
+    sources: Annotated[list[str], Option("--data", "-d", help="Pairs: file, folder or pattern; may be repeated.")],
     pair_options: PairOptions,
-    output: Annotated[Path | None, Option("--output", help="Folder for JSON and plots.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", help="Folder for JSON and plots; default: one by time in outputs/evaluate.")
+    ] = None,
     by: Annotated[
-        list[str], Option("--by", metavar="COLUMN", help="Also report by this column; may be repeated.")
+        list[str], Option("--by", metavar="COLUMN", help="Also report metrics by this column; may be repeated.")
     ] = [],  # noqa: B006
-    token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 16384,
-    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+    token_budget: Annotated[
+        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+    ] = 16384,
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0,
 ) -> None:
-    """Measure a reward model on preference pairs: table, JSON and plots; a stopped run continues when repeated."""
+    """Measure a reward model on preference pairs: table, JSON and plots; repeat a stopped command to continue it."""
     from rm_optimizer.evaluation.saved_model import evaluate_model
     from rm_optimizer.records.progress import progress
     from rm_optimizer.reporting.pictures import draw_evaluation
@@ -82,7 +86,7 @@ def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, fold
 
 
 def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap: int, seed: int) -> None:
-    """Set the model beside the votes of annotators, where pairs have any."""
+    """Compare the model with the votes of annotators, if pairs have votes."""
     import numpy as np
 
     from rm_optimizer.data_efficiency.cleaning.votes import vote_calibration, votes_of

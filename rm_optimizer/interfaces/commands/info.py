@@ -1,4 +1,4 @@
-"""`rm-opt info`: what is installed, what it runs on, and what there is to choose from."""
+"""`rm-opt info`: installed versions, devices, presets and optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def info() -> None:
-    """Print versions, devices, where the presets are, and what presets and optimizers there are."""
+    """Print versions, devices, the folder of the presets, and the names of presets and optimizers."""
     from rm_optimizer.records.provenance import commit, machine, versions
     from rm_optimizer.schema import config_root
     from rm_optimizer.schema.store import OPTIMIZERS
@@ -20,7 +20,7 @@ def info() -> None:
 
 
 def devices() -> dict[str, str]:
-    """Accelerators by name; torch's own words."""
+    """Description of each accelerator by its name in torch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -30,7 +30,7 @@ def devices() -> dict[str, str]:
 
 
 def presets() -> dict[str, list[str]]:
-    """Preset names of each group, as they stand on disk."""
+    """Preset names of each group, read from the package's folder of presets."""
     from rm_optimizer.schema import config_root
 
     groups = sorted(folder for folder in Path(config_root()).iterdir() if folder.is_dir())

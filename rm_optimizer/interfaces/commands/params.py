@@ -1,4 +1,4 @@
-"""`rm-opt params`: which parameters an optimizer treats how."""
+"""`rm-opt params`: an optimizer's parameter groups for a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def params(
     model: Annotated[str, Argument(help="Model preset, folder or hub id.")],
     optimizer: Annotated[str, Option("--optimizer", "-o", help="Optimizer preset.")] = "adamw",
 ) -> None:
-    """Print which parameters an optimizer treats how."""
+    """Print an optimizer's parameter groups for a model: algorithm, learning rate, weight decay and sizes."""
     from rich.console import Console
 
     Console().print(_table(f"{optimizer} on {model}", groups_of(model, optimizer)))
 
 
 def groups_of(model: str, optimizer: str) -> tuple[GroupRow, ...]:
-    """Rows of that table."""
+    """Rows of the table, one for each parameter group."""
     from rm_optimizer.core.pairs.dataset import load_training_data
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.optim import build_optimizer

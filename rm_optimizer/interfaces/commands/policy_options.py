@@ -1,4 +1,4 @@
-"""Flags of the commands that draw a policy's responses, and of what judges them."""
+"""Flags of the commands that sample a policy's responses, and the loading of their judge."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ BACKENDS = ("transformers", "vllm")
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The options of a policy or its saved responses, each with its flag and help."""
+    """Options of a policy or its saved responses, each with its flag and help."""
 
     policy: Annotated[
-        str | None, Option("--policy", help="Causal language model that answers, or `world`, the quick start's.")
+        str | None, Option("--policy", help="Causal language model to sample, or `world` for the quick start's.")
     ] = None
-    prompts: Annotated[Path | None, Option("--prompts", help="File with a column `prompt`; for a policy.")] = None
-    completions: Annotated[Path | None, Option("--completions", help="Take these saved responses instead.")] = None
-    num_prompts: Annotated[int | None, Option("--num-prompts", min=1, help="First prompts only.")] = None
-    backend: Annotated[str, Option("--backend", help="Generation: transformers, or vllm with its extra.")] = BACKENDS[0]
+    prompts: Annotated[Path | None, Option("--prompts", help="File with a column `prompt`; for --policy.")] = None
+    completions: Annotated[
+        Path | None, Option("--completions", help="File of saved responses, in place of --policy.")
+    ] = None
+    num_prompts: Annotated[
+        int | None, Option("--num-prompts", min=1, help="Use only this many prompts, from the first on.")
+    ] = None
+    backend: Annotated[str, Option("--backend", help="Generation library: transformers, or vllm with its extra.")] = (
+        BACKENDS[0]
+    )
     max_new_tokens: Annotated[int, Option("--max-new-tokens", min=1, help="Most tokens of a response.")] = 128
     temperature: Annotated[float, Option("--temperature", help="Divisor of the policy's logits.")] = 1.0
-    top_p: Annotated[float, Option("--top-p", help="Probability mass to draw from.")] = 1.0
+    top_p: Annotated[float, Option("--top-p", help="Probability mass that tokens are sampled from.")] = 1.0
 
     def check(self) -> None:
         """Refuse options that do not go together.
@@ -49,7 +55,7 @@ class PolicyOptions:
             raise ConfigError(did_you_mean("--backend", self.backend, BACKENDS))
 
     def load(self) -> Policy:
-        """The policy that is named.
+        """Load the named policy.
 
         Raises:
             CheckpointError: if it cannot be loaded.
@@ -70,7 +76,7 @@ class PolicyOptions:
             raise ConfigError(f"--{str(error).replace('_', '-', 2)}") from error
 
     def read_prompts(self, most: int) -> list[Prompt]:
-        """The first prompts of the file, or those of the synthetic world that training does not see.
+        """Read the first `most` prompts of the file, or of the synthetic world's that training does not use.
 
         Raises:
             DataError: if there are none.
@@ -88,7 +94,7 @@ class PolicyOptions:
 
 
 def load_judge(name: str, prompts: Sequence[Prompt]) -> Scorer:
-    """Load what judges responses; the world's gold reward must know all prompts before any is answered."""
+    """Load the scorer that judges responses; the world's gold reward needs all prompts in advance."""
     if name == WORLD:
         from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
         from rm_optimizer.rl_coupling.world_policy import WorldGold

@@ -1,4 +1,4 @@
-"""`rm-opt readiness`: whether a reward model is good enough to optimize a policy by."""
+"""`rm-opt readiness`: estimate if a reward model is good enough to optimize a policy with."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ if TYPE_CHECKING:
 REPORT, PICTURE, PAGE = "readiness.json", "readiness.png", "readiness.html"
 """Files of the result, beside the model."""
 WITHOUT_A_RUN = Path("outputs", "readiness")
-"""Folder of the results for a model that is no folder of this machine."""
+"""Folder of the results for a model that is not a local folder."""
 PROMPTS = 64
-"""Prompts that the policy answers where no number is given."""
+"""Default limit on the prompts that the policy answers."""
 
 
 @dataclass(frozen=True)
 class OracleFlags:
-    """The options of the oracle that judges responses, each with its flag and help."""
+    """Options of the oracle that judges responses, each with its flag and help."""
 
     gold: Annotated[str | None, Option("--gold", help="Oracle: a reward model trained on other pairs, or `world`.")] = (
         None
     )
     comparisons: Annotated[
-        Path | None, Option("--comparisons", help="Oracle: questions of --ask that people have answered.")
+        Path | None, Option("--comparisons", help="Oracle: file of --ask with people's answers.")
     ] = None
-    ask: Annotated[Path | None, Option("--ask", help="Write the probe's questions here, for rm-opt label.")] = None
+    ask: Annotated[Path | None, Option("--ask", help="Write the probe's questions to this file, for rm-opt label.")] = (
+        None
+    )
 
     def check(self, responses: PolicyOptions) -> None:
         """Refuse options that do not go together.
@@ -76,7 +78,7 @@ class OracleFlags:
             read_answers(self.comparisons)
 
     def load(self, model: BradleyTerryRM, prompts: Sequence[Prompt]) -> Oracle | None:
-        """The oracle; None where none is named.
+        """Load the oracle; None if none is named.
 
         Raises:
             ConfigError: if the oracle is the model in question.
@@ -99,20 +101,20 @@ class OracleFlags:
 
 @dataclass(frozen=True)
 class SizeFlags:
-    """The use of the model and the sizes of the measurement, each with its flag and help."""
+    """Use of the model and sizes of the measurement, each with its flag and help."""
 
     algorithm: Annotated[str, Option("--algorithm", help="Use of the model: bon, rloo_kl, ppo_kl or grpo.")] = "rloo_kl"
     n: Annotated[
         int | None,
-        Option("--n", min=2, help="Responses to each prompt; default: what the score's probes need, 64 at least."),
+        Option("--n", min=2, help="Responses for each prompt; default: as the probes need, at least 64."),
     ] = None
-    labels: Annotated[int, Option("--labels", min=1, help="Most comparisons of a probe.")] = 256
-    precision: Annotated[float, Option("--precision", help="Half width of the interval that ends a probe.")] = 0.05
+    labels: Annotated[int, Option("--labels", min=1, help="Most comparisons in a probe.")] = 256
+    precision: Annotated[float, Option("--precision", help="Half width of the interval at which a probe ends.")] = 0.05
     ceiling: Annotated[
-        float | None, Option("--ceiling", help="Accuracy of an expert on the same labels; votes give it.")
+        float | None, Option("--ceiling", help="Accuracy of an expert on the same labels; default: from votes.")
     ] = None
     max_pairs: Annotated[int, Option("--max-pairs", min=2, help="Most labeled pairs to score.")] = 2000
-    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000
     seed: Annotated[int, Option("--seed", min=0, help="Seed of responses, questions and resamples.")] = 0
 
     def options(self) -> ReadinessOptions:
@@ -148,19 +150,19 @@ def readiness(
     oracle: OracleFlags,
     sizes: SizeFlags,
     sources: Annotated[
-        list[str], Option("--data", "-d", help="Labeled pairs; without it, the run's validation pairs.")
+        list[str], Option("--data", "-d", help="Labeled pairs; may be repeated. Default: the run's validation pairs.")
     ] = [],  # noqa: B006
     ensemble: Annotated[
-        Path | None, Option("--ensemble", help="Folder of an ensemble, whose disagreement is reported.")
+        Path | None, Option("--ensemble", help="Folder of an ensemble whose disagreement is reported.")
     ] = None,
-    output: Annotated[Path | None, Option("--output", help="Folder of the results; beside the model.")] = None,
-    json_file: Annotated[Path | None, Option("--json", help="Also write the report here.")] = None,
+    output: Annotated[Path | None, Option("--output", help="Folder of the results; default: beside the model.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the report to this JSON file.")] = None,
 ) -> None:
-    """Say whether a reward model is good enough to optimize a policy by, what that rests on, and what to do next.
+    """Estimate if a reward model is good enough to optimize a policy with; report the evidence and the next step.
 
-    The heart is a probe: is the response that the model picks among many preferred to another one? An oracle answers:
-    a gold reward, another reward model, or people (--ask FILE, rm-opt label FILE, then --comparisons FILE). Exits
-    with 4 if a check of the model fails. A stopped command goes on when repeated.
+    The main measurement is a probe: how often is the response that the model picks among many preferred to another?
+    An oracle answers: a gold reward, another reward model, or people (--ask FILE, rm-opt label FILE, then
+    --comparisons FILE). Exits with 4 if a check of the model fails. Repeat a stopped command to continue it.
     """
     options = sizes.options()
     oracle.check(responses)
@@ -259,7 +261,7 @@ def _validation_pairs(checkpoint: str) -> PreferenceDataset:
 
 
 def _with_ceiling(options: ReadinessOptions, data: PreferenceDataset) -> ReadinessOptions:
-    """The options with the ceiling that the votes of annotators give, where none is given and the pairs have votes."""
+    """The options; if they set no ceiling and the pairs have votes, with the ceiling that the votes give."""
     from rm_optimizer.data_efficiency.cleaning.votes import votes_of
 
     votes = None if options.ceiling is not None else votes_of(data.pairs)
@@ -276,7 +278,7 @@ def _pool(
     options: ReadinessOptions,
     folder: Path,
 ) -> ResponsePool | None:
-    """Responses of the policy, ranked into a file of the folder whose name tells what they are; None without any."""
+    """Responses of the policy, ranked and kept in a file of the folder; None without a policy or completions."""
     from rm_optimizer.rl_coupling.policy_simulation import read_ranked
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
 
@@ -294,7 +296,7 @@ def _pool(
 
 
 def _rank_completions(model: BradleyTerryRM, source: Path, folder: Path) -> Path:
-    """File of saved responses, ranked; made where it is missing."""
+    """Path of the file of ranked saved responses; the file is made if it is missing."""
     from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.policy_simulation import rank_file
 
@@ -309,7 +311,7 @@ def _rank_completions(model: BradleyTerryRM, source: Path, folder: Path) -> Path
 def _rank_samples(
     model: BradleyTerryRM, policy: Policy, prompts: Sequence[Prompt], options: ReadinessOptions, folder: Path
 ) -> Path:
-    """File of a policy's responses, ranked; drawn where it is missing."""
+    """Path of the file of a policy's ranked responses; they are sampled if it is missing."""
     from rm_optimizer.core.pairs.pair import prompt_id
     from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
@@ -325,7 +327,7 @@ def _rank_samples(
 
 
 def _responses_file(folder: Path, model: BradleyTerryRM, *identity: object) -> Path:
-    """Path whose name tells which responses, ranked by which model, are in the file."""
+    """Path with a name that is unique to the responses and the model that ranks them."""
     from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.core.pairs.pair import digest
 
@@ -356,7 +358,7 @@ def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptio
 
 
 def _folder(checkpoint: str) -> Path:
-    """Folder of the results: in the run, or in the model's own folder, or by the model's name."""
+    """Folder of the results: in the run, else in the model's own folder, else by the model's name."""
     from rm_optimizer.records.run_folder import RunFolder
 
     run, path = RunFolder.of(checkpoint), Path(checkpoint).expanduser()
@@ -368,7 +370,7 @@ def _folder(checkpoint: str) -> Path:
 
 
 def _top_eigenvalue(checkpoint: str) -> float | None:
-    """Largest eigenvalue of the Hessian that the run measured last; None where it measured none."""
+    """Largest eigenvalue of the Hessian in the run's last measurement; None if it has none."""
     from rm_optimizer.records.run_folder import RunFolder
 
     run = RunFolder.of(checkpoint)

@@ -1,4 +1,4 @@
-"""`rm-opt report`: one page on a run or a study in one file, or an index of a folder of them."""
+"""`rm-opt report`: a page in one file about a run or a study, or an index of a folder of runs and studies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rm_optimizer.errors import ConfigError
 
 def report(
     folder: Annotated[
-        Path, Argument(help="Folder of a finished run, or of a study; with --serve, a folder that holds any number.")
+        Path, Argument(help="Folder of a finished run or a study; with --serve, a folder of runs and studies.")
     ],
     output: Annotated[Path | None, Option("--output", "-o", help="Folder of the page; default: FOLDER/report.")] = None,
     form: Annotated[
-        Literal["html", "md"], Option("--format", help="html writes the page, md prints Markdown for a pull request.")
+        Literal["html", "md"], Option("--format", help="html writes the page; md prints Markdown for a pull request.")
     ] = "html",
     serve: Annotated[
-        bool, Option("--serve", help="List the runs and studies in FOLDER on a page of this machine.")
+        bool, Option("--serve", help="Serve a list of the runs and studies in FOLDER on this machine.")
     ] = False,
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of --serve; 0 picks a free one.")] = 0,
 ) -> None:
-    """Write one page on a run or a study: results with intervals, pictures, settings, what is missing; no network."""
+    """Write a page about a run or a study: results with intervals, pictures, settings and gaps; works offline."""
     if serve:
         if output is not None or form == "md":
             raise ConfigError("--serve writes no file; leave out --output and --format")

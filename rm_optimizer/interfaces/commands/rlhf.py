@@ -1,4 +1,4 @@
-"""`rm-opt rlhf`: reward models from preference pairs, and a policy optimized against them by TRL."""
+"""`rm-opt rlhf`: reward models from preference pairs, and a policy that TRL optimizes against them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
 def rlhf(
     ctx: Context,
     output: Annotated[Path, Argument(help="Folder of the run.")],
-    policy: Annotated[str | None, Option("--policy", help="Causal language model; `world` unless given.")] = None,
+    policy: Annotated[str | None, Option("--policy", help="Causal language model; default: world.")] = None,
     prompts: Annotated[str | None, Option("--prompts", help="File with a column `prompt`.")] = None,
     data: Annotated[str | None, Option("--data", "-d", help="Pairs to train the reward models on.")] = None,
     reward_model: Annotated[
-        list[str] | None, Option("--reward-model", help="Trained reward model; several are an ensemble.")
+        list[str] | None, Option("--reward-model", help="Trained reward model; may be repeated for an ensemble.")
     ] = None,
-    server: Annotated[str | None, Option("--server", help="Reward server with the one reward model's weights.")] = None,
-    gold: Annotated[str | None, Option("--gold", help="Reward model that judges, or `world`.")] = None,
+    server: Annotated[
+        str | None, Option("--server", help="Reward server with the weights of the only --reward-model.")
+    ] = None,
+    gold: Annotated[str | None, Option("--gold", help="Reward model that judges the policy, or `world`.")] = None,
     algorithm: Annotated[str | None, Option("--algorithm", help="grpo or rloo.")] = None,
-    steps: Annotated[str | None, Option("--steps", help="Optimizer steps.")] = None,
+    steps: Annotated[str | None, Option("--steps", help="Optimizer steps of the policy.")] = None,
 ) -> None:
-    """Train reward models on preference pairs, and optimize a policy against them by TRL's GRPO or RLOO.
+    """Train reward models on preference pairs, and optimize a policy against them with TRL's GRPO or RLOO.
 
-    Options are written name=value: those of the policy as rlhf.NAME, those of the reward models as for
-    `rm-opt train`. Every checkpoint is measured on fresh responses. A stopped command goes on when repeated.
+    Options are written name=value. Options of the policy are named rlhf.NAME; options of the reward models are those
+    of `rm-opt train`. Every checkpoint is measured on fresh responses. Repeat a stopped command to continue it.
     """
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.interfaces.output_folder import made_folder
@@ -80,7 +82,7 @@ def _print_checkpoint(checkpoint: PolicyCheckpoint) -> None:
 
 
 def _report(result: RLHFResult, folder: Path) -> None:
-    """Draw the pictures and print what the run shows."""
+    """Draw the pictures and print the run's results."""
     from rm_optimizer.reporting.policy_plots import plot_overoptimization, plot_policy_run
     from rm_optimizer.reporting.style import save_figure
 

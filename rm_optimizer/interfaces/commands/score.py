@@ -1,4 +1,4 @@
-"""`rm-opt score`: rewards on the terminal, or as a column of a file."""
+"""`rm-opt score`: rewards, printed or written as a column of a file."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ if TYPE_CHECKING:
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
 REPORT_SUFFIX = ".report.json"
-"""Added to the output's name for what is known of its rewards: the model, its length limit, what was cut."""
+"""Suffix of the file that describes the rewards of an output: model, length limit and counts of cut texts."""
 
 
 def score(
     saved: SavedModel,
-    in_file: Annotated[Path | None, Argument(help="JSONL (also .gz), CSV or Parquet to score.")] = None,
-    out_file: Annotated[Path | None, Argument(help="Where to write it with a `reward` column.")] = None,
-    prompt: Annotated[str | None, Option("--prompt", help="Score this prompt…")] = None,
-    responses: Annotated[list[str], Option("--response", help="…and response; may be repeated.")] = [],  # noqa: B006
-    token_budget: Annotated[int, Option("--token-budget", min=1, help="Tokens of one pass, padding included.")] = 16384,
+    in_file: Annotated[Path | None, Argument(help="JSONL (also .gz), CSV or Parquet file to score.")] = None,
+    out_file: Annotated[Path | None, Argument(help="File for the same rows with a column `reward`.")] = None,
+    prompt: Annotated[str | None, Option("--prompt", help="Prompt of the responses to score.")] = None,
+    responses: Annotated[list[str], Option("--response", help="Response to score; may be repeated.")] = [],  # noqa: B006
+    token_budget: Annotated[
+        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+    ] = 16384,
     ensemble: Annotated[
         str | None,
-        Option("--ensemble", help="CHECKPOINT is an ensemble's folder; combine its members by mean, min or uwo."),
+        Option("--ensemble", help="For an ensemble's folder: mean, min or uwo, which combine its members."),
     ] = None,
-    penalty: Annotated[float, Option("--penalty", min=0, help="Standard deviations that uwo takes off.")] = 1.0,
+    penalty: Annotated[
+        float, Option("--penalty", min=0, help="Standard deviations that uwo subtracts from the mean.")
+    ] = 1.0,
 ) -> None:
-    """Print the reward of responses, or add a `reward` column to a file; a stopped file run continues when repeated."""
+    """Print rewards of responses, or add a column `reward` to a file; repeat a stopped command to continue a file."""
     names_responses = prompt is not None and bool(responses) and in_file is None and out_file is None
     names_files = prompt is None and not responses and in_file is not None and out_file is not None
     if not (names_responses or names_files):
@@ -59,11 +63,11 @@ def score(
 
 
 class LocalScorer:
-    """A saved reward model with a bound on the memory of a pass.
+    """A saved reward model with a limit on the memory of a forward pass.
 
     Args:
         model: the model, on its device.
-        token_budget: tokens, padding included, of one pass.
+        token_budget: most tokens in one forward pass, padding included.
     """
 
     def __init__(self, model: BradleyTerryRM, token_budget: int) -> None:
@@ -71,7 +75,7 @@ class LocalScorer:
         self.token_budget = token_budget
 
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
-        """Rewards of the responses in the order given, and counts of what was cut."""
+        """Rewards of the responses in the given order, and counts of cut prompts and responses."""
         from rm_optimizer.evaluation.score_file import score_counted
 
         return score_counted(self.model, prompts, responses, token_budget=self.token_budget)
@@ -100,7 +104,7 @@ def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget:
 
 
 def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> None:
-    """Print combined reward and spread over members, one response a line."""
+    """Print the combined reward of each response and its spread over members, one response on each line."""
     predictions, cut = members.predict_counted([prompt] * len(responses), responses)
     for reward, found in zip(cut.rewards, predictions, strict=True):
         print(f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}")
@@ -120,7 +124,7 @@ def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Pa
 
 
 def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
-    """Print one reward a line, in the order of the responses; truncation is reported on standard error."""
+    """Print one reward on each line, in the order of the responses; truncation is reported on standard error."""
     from rm_optimizer.evaluation.score_file import require_finite
 
     model = saved.load()
@@ -149,7 +153,7 @@ def _score_to_file(saved: SavedModel, source: Path, target: Path, token_budget: 
 
 
 def _scored(scorer: CountingScorer, source: Path, target: Path, identity: str) -> ScoredFile:
-    """Score a file under a progress bar.
+    """Score a file and show a progress bar.
 
     Raises:
         Interrupted: if the user stops it.

@@ -1,4 +1,4 @@
-"""`rm-opt serve`: the server's process, from loading the model to the last answer."""
+"""`rm-opt serve`: the server process, from loading the model to the last response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACEFUL_SECONDS = 30
 """Seconds to answer open requests after SIGTERM."""
 WATCH_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 75
-"""Seconds that an idle connection stays open, longer than the defaults of load balancers and clients."""
+"""Seconds that an idle connection stays open; longer than the defaults of load balancers and clients."""
 
 
 def serve(options: ServeOptions) -> None:
@@ -60,7 +60,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """Bound socket, reserved for this server.
 
     Raises:
-        RMOptimizerError: if the address is taken, or is none of this machine's.
+        RMOptimizerError: if the address is in use, or does not belong to this machine.
     """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -109,9 +109,9 @@ async def _serve(options: ServeOptions, listening: socket.socket) -> None:
 
 
 async def _run(server: uvicorn.Server, listening: socket.socket, service: RewardService, options: ServeOptions) -> None:
-    """Listen at once and load beside it: `/health` answers while `/ready` does not.
+    """Listen at once and load the model meanwhile: `/health` answers before `/ready` does.
 
-    uvicorn catches SIGTERM and raises it again at its end; by then everything is answered, and nothing is left to do.
+    uvicorn catches SIGTERM and raises it again at its end. By then all requests are answered.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -131,10 +131,10 @@ async def _run(server: uvicorn.Server, listening: socket.socket, service: Reward
 
 
 async def _answer(service: RewardService, options: ServeOptions) -> None:
-    """Load the model, and return never: a server that can answer no more ends with the reason.
+    """Load the model and serve it without returning; a server that can no longer answer raises an error.
 
     Raises:
-        RMOptimizerError: if the model cannot be loaded, is not the one of its certificate, or is lost for good.
+        RMOptimizerError: if the model cannot be loaded, does not match its certificate, or its engine has failed.
     """
     await _load(service, options)
     while service.engine.failure is None:
@@ -147,7 +147,7 @@ async def _load(service: RewardService, options: ServeOptions) -> None:
     print(f"rm-opt serve: loading {options.checkpoint}; {url}/health answers meanwhile", flush=True)
     await service.start()
     gc.collect()
-    gc.freeze()  # what is loaded stays; collections during requests need not walk it
+    gc.freeze()  # loaded objects stay, so collections during requests need not visit them
     description, parity = service.engine.description, service.parity
     shown = "no certificate to compare with"
     if parity is not None:

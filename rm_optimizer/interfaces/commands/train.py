@@ -1,4 +1,4 @@
-"""`rm-opt train`: the short flags of `python -m rm_optimizer.train`."""
+"""`rm-opt train`: short flags for `python -m rm_optimizer.train`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rm_optimizer.interfaces.launch import as_overrides, become, names_data, nam
 
 def train(
     ctx: Context,
-    model: Annotated[str | None, Option("--model", "-m", help="Model preset, or the path of a model.")] = None,
+    model: Annotated[str | None, Option("--model", "-m", help="Model preset, or path or hub id of a model.")] = None,
     optimizer: Annotated[str | None, Option("--optimizer", "-o", help="Optimizer preset.")] = None,
-    data: Annotated[str | None, Option("--data", "-d", help="File, folder or hub name of pairs.")] = None,
+    data: Annotated[str | None, Option("--data", "-d", help="Training pairs: file, folder or hub name.")] = None,
     epochs: Annotated[str | None, Option("--epochs", "-e", help="Passes over the pairs.")] = None,
-    batch_size: Annotated[str | None, Option("--batch-size", "-b", help="Pairs of an optimizer step.")] = None,
+    batch_size: Annotated[str | None, Option("--batch-size", "-b", help="Pairs in one optimizer step.")] = None,
 ) -> None:
     """Train a reward model. Options are written name=value: `rm-opt train optimizer=adamw optimizer.lr=1e-5`.
 
-    The flags below are short for the commonest ones. Everything else is passed on as it stands, Hydra's own flags
-    included: `--cfg job` prints the composed options, `--multirun` runs a sweep, `--config-dir DIR` adds presets.
+    The flags below are short forms of common options. Hydra's own flags work too: `--cfg job` prints the composed
+    options, `--multirun` runs a sweep, and `--config-dir DIR` adds presets.
     """
     if model is not None and "=" in model and not Path(model).exists():  # as after Hydra's own -m
         raise ConfigError(f"-m takes a model preset or path, got '{model}'; for a sweep write --multirun {model}")

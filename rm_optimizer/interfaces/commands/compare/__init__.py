@@ -1,1 +1,1 @@
-"""`rm-opt compare`: finished runs, optimizers, hypotheses, and studies of many runs."""
+"""`rm-opt compare`: comparisons of finished runs, of optimizers and of hypotheses, and studies of many runs."""

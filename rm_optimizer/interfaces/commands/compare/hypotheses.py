@@ -1,4 +1,4 @@
-"""`rm-opt compare experiment=hypotheses`: five claims about training reward models, judged by a study."""
+"""`rm-opt compare experiment=hypotheses`: a study that tests five claims about training reward models."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ FOLDER = Path("outputs", "hypotheses")
 
 def compare_hypotheses(
     data: Annotated[str, Option("--data", help="Training pairs: a Parquet file with a column `prompt`.")],
-    val: Annotated[str, Option("--val", help="Validation pairs: likewise; test pairs are drawn from them too.")],
+    val: Annotated[str, Option("--val", help="Validation and test pairs: a Parquet file with a column `prompt`.")],
     overrides: Annotated[
         list[str] | None, Argument(help="experiment=hypotheses, and options of every run, as for rm-opt train.")
     ] = None,
     model: Annotated[str, Option("--model", help="Model preset, hub id or folder.")] = "tiny",
-    seeds: Annotated[int, Option("--seeds", min=1, help="Seeds of each arm.")] = 5,
+    seeds: Annotated[int, Option("--seeds", min=1, help="Seeds for each arm.")] = 5,
     pairs: Annotated[int, Option("--pairs", min=1, help="Most training pairs, drawn at random.")] = 1200,
-    val_pairs: Annotated[int, Option("--val-pairs", min=1, help="Most pairs that early stopping watches.")] = 200,
-    test_pairs: Annotated[int, Option("--test-pairs", min=1, help="Most pairs that all figures come from.")] = 800,
+    val_pairs: Annotated[int, Option("--val-pairs", min=1, help="Most validation pairs, for early stopping.")] = 200,
+    test_pairs: Annotated[int, Option("--test-pairs", min=1, help="Most test pairs, for all results.")] = 800,
     pairs_per_prompt: Annotated[
         int, Option("--pairs-per-prompt", min=1, help="Most validation and test pairs of one prompt.")
     ] = 50,
-    output: Annotated[Path, Option("--output", help="Folder of trials and report.")] = FOLDER,
-    plan: Annotated[bool, Option("--plan", help="Print the trials and an estimate of hours, and stop.")] = False,
+    output: Annotated[Path, Option("--output", help="Folder for trials and report.")] = FOLDER,
+    plan: Annotated[bool, Option("--plan", help="Only print the trials and an estimate of hours.")] = False,
     executor: Executors = "process",
     workers: Workers = None,
     retries: Retries = 2,
 ) -> None:
-    """Train the ablation and LoRA presets over seeds, and judge five claims about training reward models.
+    """Train the ablation and LoRA presets with several seeds, and test five claims about training reward models.
 
-    The same command goes on after a kill. rm-opt compare run, status, retry and report work on its folder.
+    Repeat a stopped command to continue it. rm-opt compare run, status, retry and report work on its folder.
     """
     from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisStudy
     from rm_optimizer.schema.compose import model_overrides
@@ -66,11 +66,11 @@ def compare_hypotheses(
 
 
 def run_hypotheses(study: HypothesisStudy, executor: str, workers: int | None, retries: int) -> None:
-    """Run the trials that have no result, and print what they come to.
+    """Run the trials that have no result, and print the findings.
 
     Raises:
         ConfigError: if a trial failed for good.
-        Interrupted: if the user stopped it; the same call goes on.
+        Interrupted: if the user stopped it; repeating the call continues it.
     """
     from rm_optimizer.experiments.study.driver import Study
     from rm_optimizer.experiments.study.executors import executor_named
@@ -83,7 +83,7 @@ def run_hypotheses(study: HypothesisStudy, executor: str, workers: int | None, r
 
 
 def print_hypotheses(report: HypothesisReport) -> None:
-    """Print a table of the arms, one of the claims, and what must be known to read them."""
+    """Print a table of the arms, a table of the claims, and notes on how to read them."""
     from rm_optimizer.experiments.hypotheses import CLAIMS
     from rm_optimizer.reporting.tables import new_table, output_console
 

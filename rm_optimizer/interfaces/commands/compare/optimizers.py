@@ -13,10 +13,10 @@ from rm_optimizer.interfaces.commands.compare.trials import Executors, Workers
 
 @dataclass(frozen=True)
 class ComparisonSizes:
-    """Sizes of a comparison; those that are not given are the budget's."""
+    """Sizes of a comparison; None takes the size of the budget."""
 
-    rates: Annotated[int | None, Option("--rates", help="Learning rates of each optimizer, odd.")] = None
-    tuning_seeds: Annotated[int | None, Option("--tuning-seeds", help="Seeds of each learning rate.")] = None
+    rates: Annotated[int | None, Option("--rates", help="Learning rates to try for each optimizer, odd.")] = None
+    tuning_seeds: Annotated[int | None, Option("--tuning-seeds", help="Tuning seeds for each learning rate.")] = None
     pairs: Annotated[int | None, Option("--pairs", help="Most training pairs, drawn at random.")] = None
     val_pairs: Annotated[int | None, Option("--val-pairs", help="Most validation pairs.")] = None
     test_pairs: Annotated[int | None, Option("--test-pairs", help="Most test pairs.")] = None
@@ -24,33 +24,37 @@ class ComparisonSizes:
         int | None, Option("--pairs-per-prompt", help="Most validation and test pairs of one prompt.")
     ] = None
     curvature_pairs: Annotated[
-        int | None, Option("--curvature-pairs", help="Training pairs that curvature is measured on; 0 measures none.")
+        int | None, Option("--curvature-pairs", help="Training pairs to measure curvature on; 0: no curvature.")
     ] = None
 
 
 def compare_optimizers(
-    optimizers: Annotated[str, Option("--optimizers", help="Names with commas between: adam,adamw,muon.")],
+    optimizers: Annotated[str, Option("--optimizers", help="Names separated by commas: adam,adamw,muon.")],
     data: Annotated[str, Option("--data", help="Training pairs: a file, folder or hub name.")],
     sizes: ComparisonSizes,
     overrides: Annotated[list[str] | None, Argument(help="Options of every run, as for rm-opt train.")] = None,
-    seeds: Annotated[int | None, Option("--seeds", help="Final seeds of each optimizer.")] = None,
+    seeds: Annotated[int | None, Option("--seeds", help="Final seeds for each optimizer.")] = None,
     val: Annotated[
-        str | None, Option("--val", help="Validation pairs; default: split off the training prompts.")
+        str | None, Option("--val", help="Validation pairs; default: those of some training prompts.")
     ] = None,
-    test: Annotated[str | None, Option("--test", help="Test pairs; default: half of the validation prompts.")] = None,
+    test: Annotated[
+        str | None, Option("--test", help="Test pairs; default: those of half the validation prompts.")
+    ] = None,
     model: Annotated[str, Option("--model", help="Model preset, hub id or folder.")] = "tiny",
-    budget: Annotated[str, Option("--budget", help="smoke, standard or paper.")] = "standard",
+    budget: Annotated[str, Option("--budget", help="Sizes of the comparison: smoke, standard or paper.")] = "standard",
     reference: Annotated[
-        str | None, Option("--reference", help="Optimizer that the others are compared with; default: adamw.")
+        str | None, Option("--reference", help="Optimizer to compare the others with; default: adamw.")
     ] = None,
-    output: Annotated[Path | None, Option("--output", help="Folder; default: outputs/optimizer_comparison.")] = None,
-    plan: Annotated[bool, Option("--plan", help="Print the number of runs and hours, and stop.")] = False,
+    output: Annotated[
+        Path | None, Option("--output", help="Folder of the comparison; default: outputs/optimizer_comparison.")
+    ] = None,
+    plan: Annotated[bool, Option("--plan", help="Only print the number of runs and an estimate of hours.")] = False,
     executor: Executors = "process",
     workers: Workers = None,
 ) -> None:
-    """Tune each optimizer's learning rate, run fresh seeds, and judge them on a test split that nothing else saw.
+    """Tune each optimizer's learning rate, train with new seeds, and compare them on test pairs used for nothing else.
 
-    The same command goes on after a kill. rm-opt compare run, status, retry and report work on its folder.
+    Repeat a stopped command to continue it. rm-opt compare run, status, retry and report work on its folder.
     """
     from rm_optimizer.compare import FOLDER, OptimizerComparison
 

@@ -1,4 +1,4 @@
-"""`rm-opt compare`: finished runs side by side."""
+"""`rm-opt compare RUN RUN`: a comparison of finished runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Annotated
 from typer import Argument, Option
 
 RESULTS = Path("outputs", "compare")
-"""Folder of the comparisons for which none is named."""
+"""Default folder of comparisons."""
 
 
 def compare(
-    runs: Annotated[list[Path], Argument(help="Run folders, or folders of runs such as a sweep's.")],
-    output: Annotated[Path | None, Option("--output", help="Folder for JSON, Parquet and pictures.")] = None,
-    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000,
+    runs: Annotated[list[Path], Argument(help="Run folders, or folders of several runs, such as a sweep's.")],
+    output: Annotated[
+        Path | None,
+        Option("--output", help="Folder for JSON, Parquet and pictures; default: one by time in outputs/compare."),
+    ] = None,
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
 ) -> None:
-    """Compare finished runs on the validation pairs they share; the first run's arm is the baseline.
+    """Compare finished runs on the validation pairs that all of them have; the first run's arm is the baseline.
 
-    Runs that differ by seed alone form an arm. Differences are paired by prompt, and by seed where there are several.
+    Runs that differ only in the seed form an arm. Differences are paired by prompt, and by seed if there are several.
     """
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs

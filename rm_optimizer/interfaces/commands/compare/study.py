@@ -19,12 +19,12 @@ Folder = Annotated[Path, Argument(help="Folder of the study.")]
 
 def plan(
     study: Folder,
-    overrides: Annotated[list[str], Argument(help="Options of train; several values make several trials.")],
+    overrides: Annotated[list[str], Argument(help="Options of rm-opt train; several values make several trials.")],
     estimate: Annotated[
-        bool, Option("--estimate/--no-estimate", help="Measure a few steps of the first trial for the hours.")
+        bool, Option("--estimate/--no-estimate", help="Estimate the hours from a few steps of the first trial.")
     ] = True,
 ) -> None:
-    """Write the list of trials: every combination of the values, as `train --multirun` would run them."""
+    """Write the list of trials: every combination of the values, as `rm-opt train --multirun` would run them."""
     from rm_optimizer.experiments.study.plan import publish
     from rm_optimizer.experiments.study.tasks import TRAIN
 
@@ -34,7 +34,7 @@ def plan(
 
 
 def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
-    """Run the trials that have no result; after a kill the same command goes on."""
+    """Run the trials that have no result; repeat a stopped command to continue it."""
     if _is_of_optimizers(study):
         from rm_optimizer.compare import run_stages
 
@@ -47,7 +47,7 @@ def run(study: Folder, executor: Executors = "process", workers: Workers = None,
 
 
 def retry(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
-    """Run the trials again that failed, and those that have no result yet."""
+    """Run failed trials again, and the trials that have no result yet."""
     from rm_optimizer.experiments.study.driver import Study
 
     print(f"failed trials to run again: {Study(study).forget_failures()}")
@@ -55,16 +55,17 @@ def retry(study: Folder, executor: Executors = "process", workers: Workers = Non
 
 
 def status(study: Folder) -> None:
-    """Print how many trials are in which state, and the errors of failed ones."""
+    """Print the number of trials in each state, and the errors of failed ones."""
     from rm_optimizer.experiments.study.driver import Study
 
     _print_status(Study(study).status())
 
 
 def report(
-    study: Folder, bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Resamples for the intervals.")] = 1000
+    study: Folder,
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
 ) -> None:
-    """Compare the finished trials, and write tables and pictures into `report/` of the study."""
+    """Compare the finished trials, and write tables and pictures into STUDY/report."""
     if _is_of_optimizers(study):
         from rm_optimizer.compare import report as report_optimizers
 
@@ -98,10 +99,10 @@ def _report_runs(study: Path, bootstrap: int) -> None:
 
 
 def across(
-    studies: Annotated[list[Path], Argument(help="Folders of comparisons of the same optimizers, at least three.")],
-    json_file: Annotated[Path | None, Option("--json", help="File for the same numbers as JSON.")] = None,
+    studies: Annotated[list[Path], Argument(help="At least three folders of comparisons of the same optimizers.")],
+    json_file: Annotated[Path | None, Option("--json", help="Also write the numbers to this JSON file.")] = None,
 ) -> None:
-    """Aggregate comparisons of the same optimizers on three data sets or more."""
+    """Combine comparisons of the same optimizers on three or more data sets."""
     from rm_optimizer.experiments.optimizer_comparison.across import across_datasets
     from rm_optimizer.experiments.optimizer_comparison.findings import findings
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
@@ -118,7 +119,7 @@ def across(
 
 
 def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
-    """The trials of these overrides, each composed and checked.
+    """Compose and check the trials of these overrides.
 
     Raises:
         ConfigError: if an option is unknown or out of its range.
@@ -142,7 +143,7 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
 
 
 def _is_of_optimizers(folder: Path) -> bool:
-    """True for a comparison of optimizers, whose later trials follow from its first ones."""
+    """True for a comparison of optimizers, whose later trials depend on the results of the first ones."""
     from rm_optimizer.experiments.study.plan import StudyKind, study_kind
 
     return study_kind(folder) is StudyKind.optimizers

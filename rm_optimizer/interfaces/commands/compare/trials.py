@@ -1,4 +1,4 @@
-"""Options and lines of all commands that run trials."""
+"""Options and printed plans that all commands with trials share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typer import Option
 if TYPE_CHECKING:
     from rm_optimizer.experiments.study.plan import PlannedTrial
 
-Executors = Annotated[str, Option("--executor", help="inline, process or ray.")]
-Workers = Annotated[int | None, Option("--workers", min=1, help="Trials at a time; default: one a GPU, else one.")]
-Retries = Annotated[int, Option("--retries", min=0, help="Further attempts at a trial that failed.")]
+Executors = Annotated[str, Option("--executor", help="Where trials run: inline, process or ray.")]
+Workers = Annotated[
+    int | None, Option("--workers", min=1, help="Trials at a time; default: one per GPU, one without GPUs.")
+]
+Retries = Annotated[int, Option("--retries", min=0, help="Further attempts at a failed trial.")]
 
 
 def print_plan(folder: Path, trials: Sequence[PlannedTrial], *, estimate: bool = True) -> None:
-    """Print the trials of a plan and, from a few steps of the first one, how long they take."""
+    """Print the trials of a plan, and an estimate of their duration from a few steps of the first one."""
     for trial in trials:
         print(f"{trial.name}  {trial.label}")
     print(f"{len(trials)} trials; rm-opt compare run {folder} starts them", flush=True)

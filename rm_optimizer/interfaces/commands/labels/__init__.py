@@ -1,1 +1,1 @@
-"""The commands around labels: which to ask for, how to ask, which are wrong, and how many more to buy."""
+"""Commands about labels: choose pairs, ask people, find wrong labels, and estimate how many more pairs to label."""

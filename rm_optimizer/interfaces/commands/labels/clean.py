@@ -1,4 +1,4 @@
-"""`rm-opt data clean`: pairs without those that are probably labeled wrong."""
+"""`rm-opt data clean`: a data set without the pairs whose label is probably wrong."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 def data_clean(
     source: PairOptions,
     data: Annotated[list[str], Argument(help="Preference pairs: files, folders or hub names.")],
-    out: Annotated[Path, Option("--out", help="JSON Lines of the pairs that stay.")],
+    out: Annotated[Path, Option("--out", help="JSON Lines file for the pairs that stay.")],
     model: Annotated[
-        str | None, Option("--model", help="Take its last-layer features of the pairs, in place of words and lengths.")
+        str | None, Option("--model", help="Model whose last-layer features are used, in place of words and lengths.")
     ] = None,
     false_positive_rate: Annotated[
-        float, Option("--false-positive-rate", help="Largest share of right labels to take out, in (0, 1).")
+        float, Option("--false-positive-rate", help="Largest share of right labels to remove, in (0, 1).")
     ] = 0.05,
-    seed: Annotated[int, Option("--seed", min=0, help="Seed of the folds.")] = 0,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the cross-validation folds.")] = 0,
 ) -> None:
-    """Take out pairs whose label was probably turned around, by models that have not seen their conversation.
+    """Remove pairs whose label was probably flipped, by models that were not trained on their conversation.
 
-    OUT.suspects.jsonl holds what was taken out, the least probable first; OUT.report.json says how many were expected.
+    OUT.suspects.jsonl holds the removed pairs, the least probable label first. OUT.report.json holds the expected
+    number of wrong labels among them.
     """
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines, write_text
@@ -62,7 +63,7 @@ def data_clean(
 def _suspects(
     pairs: PreferenceDataset, model: str | None, false_positive_rate: float, seed: int
 ) -> tuple[SuspectedLabels, list[float], float]:
-    """Suspected labels, each one's probability, and the held-out accuracy; ties and soft labels are not judged."""
+    """Suspected labels, the probability of each, and the held-out accuracy; ties and soft labels are left out."""
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels
     from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures

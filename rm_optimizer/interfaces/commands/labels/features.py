@@ -1,4 +1,4 @@
-"""Fixed features of pairs for commands that fit a linear reward: a model's last layer, or the words."""
+"""Fixed features of pairs for commands that fit a linear reward: a model's last layer, or words and lengths."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def fixed_differences(
 
     Args:
         pairs: the pairs.
-        model: model whose last layer gives them; None takes words, length and question marks.
-        folder: folder to keep a model's features in while they are computed.
+        model: model whose last layer is the features; None takes words, length and question marks.
+        folder: folder for a model's features while they are computed.
     """
     from rm_optimizer.data_efficiency.acquisition.pool import read_pool
     from rm_optimizer.data_efficiency.text_features import text_differences

@@ -1,4 +1,4 @@
-"""`rm-opt label`: a page on this machine where a person answers questions."""
+"""`rm-opt label`: a local page on which a person answers questions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def label(
-    questions: Annotated[Path, Argument(help="Questions of rm-opt select: CSV, JSONL or JSON.")],
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the page; 0 takes a free one.")] = 0,
-    seed: Annotated[int, Option("--seed", min=0, help="Seed of the sides on which responses stand.")] = 0,
+    questions: Annotated[Path, Argument(help="File of questions from rm-opt select: CSV, JSONL or JSON.")],
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the page; 0 picks a free one.")] = 0,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the sides on which responses are shown.")] = 0,
 ) -> None:
-    """Ask the questions on a page of this machine, by keyboard: A, B, T for a tie, S to skip, U to undo.
+    """Ask the questions on a local page. Keys: A, B, T for a tie, S to skip, U to undo.
 
-    Every answer is on the disk at once, in NAME.labels.jsonl beside the questions. A stopped command goes on there.
+    Every answer is saved at once, in NAME.labels.jsonl beside the questions. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.labeling.answer_log import open_answer_log
     from rm_optimizer.data_efficiency.labeling.page_server import PageServer

@@ -1,4 +1,4 @@
-"""`rm-opt scaling`: the learning curve over the number of pairs, and how many more a gain takes."""
+"""`rm-opt scaling`: the learning curve over the number of pairs, and the number of pairs that a gain needs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ OWNED = MappingProxyType(
         "hydra.run.dir": "runs stand in the folder of the study",
     }
 )
-"""Options that the study sets, each with the reason."""
+"""Options that the study sets itself, each with the reason."""
 
 
 def scaling(
-    folder: Annotated[Path, Argument(help="Folder of the study; a stopped command goes on there.")],
-    overrides: Annotated[list[str] | None, Argument(help="Options of train, the same for all runs.")] = None,
+    folder: Annotated[Path, Argument(help="Folder of the study.")],
+    overrides: Annotated[list[str] | None, Argument(help="Options of all runs, as for rm-opt train.")] = None,
     sizes: Annotated[
-        str | None, Option("--sizes", help="Training pairs, as 500,1000,2000,4000; default: all, halved four times.")
+        str | None,
+        Option(
+            "--sizes", help="Numbers of training pairs, such as 500,1000,2000,4000; default: all, halved four times."
+        ),
     ] = None,
     seeds: Annotated[int, Option("--seeds", min=2, help="Runs at each size.")] = 3,
-    gain: Annotated[float, Option("--gain", help="Points of accuracy to ask about.")] = 2.0,
+    gain: Annotated[float, Option("--gain", help="Gain in accuracy to plan for, in percentage points.")] = 2.0,
     executor: Executors = "process",
     workers: Workers = None,
 ) -> None:
-    """Train at several sizes, fit accuracy and NLL against pairs, and say how many more pairs a gain takes.
+    """Train at several sizes, fit accuracy and NLL over pairs, and estimate how many more pairs a gain needs.
 
-    The folder gets scaling.json and pictures of the curves.
+    Writes scaling.json and pictures of the curves into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.scaling import measure_scaling
     from rm_optimizer.experiments.study.executors import executor_named
@@ -64,7 +67,7 @@ def scaling(
 
 
 def _numbers(sizes: str | None) -> list[int] | None:
-    """Numbers that stand with commas between them."""
+    """Parse numbers separated by commas."""
     if sizes is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`rm-opt select` and `rm-opt label-import`: pairs that are worth a label, and the labels that people gave."""
+"""`rm-opt select` and `rm-opt label-import`: the choice of pairs to label, and the import of people's labels."""
 
 from __future__ import annotations
 
@@ -27,23 +27,28 @@ def select(
     source: PairOptions,
     pool: Annotated[str, Argument(help="Unlabeled pairs: columns prompt, response_a and response_b; or any pairs.")],
     model: Annotated[
-        str, Option("--model", help="Saved reward model that the labels are for, or an ensemble's folder.")
+        str, Option("--model", help="Saved reward model to improve by the labels, or an ensemble's folder.")
     ],
-    k: Annotated[int, Option("--k", min=1, help="Pairs to choose.")],
-    out: Annotated[Path, Option("--out", help="Questions: .csv, .jsonl (also for Argilla), .json (Label Studio).")],
-    rule: Annotated[str, Option("--rule", help="Acquisition function.")] = DEFAULT_RULE,
-    labeled: Annotated[list[str], Option("--labeled", help="Pairs that are labeled already; may be repeated.")] = [],  # noqa: B006
-    subsample: Annotated[int | None, Option("--subsample", min=1, help="Choose among so many random pairs.")] = None,
+    k: Annotated[int, Option("--k", min=1, help="Number of pairs to choose.")],
+    out: Annotated[
+        Path, Option("--out", help="File for the questions: .csv, .jsonl (also for Argilla) or .json (Label Studio).")
+    ],
+    rule: Annotated[str, Option("--rule", help="Acquisition function that chooses the pairs.")] = DEFAULT_RULE,
+    labeled: Annotated[list[str], Option("--labeled", help="Pairs that already have labels; may be repeated.")] = [],  # noqa: B006
+    subsample: Annotated[int | None, Option("--subsample", min=1, help="Choose from this many random pairs.")] = None,
     cache: Annotated[
-        Path | None, Option("--cache", help="Folder to keep features in; a stopped command goes on there.")
+        Path | None,
+        Option("--cache", help="Folder for computed features; with it, a repeated command continues a stopped one."),
     ] = None,
     workers: Annotated[
-        int, Option("--ray-workers", min=0, help="Ray workers that compute the features; 0: this process.")
+        int, Option("--ray-workers", min=0, help="Ray workers that compute features; 0: this process.")
     ] = 0,
-    max_length: Annotated[int | None, Option("--max-length", min=8, help="Tokens kept of a sequence.")] = None,
-    seed: Annotated[int, Option("--seed", min=0, help="Seed of ties, draws and the order of responses.")] = 0,
+    max_length: Annotated[
+        int | None, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
+    ] = None,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of ties, random draws and the order of responses.")] = 0,
 ) -> None:
-    """Choose the pairs whose labels are worth most, and write them as questions for people, here or in Argilla."""
+    """Choose the pairs whose labels help the model most, and write them as questions for people."""
     from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
     from rm_optimizer.data_efficiency.labeling.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
@@ -65,9 +70,9 @@ def select(
 
 def label_import(
     answers: Annotated[Path, Argument(help="Answered questions: CSV, JSONL, or an export of Argilla or Label Studio.")],
-    out: Annotated[Path, Option("--out", help="JSON Lines of preference pairs, for `data.train`.")],
+    out: Annotated[Path, Option("--out", help="JSON Lines file for the preference pairs, for `data.train`.")],
 ) -> None:
-    """Turn answered questions into training pairs: several answers to one question give their mean as its label."""
+    """Turn answered questions into training pairs; the label of a question is the mean of its answers."""
     from rm_optimizer.data_efficiency.labeling.questions import read_answers
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines
@@ -94,7 +99,7 @@ def label_import(
 def _pool(
     source: PairOptions, pool: str, labeled: list[str], subsample: int | None, seed: int
 ) -> tuple[PreferenceDataset, np.ndarray]:
-    """Pairs to choose from, then those that are labeled, and which these are."""
+    """Pairs to choose from followed by labeled ones, and a mask of the labeled ones."""
     import numpy as np
 
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
@@ -118,7 +123,7 @@ def _pool(
 
 
 def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
-    """Pairs of the pool's file; `response_a` and `response_b` are its sides where it names no better one."""
+    """Pairs of the pool's file; its sides are `response_a` and `response_b` if it names no better one."""
     from rm_optimizer.core.rows.readers import read_rows
 
     if Path(pool).is_file() and not source.columns:
@@ -129,7 +134,7 @@ def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
 
 
 def _refuse_features(cache: Path | None, workers: int) -> None:
-    """Refuse options of features with an ensemble."""
+    """Refuse options about features, which an ensemble has not."""
     if cache is not None:
         raise ConfigError("--cache keeps the features of one model, and an ensemble has none; leave it out")
     if workers:

@@ -1,1 +1,1 @@
-"""`rm-opt study`: studies of what rm-opt claims, each one command that goes on when repeated."""
+"""`rm-opt study`: studies that test the claims of rm-opt; repeating a stopped command continues its study."""

@@ -1,4 +1,4 @@
-"""`rm-opt study cleaning`: turned labels found, and accuracy gained without them."""
+"""`rm-opt study cleaning`: the detection of flipped labels, and the accuracy gained without them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rm_optimizer.interfaces.pairs import PairOptions
 
 def study_cleaning(
     source: PairOptions,
-    folder: Annotated[Path, Argument(help="Folder of the study; pools of further calls are added to it.")],
+    folder: Annotated[Path, Argument(help="Folder of the study; later commands add their pools to it.")],
     data: Annotated[
-        list[str], Option("--data", help="Preference pairs; may be repeated. Without it: two synthetic pools.")
+        list[str], Option("--data", help="Preference pairs; may be repeated. Default: two synthetic pools.")
     ] = [],  # noqa: B006
     model: Annotated[
-        str | None, Option("--model", help="Take its last-layer features of the pairs, in place of words and lengths.")
+        str | None, Option("--model", help="Model whose last-layer features are used, in place of words and lengths.")
     ] = None,
     name: Annotated[str | None, Option("--name", help="Name of the pool in the table; default: the file's.")] = None,
     splits: Annotated[int, Option("--splits", min=2, help="Random splits into training and test pairs.")] = 40,
-    pairs: Annotated[int, Option("--pairs", min=20, help="Training pairs of a split.")] = 1000,
+    pairs: Annotated[int, Option("--pairs", min=20, help="Training pairs in each split.")] = 1000,
     flips: Annotated[
-        list[float], Option("--flips", help="Share of training labels to turn around; may be repeated.")
+        list[float], Option("--flips", help="Share of the training labels to flip, in [0, 0.5); may be repeated.")
     ] = [0.0, 0.2],  # noqa: B006
     false_positive_rate: Annotated[
-        float, Option("--false-positive-rate", help="Largest share of right labels to take out, in (0, 1).")
+        float, Option("--false-positive-rate", help="Largest share of right labels to remove, in (0, 1).")
     ] = 0.05,
 ) -> None:
-    """Turn labels around, look for them as data clean does, and train with and without those that it suspects.
+    """Flip training labels, search for them as rm-opt data clean does, and train with and without the suspects.
 
-    A stopped command goes on when repeated. Test labels are not turned. The folder gets cleaning.json.
+    Test labels are not flipped. Writes cleaning.json into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.cleaning.cleaning_study import (
         TASK,

@@ -1,4 +1,4 @@
-"""`rm-opt study labels`: labels that acquisition functions save, over many splits and with a placebo."""
+"""`rm-opt study labels`: the labels that acquisition functions save, over many splits and with a placebo."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from rm_optimizer.interfaces.pairs import PairOptions
 
 def study_labels(
     source: PairOptions,
-    folder: Annotated[Path, Argument(help="Folder of the study; pools of further calls are added to it.")],
+    folder: Annotated[Path, Argument(help="Folder of the study; later commands add their pools to it.")],
     data: Annotated[
-        list[str], Option("--data", help="Preference pairs; may be repeated. Without it: synthetic pools.")
+        list[str], Option("--data", help="Preference pairs; may be repeated. Default: synthetic pools.")
     ] = [],  # noqa: B006
     pools: Annotated[
-        list[str], Option("--pool", help="Synthetic pool; may be repeated. Default: all, where there is no --data.")
+        list[str], Option("--pool", help="Synthetic pool; may be repeated. Default: all, without --data.")
     ] = [],  # noqa: B006
     model: Annotated[
-        str | None, Option("--model", help="Take its last-layer features of the pairs, in place of words and lengths.")
+        str | None, Option("--model", help="Model whose last-layer features are used, in place of words and lengths.")
     ] = None,
     name: Annotated[str | None, Option("--name", help="Name of the pool in the tables; default: the file's.")] = None,
     splits: Annotated[int, Option("--splits", min=2, help="Random splits into pool and test pairs.")] = 40,
-    budget: Annotated[int, Option("--budget", min=3, help="Labels at which rules are compared.")] = 512,
-    start: Annotated[int, Option("--start", min=2, help="Random labels that every rule begins with.")] = 64,
-    batch: Annotated[int, Option("--batch", min=1, help="Labels of a round.")] = 64,
-    flips: Annotated[float, Option("--flips", help="Share of the pool's labels to turn around.")] = 0.0,
-    bootstrap: Annotated[int, Option("--bootstrap", min=1, help="Resamples of splits for the intervals.")] = 1000,
+    budget: Annotated[int, Option("--budget", min=3, help="Number of labels at which rules are compared.")] = 512,
+    start: Annotated[int, Option("--start", min=2, help="Random labels that every rule starts with.")] = 64,
+    batch: Annotated[int, Option("--batch", min=1, help="Labels in each round.")] = 64,
+    flips: Annotated[float, Option("--flips", help="Share of the pool's labels to flip, in [0, 0.5).")] = 0.0,
+    bootstrap: Annotated[
+        int, Option("--bootstrap", min=1, help="Bootstrap resamples of splits for the intervals.")
+    ] = 1000,
 ) -> None:
-    """Compare rules that choose pairs to label with a random draw, and with a second one as placebo.
+    """Compare rules that choose pairs to label with a random draw; a second random draw is the placebo.
 
-    A stopped command goes on when repeated. The folder gets savings.json, and pictures of the curves and the savings.
+    Writes savings.json and pictures of curves and savings into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.savings.label_study import TASK, LabelStudy, planned_splits, savings_by_pool
     from rm_optimizer.reporting.label_studies.label_savings import print_savings, write_savings
@@ -63,7 +65,7 @@ def study_labels(
 
 
 def _pools(names: Sequence[str], data: Sequence[str]) -> Sequence[str]:
-    """Synthetic pools to run, all where none is named."""
+    """Synthetic pools to run; all if none is named."""
     from rm_optimizer.data_efficiency.savings.label_pools import SyntheticPool
 
     if data and names:

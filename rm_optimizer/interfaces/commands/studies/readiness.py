@@ -1,4 +1,4 @@
-"""`rm-opt study readiness`: what predicts the gold reward of policies, chosen on some worlds and tested on others."""
+"""`rm-opt study readiness`: predictors of policies' gold reward, chosen on some worlds and tested on others."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 
 def study_readiness(
-    folder: Annotated[Path, Argument(help="Folder of the study; a stopped study goes on.")],
+    folder: Annotated[Path, Argument(help="Folder of the study.")],
     worlds: Annotated[
         Literal["all", "development", "test"],
-        Option("--worlds", help="development chooses the features, test takes the frozen choice."),
+        Option("--worlds", help="development chooses the features, test uses that choice."),
     ] = "all",
-    models: Annotated[int, Option("--models", min=6, help="Reward models of each world.")] = 48,
-    steps: Annotated[int, Option("--steps", min=10, help="Optimizer steps of each policy.")] = 200,
+    models: Annotated[int, Option("--models", min=6, help="Reward models in each world.")] = 48,
+    steps: Annotated[int, Option("--steps", min=10, help="Optimizer steps for each policy.")] = 200,
     executor: Executors = "inline",
     workers: Workers = None,
 ) -> None:
-    """Validate the readiness score on synthetic worlds with a gold reward: 0-2 choose it, 3-8 test it once.
+    """Validate the readiness score on synthetic worlds with a gold reward: worlds 0-2 choose it, 3-8 test it once.
 
-    Reward models are trained and policies optimized against each of them. The folder gets frozen.json, validation.json,
-    fitted.json (the score's coefficients) and a picture. About seven minutes a world on one core.
+    Trains reward models, and optimizes a policy against each. Writes frozen.json, validation.json, fitted.json (the
+    score's coefficients) and a picture into FOLDER. A world takes about seven minutes on one core. Repeat a stopped
+    command to continue it.
     """
     from rm_optimizer.experiments.readiness.measurement import WorldSize
     from rm_optimizer.experiments.readiness.study import FITTED_FILE, VALIDATION_FILE, ReadinessStudy

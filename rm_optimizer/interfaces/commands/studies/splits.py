@@ -1,4 +1,4 @@
-"""Pools by their options, and splits as trials: the part that `study labels` and `study cleaning` share."""
+"""The parts that `study labels` and `study cleaning` share: pools from options, and splits as trials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def require_one_source(data: Sequence[str], model: str | None, name: str | None) -> None:
-    """Refuse options of real pairs where there are none.
+    """Refuse options of real pairs without real pairs.
 
     Raises:
         ConfigError: naming the options.
@@ -27,7 +27,7 @@ def require_one_source(data: Sequence[str], model: str | None, name: str | None)
 def pool_of_features(
     source: PairOptions, folder: Path, data: Sequence[str], model: str | None, name: str | None
 ) -> tuple[str, Path]:
-    """Name of a pool of real pairs, and the file of its features, which is written into the folder once."""
+    """Name of a pool of real pairs, and the path of its features, which are written into the folder once."""
     from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.core.pairs.pair import digest
     from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures
@@ -45,7 +45,7 @@ def pool_of_features(
 
 
 def run_splits(folder: Path, task: str, trials: Sequence[PlannedTrial]) -> tuple[Study, StudyStatus]:
-    """Add splits to the study in a folder, run what has no result in this process, and show how far it is.
+    """Add splits to the study in a folder, run those without a result in this process, and show the progress.
 
     Raises:
         ConfigError: if the folder holds another study, or a pool of the same name with other options.
@@ -73,7 +73,7 @@ def run_splits(folder: Path, task: str, trials: Sequence[PlannedTrial]) -> tuple
 
 
 def require_no_failure(folder: Path, state: StudyStatus) -> None:
-    """Refuse to end in silence where splits failed.
+    """Require that no split failed.
 
     Raises:
         ConfigError: with the first one's error.
