@@ -1,7 +1,7 @@
 """Hydra entry: `python -m rm_optimizer.analyze checkpoint=RUN landscape=density`.
 
-The imports of an analysis stand inside the functions: help, a mistyped option and the processes that share a grid,
-which import this module again, need neither Hydra nor torch.
+The imports of an analysis are inside the functions. So help, errors about mistyped options and the processes that
+share a grid, which import this module again, need neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 
 OnProgress = Callable[[str, int, int | None, str], None]
-"""Told what is being done, how much of it is, of how much, and a remark."""
+"""Callback with the name of the current work, the amount done, the total amount if known, and a remark."""
 
 MAIN_FILE = "analyze"
 log = logging.getLogger("rm_optimizer")
@@ -45,10 +45,10 @@ def main() -> None:
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
-    """The arguments with what the run folder among them records, before what the user typed, which wins.
+    """The arguments with the options that the named run recorded; options that the user typed come last and win.
 
     Args:
-        arguments: options and flags as Hydra takes them, without the program's name.
+        arguments: options and flags in Hydra's form, without the program's name.
 
     Raises:
         ConfigError: if a flag or an override cannot be read.
@@ -67,10 +67,10 @@ def completed(arguments: Sequence[str]) -> list[str]:
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Compose what the arguments ask for, without running it.
+    """Compose and check the options, without running them.
 
     Args:
-        arguments: options and flags as Hydra takes them, without the program's name.
+        arguments: options and flags in Hydra's form, without the program's name.
 
     Raises:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the folder cannot be written.
@@ -91,7 +91,7 @@ def check_command(arguments: Sequence[str]) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Analyze what the composed configuration says."""
+    """Run the analysis of the composed configuration."""
     from rm_optimizer.schema import typed
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
@@ -99,13 +99,13 @@ def run(config: DictConfig) -> None:
 
 
 def analyze(options: AnalyzeConfig) -> Path:
-    """Measure, print, and leave JSON, pictures and Parquet in `options.output_dir`, which is returned.
+    """Measure, print, write JSON, pictures and Parquet into `options.output_dir`, and return this folder.
 
     Args:
         options: the composed options, as `rm_optimizer.schema.typed` returns them.
 
     Raises:
-        Interrupted: if the user stopped it; what was measured is there, labeled as partial.
+        Interrupted: if the user stopped it; finished measurements are written, labeled as partial.
         CheckpointError: if the model cannot be loaded.
         DataError: if the pairs cannot be used.
         ConfigError: if an option does not fit the model, or the folder holds another analysis or is in use.
@@ -148,7 +148,7 @@ def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
 
 
 def _warn_of_ignored(config: LandscapeConfig) -> LandscapeConfig:
-    """The options without those that are not used; those that the user set are named in a warning."""
+    """Warn of unused options that the user set, and return the options without the unused ones."""
     from rm_optimizer.schema.compose import preset_values
     from rm_optimizer.schema.landscape import ignored_options, without_ignored
 
@@ -189,7 +189,7 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
 
 
 def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisInput:
-    """Weights and pairs in words."""
+    """Description of the measured weights and pairs."""
     from rm_optimizer.landscape.analysis_context import AnalysisInput
     from rm_optimizer.landscape.operators.identity import pairs_digest
 
@@ -204,7 +204,7 @@ def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: Measur
 
 
 def _step(checkpoint: str, weights: Path | None) -> int | None:
-    """Step of the weights: that in a periodic checkpoint's name, or of the run's best model; None elsewhere."""
+    """Step of the weights, from a periodic checkpoint's name or of the run's best model; None without either."""
     from rm_optimizer.records.run_folder import RunFolder, checkpoint_step
 
     path, run = weights or Path(checkpoint).expanduser(), RunFolder.of(checkpoint)
@@ -213,14 +213,14 @@ def _step(checkpoint: str, weights: Path | None) -> int | None:
 
 
 def _compared(names: Sequence[str], checkpoints: Sequence[str], subject: AnalysisInput) -> str:
-    """Models with the steps of their weights, and the pairs, in words."""
+    """Description of the models, the steps of their weights, and the pairs."""
     steps = [_step(each, None) for each in checkpoints]
     named = [f"{name}{'' if step is None else f' at step {step:,}'}" for name, step in zip(names, steps, strict=True)]
     return f"{', '.join(named)}; pairs of {subject.data}"
 
 
 def _start(checkpoint: str) -> WeightsByStep:
-    """Reader of the weights that a run started from, at step 0; empty with a warning where they are gone."""
+    """Reader of a run's starting weights, at step 0; empty with a warning if they cannot be built again."""
     from rm_optimizer.records.codec import from_values
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.data import DataConfig
@@ -257,11 +257,11 @@ def _run_checkpoints(checkpoint: str, kind: str) -> dict[int, Path]:
 
 
 def _unmerged(checkpoint: str) -> Path | None:
-    """The best weights of a run with their adapter, which `best/` has merged; None for anything else.
+    """Path of a run's best weights with a separate adapter, which is merged in `best/`; None for other models.
 
     Raises:
-        CheckpointError: if the run has them no more.
-        ConfigError: if they are four-bit ones.
+        CheckpointError: if the run no longer has these weights.
+        ConfigError: if the weights are four-bit.
     """
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.adapters import AdapterKind
@@ -282,7 +282,7 @@ def _unmerged(checkpoint: str) -> Path | None:
 
 
 def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, files: Sequence[Path]) -> None:
-    """Give TensorBoard and W&B the numbers, eigenvalues, pictures and tables of a result, at its step."""
+    """Log the numbers, eigenvalues, pictures and tables of a result to TensorBoard and W&B, at its step."""
     import numpy as np
 
     from rm_optimizer.landscape.runs.evolution import Evolution
@@ -326,7 +326,7 @@ def _log_files(loggers: Sequence[Logger], kind: str, files: Sequence[Path], step
 
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
-    """The run's own measurements while it trained, beside its Hessian's spectrum."""
+    """Draw the curvature that the run measured during training, beside the Hessian's spectrum."""
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.curvature_plots import has_training_curvature
     from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
@@ -351,7 +351,7 @@ def _history_caption(run: RunFolder) -> str:
 
 
 def _record(options: AnalyzeConfig, folder: Path) -> None:
-    """The composed options with what else decides the numbers."""
+    """Write the composed options, the commit, the versions and the machine."""
     from rm_optimizer.records.analysis_folder import ANALYSIS_FILE
     from rm_optimizer.records.files import write_text
     from rm_optimizer.records.provenance import commit, machine, versions

@@ -1,4 +1,4 @@
-"""`OptimizerComparison`: a fair comparison of optimizers from Python."""
+"""`OptimizerComparison`: a fair comparison of optimizers, as a Python class."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ FOLDER = Path("outputs", "optimizer_comparison")
 
 
 class OptimizerComparison:
-    """Comparison of optimizers on equal terms: equally many tuned rates, fresh paired seeds, an untouched test split.
+    """Comparison of optimizers on equal terms: equally many learning rates, new paired seeds and unseen test pairs.
 
-    Results stand in a folder. A comparison that is stopped or killed goes on when it is called again, and repeats
-    nothing that is finished.
+    Results are kept in a folder. A comparison that was stopped or killed continues when it is called again. It does
+    not repeat finished runs.
 
     Args:
         model_name: model preset, hub id or folder of the base model.
         data_path: source of the training pairs.
         optimizers: names of at least two optimizers.
-        num_seeds: final seeds of each; None takes the budget's.
-        val_path: source of the validation pairs; None splits them off the training prompts.
-        test_path: source of the test pairs; None splits them off the prompts of the validation pairs.
+        num_seeds: final seeds for each optimizer; None takes the number of the budget.
+        val_path: source of the validation pairs; None takes the pairs of some training prompts.
+        test_path: source of the test pairs; None takes the pairs of some validation prompts.
         budget: `smoke` (3 rates, 2 seeds, few pairs), `standard` (5 rates, 5 seeds) or `paper` (7 rates, 10 seeds).
-        reference: optimizer that the others are compared with; None is adamw, or the first where it is not there.
+        reference: optimizer to compare the others with; None is adamw, or the first one if adamw is not among them.
         output_dir: folder of the results.
-        overrides: further options of every run, as `["training.epochs=2", "batching.batch_size=32"]`.
-        executor: `process` (a fresh interpreter a run), `inline` (this process) or `ray`.
-        workers: runs at a time; None is one a GPU, else one.
+        overrides: further options of every run, such as `["training.epochs=2", "batching.batch_size=32"]`.
+        executor: `process` (a new interpreter for each run), `inline` (this process) or `ray`.
+        workers: runs at a time; None is one per GPU, or one without GPUs.
         sizes: further fields of `ComparisonOptions`, such as `rates`, `pairs` or `test_pairs`.
 
     Raises:
-        ConfigError: if an option is unknown, out of its range, or would compare something else than optimizers.
+        ConfigError: if an option is unknown, out of its range, or would make runs differ in more than the optimizer.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OptimizerComparison:
 
     @cached_property
     def frozen(self) -> Frozen:
-        """The setting of the comparison, written when it is first asked for.
+        """The fixed setting of the comparison, written on first access.
 
         Raises:
             ConfigError: if the folder holds another comparison.
@@ -99,7 +99,7 @@ class OptimizerComparison:
         return freeze(self.options, self.folder)
 
     def plan(self) -> StudyCost:
-        """Freeze the setting, and estimate the cost from a few measured steps of the reference."""
+        """Fix the setting, and estimate the cost from a few measured steps of the reference."""
         frozen, stages = self.frozen, Stages(self.folder)
         arms = sorted(self.options.optimizers, key=lambda name: name != self.options.reference)
         configs = []
@@ -110,11 +110,11 @@ class OptimizerComparison:
         return study_cost(configs)
 
     def run_experiment(self) -> ComparisonFindings:
-        """Run what has no result yet, and return the findings.
+        """Run the runs that have no result yet, and return the findings.
 
         Raises:
-            ConfigError: if a run failed for good; the same call goes on once the reason is mended.
-            Interrupted: if the user stopped it; the same call goes on.
+            ConfigError: if a run failed for good; once the reason is fixed, repeating the call continues.
+            Interrupted: if the user stopped it; repeating the call continues.
         """
         _ = self.frozen
         return run_stages(self.folder, self.executor, self.workers)
@@ -123,23 +123,23 @@ class OptimizerComparison:
         """Print the tables of the finished runs, and write page, text, JSON and pictures into `report/` of the folder.
 
         Returns:
-            The text, in Markdown, with the pictures beside it.
+            Path of the text, in Markdown; the pictures are beside it.
         """
         return report(self.folder)
 
 
 def run_stages(folder: Path, executor: str, workers: int | None, *, retries: int = 2) -> ComparisonFindings:
-    """Run what has no result yet of the comparison in a folder, and return its findings.
+    """Run the runs that have no result yet in the comparison of a folder, and return its findings.
 
     Args:
         folder: folder of the comparison.
         executor: inline, process or ray.
-        workers: runs at a time; None is one a GPU, else one.
-        retries: further attempts at a run that failed.
+        workers: runs at a time; None is one per GPU, or one without GPUs.
+        retries: further attempts at a failed run.
 
     Raises:
         ConfigError: if the folder holds no comparison, or a run failed for good.
-        Interrupted: if the user stopped it; the same call goes on.
+        Interrupted: if the user stopped it; repeating the call continues.
     """
     stages = Stages(folder)
     finished = sum(stages.result(planned) is not None for planned in stages.trials())
@@ -150,10 +150,10 @@ def run_stages(folder: Path, executor: str, workers: int | None, *, retries: int
 
 
 def report(folder: Path) -> Path:
-    """Print the findings of the comparison in a folder, and write its page with text, numbers and trials beside it.
+    """Print the findings of the comparison in a folder, and write its page, text, numbers and trials.
 
     Returns:
-        The text, in Markdown.
+        Path of the text, in Markdown.
     """
     found, rows = findings(folder), [*Study(folder).rows()]
     print_findings(found)

@@ -7,22 +7,22 @@ RMOptimizerError
 │   └── ConversationRefused   a conversation that the tokenizer's chat template does not write whole
 ├── CheckpointError       a model or checkpoint that is missing, torn or not what it claims to be
 ├── MissingExtra          an optional dependency that is not installed
-├── DiskError             a file that the system does not let us write
+├── DiskError             a file that cannot be written
 ├── TrainingDiverged      a loss that is not finite
 ├── Interrupted           a run the user stopped
 ├── RewardServerUnavailable   a reward server that did not answer in time
 ├── RewardServerRefused   a request that a reward server refuses
 ├── HandshakeFailed       a reward server whose rewards cannot be trusted
-├── WrongAnswer           an answer that is not the rewards that were asked for
+├── WrongAnswer           an answer that is not the requested rewards
 ├── WrongVersion          an answer from other weights than expected
-├── PublishFailed         new weights that do not serve
+├── PublishFailed         new weights that are not served
 ├── TransferFailed        a process group for weights that did not form or broke
-├── WeightsRefused        new weights that an engine did not take
+├── WeightsRefused        new weights that an engine did not accept
 └── EngineUnavailable     an engine that cannot answer now
     └── EngineFailed      an engine that will not answer again
 
-The HTTP answers of our own server are `ApiError`s of `rm_optimizer.serving.service.api_errors`; clients see them as
-`RewardServerRefused`.
+The package's own server reports errors over HTTP as `ApiError`s of `rm_optimizer.serving.service.api_errors`; clients
+raise them as `RewardServerRefused`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterable
 
 
 class RMOptimizerError(Exception):
-    """A failure with a remedy: its text is one sentence for the user, and the command exits with `exit_code`."""
+    """A failure with a remedy. Its text is one sentence for the user, and the command exits with `exit_code`."""
 
     exit_code = 2
 
@@ -54,11 +54,11 @@ class ConversationRefused(DataError):
 
 
 class CheckpointError(RMOptimizerError):
-    """A model folder or checkpoint is missing, torn, or does not match what it recorded of itself."""
+    """A model folder or checkpoint is missing, incomplete, or does not match its own records."""
 
 
 class MissingExtra(RMOptimizerError):
-    """An optional dependency is not installed; the text holds the pip line that installs it."""
+    """An optional dependency is not installed; the text contains the pip command that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; pip install 'rm-optimizer[{extra}]'")
@@ -106,7 +106,7 @@ class HandshakeFailed(RMOptimizerError):
 
 
 class WrongAnswer(RMOptimizerError):
-    """A reward server answered with something that is not the rewards that were asked for."""
+    """A reward server's answer is not the requested rewards."""
 
 
 class WrongVersion(RMOptimizerError):
@@ -134,7 +134,7 @@ class EngineFailed(EngineUnavailable):
 
 
 def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
-    """Sentence for an unknown name, with the nearest known one where there is one.
+    """Sentence about an unknown name, with the most similar known name if there is one.
 
     Example:
         >>> did_you_mean("optimizer", "moun", ["adamw", "lion", "muon"])
@@ -151,7 +151,7 @@ def no_trained_head(source: object, reason: str) -> CheckpointError:
 
     Args:
         source: path or name that it was loaded from.
-        reason: the end of the sentence, from what shows it.
+        reason: second part of the sentence, the evidence for it.
     """
     return CheckpointError(
         f"{source} has no trained reward head: {reason}; give a trained reward model, or train one from it with "

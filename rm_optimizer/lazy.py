@@ -8,10 +8,10 @@ from typing import Any
 
 
 def export_lazily(package: dict[str, Any]) -> None:
-    """Give a package the names that it imports `X as X` under `if TYPE_CHECKING:`; each loads when it is first used.
+    """Give a package the names that it imports `X as X` under `if TYPE_CHECKING:`; each loads on first use.
 
-    Type checkers and editors read these imports as they stand. At run time they are read from the package's source, so
-    that the names stand in one place (as the stubs of `lazy_loader.attach_stub`, scientific Python's SPEC 1).
+    Type checkers and editors read these imports directly. At run time they are parsed from the package's source, so
+    that the names are written only once (like the stubs of `lazy_loader.attach_stub`, scientific Python's SPEC 1).
 
     Args:
         package: the package's `globals()`.

@@ -1,7 +1,7 @@
 """Hydra entry: `python -m rm_optimizer.train optimizer=muon hardware=h100`.
 
-The imports of a run stand inside the functions: help, a mistyped option and the data-loader's spawned processes, which
-import this module again, need neither Hydra nor torch.
+The imports of a run are inside the functions. So help, errors about mistyped options and the data-loader's spawned
+processes, which import this module again, need neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 SWEEP = Sweep()
-"""The jobs of this process, where it runs a sweep."""
+"""Jobs of this process, if it runs a sweep."""
 COMPARISON = "comparison"
-"""In the folder of a sweep: its finished jobs side by side."""
+"""Subfolder of a sweep's folder for the comparison of its finished jobs."""
 
 
 def main() -> None:
@@ -77,11 +77,11 @@ def _compare(sweep: Sweep) -> None:
 
 
 def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path | None:
-    """The folder of a run or sweep that the user named and that this process is the first to write into; else None.
+    """The folder of a run or sweep if the user named it and this process is the first to write into it, else None.
 
     Args:
-        config: options of the one run that is to start; None for a sweep, or where Hydra only prints.
-        arguments: options and flags as Hydra takes them.
+        config: options of the single run that will start; None for a sweep, or if Hydra only prints.
+        arguments: options and flags in Hydra's form.
     """
     options = ("hydra.sweep.dir=",) if config is None else ("hydra.run.dir=", "output_dir=")
     named = [item for item in arguments if item.startswith(options) and "${" not in item]
@@ -92,7 +92,7 @@ def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path 
 
 @contextmanager
 def _held(folder: Path | None, sweep: bool) -> Iterator[None]:
-    """Hold a folder from before Hydra writes into it."""
+    """Lock a folder before Hydra writes into it."""
     from rm_optimizer.training.folder.lock import reserved
 
     with ExitStack() as stack:
@@ -129,7 +129,7 @@ def show(result: RunResult) -> None:
 
 
 def option_callbacks(config: TrainConfig) -> list[Callback]:
-    """Callbacks of the options that are on, with functions of other floors; the rest is not even imported."""
+    """Callbacks of the options that are on, with functions from other packages; the others are not imported."""
     found: list[Callback] = []
     if config.training.calibration.enabled:
         from rm_optimizer.reporting.pictures import draw_reliability
@@ -158,7 +158,7 @@ def _in_order(arguments: Sequence[str]) -> list[str]:
 
 
 def _with_model_preset(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the preset that goes with a model named by its path."""
+    """The arguments, with the preset for a model that is named by its path."""
     from rm_optimizer.interfaces.flags import parse_flags
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.schema.implied import completed
@@ -168,13 +168,13 @@ def _with_model_preset(arguments: Sequence[str]) -> list[str]:
 
 
 def check_command(arguments: Sequence[str]) -> TrainConfig | None:
-    """Compose what the arguments ask for, without running it.
+    """Compose and check the options, without running them.
 
     Args:
-        arguments: options and flags as Hydra takes them, without the program's name.
+        arguments: options and flags in Hydra's form, without the program's name.
 
     Returns:
-        The options of the one run that is to start; None for a sweep, or where Hydra only prints.
+        The options of the single run that will start; None for a sweep, or if Hydra only prints.
 
     Raises:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the run folder cannot be written,
@@ -191,7 +191,7 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     flags = parse_flags(arguments, TrainConfig)
     if only_tells(flags):
         return None
-    if rank() == 0:  # Lightning repeats hydra.run.dir, in quotes, for the processes that it starts
+    if rank() == 0:  # Lightning adds hydra.run.dir again, in quotes, for the processes that it starts
         require_given_once(flags.overrides)
     if flags.multirun and flags.cfg is not None:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
@@ -222,16 +222,16 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
         _require_compatible(config)
     if flags.multirun or flags.cfg is not None:
         return None
-    if rank() == 0:  # the other processes find what the first has written
+    if rank() == 0:  # the other processes find the folder that the first one wrote into
         require_usable(RunRequest.of(config))
         require_free(Path(config.output_dir))
     return config
 
 
 def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
-    """Numbers and overrides of jobs that together hold every value of a sweep, and of those whose folder is there.
+    """Numbers and overrides of jobs that together hold every value of a sweep, and of jobs whose folder exists.
 
-    All of them have the sweep's folder as it is now.
+    All overrides name the sweep's folder with the current time filled in.
     """
     from rm_optimizer.interfaces.command_line import planned_sweep
     from rm_optimizer.records.quoting import in_quotes
@@ -247,7 +247,7 @@ def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
 
 
 def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
-    """Refuse a sweep whose jobs share a folder, or start in one that holds another run; its folder becomes taken."""
+    """Refuse a job whose folder another job has or that holds another run; add its folder to the taken ones."""
     from rm_optimizer.records.run_folder import require_usable
     from rm_optimizer.records.run_options import RunRequest
 
@@ -261,13 +261,13 @@ def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
 
 
 def _require_compatible(config: TrainConfig) -> None:
-    from rm_optimizer.optim import check_compatible  # needs torch, which a mistyped option does not wait for
+    from rm_optimizer.optim import check_compatible  # imports torch, so only after options are checked
 
     check_compatible(config.optimizer, config.hardware, config.schedule)
 
 
 def _has_ended(config: TrainConfig) -> bool:
-    """True if `resume=auto` finds a run that has ended; its summary is printed again and nothing changes."""
+    """True if `resume=auto` finds a run that has ended. Its summary is printed again, and nothing else happens."""
     from rm_optimizer.records.run_folder import RESULT_FILE
     from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.schema.config import Resume
@@ -286,7 +286,7 @@ def _has_ended(config: TrainConfig) -> bool:
 
 
 def _among_processes(arguments: Sequence[str]) -> list[str]:
-    """Overrides that a process of torchrun or SLURM adds, so that all of them work in one run folder."""
+    """Overrides that a process of torchrun or SLURM adds, so that all processes work in one run folder."""
     from rm_optimizer.interfaces.flags import only_tells, parse_flags
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.processes import launched_processes, process_overrides
@@ -301,9 +301,9 @@ def _among_processes(arguments: Sequence[str]) -> list[str]:
 
 
 def run(config: DictConfig) -> float:
-    """Train what the composed configuration says and return what a sweep minimizes.
+    """Train by the composed configuration and return the objective that a sweep minimizes.
 
-    A job of a sweep that fails ends with its sentence and an infinite objective, and the next one starts.
+    If a job of a sweep fails, its error is reported, its objective is infinite, and the next job starts.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -322,7 +322,7 @@ def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> 
     except Exception as error:
         SWEEP.add(failed_job(overrides, folder, error), sweep)
         if not isinstance(error, RMOptimizerError):
-            raise  # a bug, which Hydra keeps and raises after the last job
+            raise  # a bug; Hydra raises it after the last job
         code = report(error)
         if isinstance(error, Interrupted):
             sys.exit(code)
